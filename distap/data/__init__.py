@@ -1,0 +1,1 @@
+"""Images in WebDataset shards: packing, the index, the plan of batches, reading by offset."""

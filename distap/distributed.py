@@ -1,0 +1,145 @@
+"""The ranks of one training, and the few collectives that distap needs.
+
+A global batch has slots 0 .. B-1. Rank r of W holds the slots r, r+W, r+2W, ..., and whatever is gathered comes
+back in slot order, so that nothing after it depends on the number of ranks.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distap.errors import DistapError
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks; `World()` is a world of one, which communicates nothing."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = CPU
+
+    def slots(self, total: int) -> range:
+        """The slots of a global batch of `total` images that this rank holds."""
+        return range(self.rank, total, self.size)
+
+    def gather_rows(self, rows: Tensor, total: int) -> Tensor:
+        """All ranks' rows in slot order.
+
+        Args:
+            rows: (b, ...) those of this rank's slots.
+            total: B, the number of slots of all ranks.
+        Returns:
+            (B, ...), the same on every rank.
+        """
+        if self.size == 1:
+            return rows
+        share = -(-total // self.size)
+        padded = rows.new_zeros(share, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = rows.new_empty(self.size * share, *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded)
+        # Row k of rank r is slot k * W + r, so the padding of shorter shares ends up behind the last slot.
+        by_rank = gathered.view(self.size, share, *rows.shape[1:])
+        return by_rank.transpose(0, 1).reshape(-1, *rows.shape[1:])[:total]
+
+    def scatter_rows(self, rows: Tensor | None, like: Tensor, total: int) -> Tensor:
+        """Give each rank the rows of its slots.
+
+        Args:
+            rows: (B, ...) in slot order on rank 0; not looked at elsewhere.
+            like: a tensor with the dtype, device and trailing shape of `rows`.
+            total: B.
+        Returns:
+            (b, ...) the rows of this rank's slots.
+        """
+        if self.size == 1:
+            assert rows is not None
+            return rows
+        share = -(-total // self.size)
+        received = like.new_empty(share, *like.shape[1:])
+        shares = None
+        if self.rank == 0:
+            assert rows is not None
+            padded = rows.new_zeros(self.size * share, *rows.shape[1:])
+            padded[:total] = rows
+            shares = [padded[r :: self.size].contiguous() for r in range(self.size)]
+        dist.scatter(received, shares, src=0)
+        return received[: len(self.slots(total))]
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with rank 0's and return it."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with its sum over the ranks and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def maximum(self, value: float) -> float:
+        """The greatest of the ranks' values; infinite where any of them is not a number."""
+        worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(nan=float("inf"))
+        if self.size > 1:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return float(worst)
+
+    def all_agree(self, holds: bool) -> bool:
+        """Whether it holds on every rank; all ranks get the same answer."""
+        return self.maximum(0.0 if holds else 1.0) == 0.0
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
+    """The world that torchrun's environment describes, or a world of one; left again at the end.
+
+    Raises:
+        DistapError: the environment is incomplete.
+    """
+    if "RANK" not in os.environ:
+        yield World(device=_device(0))
+        return
+    try:
+        rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except (KeyError, ValueError) as error:
+        raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
+    device = _device(local_rank)
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        yield World(rank, size, local_rank, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        # Subnormal numbers, which an untrained network is full of, cost a CPU a hundred times the arithmetic.
+        torch.set_flush_denormal(True)
+        return CPU
+    if local_rank >= torch.cuda.device_count():
+        raise DistapError(
+            f"local rank {local_rank} has no GPU of its own: this host has {torch.cuda.device_count()}; "
+            "start that many ranks a host at most"
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,100 @@
+"""DistributedDataParallel: each rank holds the whole network; gradients are all-reduced once a step."""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from distap.distributed import World
+
+
+class DDPEngine:
+    """One whole copy of the network a rank, one all-reduce a step.
+
+    Args:
+        network: on its device already, its parameters the same on every rank or to be taken from rank 0.
+        optimizer: over the network's parameters; a group's `factor` multiplies its learning rate.
+        world: the ranks.
+        clip_norm: the gradient's norm is clipped to it; None leaves it alone.
+    """
+
+    def __init__(
+        self, network: nn.Module, optimizer: Optimizer, world: World, clip_norm: float | None = None
+    ) -> None:
+        self.network = network
+        self.reductions = 0
+        self.reduce_seconds = 0.0
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._replicas: DistributedDataParallel | None = None
+        if world.size > 1:
+            self._replicas = DistributedDataParallel(
+                network,
+                device_ids=[world.device] if world.device.type == "cuda" else None,
+                broadcast_buffers=False,  # frozen, and the same on every rank from the start
+                bucket_cap_mb=_megabytes(network) + 1,  # one bucket, so one all-reduce
+                gradient_as_bucket_view=True,
+            )
+            self._replicas.register_comm_hook(None, self._sum_over_ranks)
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Encloses forward and backward: around backward alone, DDP would all-reduce every micro-batch."""
+        if self._replicas is None or is_last:
+            return nullcontext()
+        skipping: AbstractContextManager[None] = self._replicas.no_sync()
+        return skipping
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Descriptors (n, C) of a micro-batch, with a graph."""
+        descriptors: Tensor = (self._replicas or self.network)(images)
+        return descriptors
+
+    def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
+        """Add the parameter gradients that dL/d descriptors leads to; on the last micro-batch, reduce them."""
+        torch.autograd.backward(descriptors, gradient)
+
+    def update(self, learning_rate: float) -> float:
+        """One optimiser step along the summed gradient, unless it is not finite; returns its norm."""
+        bound = float("inf") if self._clip_norm is None else self._clip_norm
+        norm = float(nn.utils.clip_grad_norm_(self.network.parameters(), bound))
+        if norm < float("inf"):  # False for NaN as well
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate * group.get("factor", 1.0)
+            self._optimizer.step()
+        self.discard()
+        return norm
+
+    def discard(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Network and optimiser, the same on every rank."""
+        return {"network": self.network.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.network.load_state_dict(state["network"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _sum_over_ranks(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's reduction without its division by W: the loss is a mean over all ranks' queries already."""
+        started = time.perf_counter()
+        self.reductions += 1
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+
+        def reduced(future: torch.futures.Future[Any]) -> Tensor:
+            self.reduce_seconds += time.perf_counter() - started
+            return future.value()[0]  # type: ignore[no-any-return]
+
+        return work.get_future().then(reduced)
+
+
+def _megabytes(network: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad) // 2**20

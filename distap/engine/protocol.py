@@ -1,0 +1,50 @@
+"""What stage three asks of an engine."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Engine(Protocol):
+    """A network spread over the ranks, and its optimiser.
+
+    Parameters move along the sum over ranks of what `backward` was given: stage two has divided by the global
+    number of queries already. Every engine is held to that by the same test.
+    """
+
+    network: nn.Module  # for forwards without a graph
+    reductions: int  # collectives over parameters' gradients so far
+    reduce_seconds: float  # spent in them so far
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Encloses forward and backward of a micro-batch; ranks communicate in the last one only."""
+        ...
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Descriptors (n, C) of a micro-batch, with a graph."""
+        ...
+
+    def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
+        """Add the parameter gradients that `gradient` (n, C), dL/d descriptors, leads to."""
+        ...
+
+    def update(self, learning_rate: float) -> float:
+        """Move the parameters and forget the gradients.
+
+        Returns:
+            The norm of the whole gradient before clipping; where it is not finite, nothing has moved.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradients: the step is skipped."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Network and optimiser, the same on every rank."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        ...

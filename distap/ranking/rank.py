@@ -1,0 +1,84 @@
+"""Rank a gathered batch on rank 0 alone, or sharded over all ranks."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from distap.ranking.gathered import Gathered
+
+Mode = Literal["sharded", "central"]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What stage two tells stage three."""
+
+    loss: Float64[Tensor, ""]  # of the whole global batch, the same on every rank
+    per_query: Float64[Tensor, " B"]  # AP of each query, NaN where it has no positive
+    gradient: Float[Tensor, "b C"]  # of this rank's rows; with `rank_descriptors`, of all its slots
+    is_finite: bool = True
+
+    @property
+    def queries(self) -> int:
+        """Number of queries that have a positive."""
+        return int((~self.per_query.isnan()).sum())
+
+    @property
+    def skipped_queries(self) -> int:
+        """Number of images without another image of their class in the batch."""
+        return len(self.per_query) - self.queries
+
+
+class Loss(Protocol):
+    """A listwise loss: a frozen dataclass whose fields are its settings."""
+
+    name: str
+
+    def value_and_gradient(self, gathered: Gathered) -> Ranking:
+        """Loss of the whole batch and the gradient of `gathered.own`'s descriptors.
+
+        The loss is a mean over all queries of all ranks, so gradients are to be summed over ranks, never
+        averaged.
+        """
+        ...
+
+
+@torch.no_grad()
+def rank_descriptors(loss: Loss, gathered: Gathered, mode: Mode = "sharded") -> Ranking:
+    """Loss and descriptor gradients of a global batch (Revaud et al. 2019, section 3.2, second stage).
+
+    Args:
+        loss: the listwise loss.
+        gathered: the batch; its dtype is the precision of similarities and gradients.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all and scatters the rows.
+    Returns:
+        A Ranking whose gradient has a row for each slot of this rank, zero for those that take no part.
+    Raises:
+        DistapError: no query has a positive; raised on every rank.
+    """
+    world = gathered.world
+    with torch.autocast(gathered.descriptors.device.type, enabled=False):
+        if mode == "sharded" or world.size == 1:
+            ranking = loss.value_and_gradient(gathered)
+            gradient = gathered.spread(ranking.gradient)
+        else:
+            ranking, gradient = _rank_on_rank_zero(loss, gathered)
+    finite = bool(ranking.loss.isfinite()) and bool(gradient.isfinite().all())
+    return Ranking(ranking.loss, ranking.per_query, gradient, world.all_agree(finite))
+
+
+def _rank_on_rank_zero(loss: Loss, gathered: Gathered) -> tuple[Ranking, Tensor]:
+    world, slots = gathered.world, len(gathered.taking_part)
+    per_query = gathered.labels.new_empty(len(gathered.labels), dtype=torch.float64)
+    value = per_query.new_empty(())
+    gradient = None
+    if world.rank == 0:
+        whole = gathered.on_one_rank()
+        ranking = loss.value_and_gradient(whole)
+        gradient = whole.spread(ranking.gradient)
+        value, per_query = ranking.loss, ranking.per_query
+    rows = world.scatter_rows(gradient, gathered.descriptors, slots)
+    return Ranking(world.broadcast(value), world.broadcast(per_query), rows), rows
