@@ -16,7 +16,6 @@ from torch import Tensor
 
 from distap.errors import DistapError
 
-
 CPU = torch.device("cpu")
 
 

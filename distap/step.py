@@ -35,8 +35,16 @@ class Batch(Protocol):
 
     step: int
     total: int
-    labels: Int64[Tensor, " b"]  # known once every image has been asked for
-    present: Bool[Tensor, " b"]  # False for an image that could not be read
+
+    @property
+    def labels(self) -> Int64[Tensor, " b"]:
+        """Classes of the images, known once every image has been asked for."""
+        ...
+
+    @property
+    def present(self) -> Bool[Tensor, " b"]:
+        """False for an image that could not be read."""
+        ...
 
     def images(self, rows: slice) -> Tensor:
         """Pixels of some of the share's images, (n, ...); waits for those that have not been read yet."""

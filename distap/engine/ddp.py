@@ -1,5 +1,6 @@
 """DistributedDataParallel: each rank holds the whole network; gradients are all-reduced once a step."""
 
+import inspect
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distap.distributed import World
+
+# Buffers are frozen, or each rank's own. torch 2.15 renames the option that says so.
+_NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
 
 
 class DDPEngine:
@@ -37,7 +45,7 @@ class DDPEngine:
             self._replicas = DistributedDataParallel(
                 network,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
-                broadcast_buffers=False,  # frozen, and the same on every rank from the start
+                **_NO_BUFFER_SYNC,
                 bucket_cap_mb=_megabytes(network) + 1,  # one bucket, so one all-reduce
                 gradient_as_bucket_view=True,
             )

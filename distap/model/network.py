@@ -67,6 +67,11 @@ class RetrievalNetwork(nn.Module):
                 normaliser.eval()
         return self
 
+    def running_statistics(self) -> list[Tensor]:
+        """Statistics of BatchNorm that training moves: none where it is frozen."""
+        moving = self._normalisers if self.batchnorm == "batch" else []
+        return [s for m in moving for s in (m.running_mean, m.running_var) if s is not None]
+
     def forward(self, images: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n C"]:
         """Descriptors of length 1, float32 or wider."""
         pixels = images.to(self.mean.dtype, memory_format=torch.channels_last)

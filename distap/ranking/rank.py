@@ -35,7 +35,10 @@ class Ranking:
 class Loss(Protocol):
     """A listwise loss: a frozen dataclass whose fields are its settings."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the configuration calls it."""
+        ...
 
     def value_and_gradient(self, gathered: Gathered) -> Ranking:
         """Loss of the whole batch and the gradient of `gathered.own`'s descriptors.

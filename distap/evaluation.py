@@ -1,0 +1,115 @@
+"""Evaluate a network on a data set of shards: extraction over the ranks, then the labelled-set protocol."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distap.data.index import Index, load_index
+from distap.data.loading import NO_SAMPLE, Failure, OrderedImages, evaluation_chunks
+from distap.data.reading import Reader
+from distap.data.transforms import evaluation_transform
+from distap.distributed import World
+from distap.errors import DistapError
+from distap.retrieval.extraction import extract
+from distap.retrieval.metrics import LabelledSetResult, evaluate_labelled_set
+from distap.telemetry.terminal import track
+
+RESULT_FILE, NEIGHBOURS_FILE = "result.json", "neighbours.npz"
+logger = logging.getLogger("distap")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures on a data set. Rows of `result` are the samples that could be read, numbered in `samples`."""
+
+    folder: Path
+    fingerprint: str
+    result: LabelledSetResult
+    samples: Tensor  # (N,) int64
+
+    def save(self, output: Path, **about: Any) -> Path:
+        """Write output/result.json, and the neighbours of every image as numbers in the data set's index."""
+        output.mkdir(parents=True, exist_ok=True)
+        neighbours = self.samples[self.result.neighbours]
+        np.savez_compressed(
+            output / NEIGHBOURS_FILE, query=self.samples.numpy(), neighbour=neighbours.numpy(), allow_pickle=False
+        )
+        path = output / RESULT_FILE
+        record = {
+            **about,
+            "data": str(self.folder),
+            "fingerprint": self.fingerprint,
+            "images": len(self.samples),
+            "queries": int(self.result.is_query.sum()),
+            "queries_without_positive": self.result.without_positive,
+            "figures": self.result.summary(),
+        }
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(record, indent=2) + "\n")
+        aside.replace(path)
+        return path
+
+
+def evaluate(
+    network: nn.Module,
+    folder: Path,
+    world: World,
+    *,
+    image_size: int,
+    batch_size: int,
+    workers: int,
+    max_pixels: int,
+    neighbours: int = 10,
+    shown: bool = False,
+) -> Evaluation:
+    """Describe every image of a data set and rank them all for each; every rank gets the result.
+
+    Args:
+        network: images to descriptors.
+        folder: of the shards.
+        world: the ranks; each describes its share.
+        image_size: width and height that images are scaled and cropped to, pixels.
+        batch_size: images described at once.
+        workers: processes that read.
+        max_pixels: larger images are refused.
+        neighbours: most similar images to keep of each.
+        shown: whether a progress bar is shown.
+    """
+    index = load_index(folder)
+    if len(index) < world.size:
+        raise DistapError(f"{folder}: {len(index)} images, fewer than the {world.size} ranks")
+    images = OrderedImages(Reader(folder, index, max_pixels), evaluation_transform(image_size), image_size)
+    mine = world.slots(len(index))
+    failures: list[Failure] = []
+    chunks = evaluation_chunks(images, mine, batch_size, workers)
+    shown_chunks = track(chunks, f"describing {folder}", -(-len(mine) // batch_size)) if shown else chunks
+
+    def described() -> Any:
+        for chunk in shown_chunks:
+            failures.extend(chunk.failures)
+            yield chunk.pixels, torch.tensor([sample != NO_SAMPLE for sample in chunk.samples])
+
+    descriptors, present = extract(network, described(), world, len(index))
+    for failure in failures:
+        logger.warning("left out of the evaluation: %s of %s: %s", failure.where, folder, failure.reason)
+    labels = torch.from_numpy(index.label).to(descriptors.device)
+    result = evaluate_labelled_set(descriptors[present], labels[present], neighbours)
+    on_cpu = LabelledSetResult(*(getattr(result, name).cpu() for name in LabelledSetResult.__dataclass_fields__))
+    return Evaluation(folder, index.fingerprint, on_cpu, present.nonzero().flatten().cpu())
+
+
+def refuse_seen_classes(train: Index, validation: Index, folder: Path) -> None:
+    """Raise a DistapError where a class of the validation set is trained on."""
+    seen = sorted(set(train.class_name.tolist()) & set(validation.class_name.tolist()))
+    if seen:
+        raise DistapError(
+            f"data.validation: {folder} shares {len(seen)} classes with the training set "
+            f"({', '.join(seen[:3])}, ...), so its figures would not "
+            "be of unseen classes; set data.unseen_classes=false if that is meant"
+        )

@@ -1,0 +1,164 @@
+"""Prometheus metrics, one endpoint a rank.
+
+Names follow the Prometheus conventions. What is the same on every rank (loss, learning rate, validation) is
+exported by rank 0 only, so that sums over ranks mean something.
+"""
+
+import platform
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+from prometheus_client.process_collector import ProcessCollector
+
+from distap import __version__
+from distap.errors import DistapError
+
+STAGES = ("data_wait", "describe", "gather", "rank", "replay", "reduce", "optimizer")
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+
+class TrainingMetrics:
+    """The metrics of one rank.
+
+    Args:
+        is_first: whether this is rank 0, which also exports what is global.
+        ranks: W.
+        batch: B, images of a global batch.
+        skip_reasons: why an image can be left out.
+        registry: where the metrics are kept; a fresh one by default.
+    """
+
+    def __init__(
+        self,
+        is_first: bool,
+        ranks: int,
+        batch: int,
+        skip_reasons: tuple[str, ...],
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._is_first = is_first
+        on_every_rank: dict[str, Any] = {"registry": self.registry, "namespace": "distap"}
+        # A registry that no one reads keeps the code below free of questions about the rank.
+        on_first: dict[str, Any] = {
+            "registry": self.registry if is_first else CollectorRegistry(),
+            "namespace": "distap",
+        }
+        ProcessCollector(registry=self.registry)
+        Info("build", "Versions", **on_every_rank).info(
+            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        )
+        self.steps = Counter("steps", "Training steps done by this process", **on_every_rank)
+        self.images = Counter("images", "Images that this rank took through a stage", ["stage"], **on_every_rank)
+        self.stage_seconds = Histogram(
+            "stage_duration_seconds", "Seconds of a step by stage", ["stage"], buckets=BUCKETS, **on_every_rank
+        )
+        self.images_per_second = Gauge(
+            "images_per_second", "Images of this rank a second, last step", **on_every_rank
+        )
+        self.skipped = Counter("samples_skipped", "Damaged images left out", ["reason"], **on_every_rank)
+        self.step = Gauge("step", "Steps behind the present state", **on_every_rank)
+        self.last_step = Gauge("last_step_timestamp_seconds", "When the last step ended", **on_every_rank)
+        self.host_memory = Gauge("host_memory_peak_bytes", "Greatest resident memory so far", **on_every_rank)
+        self.device_memory = Gauge("device_memory_peak_bytes", "Greatest GPU memory so far", **on_every_rank)
+        self.ranks = Gauge("world_size_ranks", "Ranks of the training", **on_first)
+        self.batch = Gauge("global_batch_size_images", "Images of a global batch", **on_first)
+        self.loss = Gauge("loss_ratio", "Loss of the global batch", **on_first)
+        self.batch_ap = Gauge(
+            "batch_mean_average_precision_ratio", "Mean quantised AP of the global batch, mAP_Q", **on_first
+        )
+        self.learning_rate = Gauge("learning_rate", "Learning rate", **on_first)
+        self.gradient_norm = Gauge("gradient_norm", "Norm of the gradient before clipping", **on_first)
+        self.replay_drift = Gauge(
+            "replay_drift", "Greatest difference between the two descriptors of an image in a step", **on_first
+        )
+        self.lonely_queries = Counter(
+            "queries_without_positive", "Images without another of their class in the batch", **on_first
+        )
+        self.nonfinite = Counter(
+            "nonfinite_steps", "Steps skipped since a number was not finite", ["what"], **on_first
+        )
+        self.validation = Gauge(
+            "validation_mean_average_precision_ratio", "mAP on a validation set", ["dataset"], **on_first
+        )
+        self.checkpoint_seconds = Histogram(
+            "checkpoint_duration_seconds", "Seconds to write a checkpoint", buckets=BUCKETS, **on_first
+        )
+        self.checkpoint_bytes = Gauge("checkpoint_size_bytes", "Size of the last checkpoint", **on_first)
+        self.checkpoint_time = Gauge(
+            "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written", **on_first
+        )
+        self.checkpoint_failures = Counter("checkpoint_failures", "Checkpoints that could not be written", **on_first)
+        self.ranks.set(ranks)
+        self.batch.set(batch)
+        # Series that exist from the start can be alerted on before their first event.
+        for stage in STAGES:
+            self.stage_seconds.labels(stage)
+        for stage in ("describe", "replay"):
+            self.images.labels(stage)
+        for reason in skip_reasons:
+            self.skipped.labels(reason)
+        for what in ("loss", "gradient"):
+            self.nonfinite.labels(what)
+
+    def observe_step(
+        self, step: int, images: int, seconds: Mapping[str, float], figures: Mapping[str, float], skipped: str | None
+    ) -> None:
+        """Take over what a step did.
+
+        Args:
+            step: steps behind the present state.
+            images: of this rank.
+            seconds: by stage, and `step` for the whole.
+            figures: loss, mAP_Q, learning_rate, gradient_norm, replay_drift and skipped_queries.
+            skipped: `loss` or `gradient` where the parameters did not move.
+        """
+        self.steps.inc()
+        self.step.set(step)
+        self.last_step.set(time.time())
+        self.images.labels("describe").inc(images)
+        self.images.labels("replay").inc(0 if skipped == "loss" else images)
+        self.images_per_second.set(images / seconds["step"])
+        for stage in STAGES:
+            self.stage_seconds.labels(stage).observe(seconds.get(stage, 0.0))
+        self.loss.set(figures["loss"])
+        self.batch_ap.set(figures["mAP_Q"])
+        self.learning_rate.set(figures["learning_rate"])
+        self.gradient_norm.set(figures["gradient_norm"])
+        self.replay_drift.set(figures["replay_drift"])
+        self.lonely_queries.inc(figures["skipped_queries"])
+        if skipped:
+            self.nonfinite.labels(skipped).inc()
+        self.host_memory.set(host_memory_peak())
+        if torch.cuda.is_available():
+            self.device_memory.set(torch.cuda.max_memory_allocated())
+
+    def observe_checkpoint(self, seconds: float, size: int) -> None:
+        """A checkpoint of `size` bytes was written."""
+        self.checkpoint_seconds.observe(seconds)
+        self.checkpoint_bytes.set(size)
+        self.checkpoint_time.set(time.time())
+
+    def serve(self, port: int, address: str) -> WSGIServer:
+        """Answer on http://address:port/metrics from a thread of its own.
+
+        Raises:
+            DistapError: the port is taken, or the address is not this host's.
+        """
+        try:
+            server, _ = start_http_server(port, address, self.registry)
+        except OSError as error:
+            raise DistapError(
+                f"metrics.port: cannot listen on {address}:{port}: {error.strerror}; choose another, or null for none"
+            ) from error
+        return server
+
+
+def host_memory_peak() -> int:
+    """Greatest resident memory of this process so far, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

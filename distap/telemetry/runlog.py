@@ -1,0 +1,61 @@
+"""The run's log: metrics.jsonl, one JSON object a step or evaluation."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from distap.errors import DistapError
+
+RUN_LOG = "metrics.jsonl"
+
+
+class RunLog:
+    """Appends to folder/metrics.jsonl.
+
+    Args:
+        folder: of the run.
+        step: where the run goes on; lines of later steps, from before an interruption, are removed.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        path = folder / RUN_LOG
+        kept = [line for line in read_run_log(folder) if line["step"] <= step] if path.exists() else []
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(_line(entry) for entry in kept))
+        aside.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Add a line; it is on its way to the disk at once."""
+        self._file.write(_line(entry))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_run_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; a last line that an interruption cut short is left out.
+
+    Raises:
+        DistapError: there is no log, or another line is damaged.
+    """
+    path = folder / RUN_LOG
+    if not path.is_file():
+        raise DistapError(f"{path}: no such run log; a training writes it into its run folder")
+    entries = []
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise DistapError(f"{path}, line {number}: damaged: {error}") from error
+    return entries
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """JSON has no NaN, and a reader in another language should not stumble over one."""
+    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in entry.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"

@@ -1,0 +1,98 @@
+"""What the terminal shows: progress, and messages of one format."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+T = TypeVar("T")
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """Yield the items while a bar shows how far it is; where there is no terminal, a line at the end."""
+    with _progress() as progress:
+        task = progress.add_task(description, total=total)
+        for item in items:
+            yield item
+            progress.advance(task)
+    if not console.is_terminal:
+        console.print(f"{description}: {total} done")
+
+
+class TrainingProgress:
+    """A bar over the steps with the last step's figures; without a terminal, a line a step."""
+
+    def __init__(self, progress: Progress | None, steps: int, done: int) -> None:
+        self._progress, self._steps = progress, steps
+        self._task = progress.add_task("training", total=steps, completed=done) if progress else None
+
+    def show(self, step: int, text: str) -> None:
+        """`step` steps are done; `text` says how the last went."""
+        if self._progress is None or self._task is None:
+            return
+        self._progress.update(self._task, completed=step, description=f"training  {text}")
+        if not console.is_terminal:
+            console.print(f"step {step}/{self._steps}  {text}")
+
+
+@contextmanager
+def training_progress(steps: int, done: int, shown: bool) -> Iterator[TrainingProgress]:
+    """Progress of a training on rank 0; elsewhere `shown` is False and nothing is printed."""
+    if not shown:
+        yield TrainingProgress(None, steps, done)
+        return
+    with _progress() as progress:
+        yield TrainingProgress(progress, steps, done)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=not console.is_terminal,
+        disable=not console.is_terminal,
+    )
+
+
+def figures_table(columns: dict[str, dict[str, float]]) -> Table:
+    """Results side by side, one column each, in percent; with two columns, the gain in points as well."""
+    table = Table()
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    if len(columns) == 2:
+        table.add_column("gain", justify="right")
+    for figure in next(iter(columns.values())):
+        values = [100 * column[figure] for column in columns.values()]
+        gain = [f"{values[1] - values[0]:+.1f}"] if len(values) == 2 else []
+        table.add_row(figure, *(f"{value:.1f}" for value in values), *gain)
+    return table
+
+
+def set_up_logging(rank: int) -> logging.Logger:
+    """Messages to the terminal: all of rank 0's, warnings of the others, each with its rank."""
+    logger = logging.getLogger("distap")
+    logger.handlers = [handler := _ConsoleHandler()]
+    handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    return logger
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console.print(
+            self.format(record), markup=False, style="yellow" if record.levelno >= logging.WARNING else None
+        )

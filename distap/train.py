@@ -1,0 +1,49 @@
+"""`torchrun -m distap.train CONFIG [key=value ...]`: one rank of a training."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distap.errors import DistapError
+
+CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
+OVERRIDES = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe, such as optimizer.learning_rate=1e-4.", show_default=False),
+]
+
+
+def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
+    """Train on this process's rank: alone, or as one of those that torchrun starts.
+
+    The run goes on from its newest checkpoint where it has one.
+    """
+    # Imported here, so that --help does not wait for torch.
+    from distap.config import load_recipe
+    from distap.distributed import joined_world
+    from distap.telemetry.terminal import set_up_logging
+    from distap.trainer import Trainer
+
+    recipe = load_recipe(config, overrides or [])
+    with joined_world(recipe.timeout_seconds) as world:
+        set_up_logging(world.rank)
+        Trainer(recipe, world).train()
+
+
+def run(command: typer.Typer) -> None:
+    """Run a command; an error that is meant for a person is printed as such, and the exit status is 2."""
+    try:
+        command()
+    except DistapError as error:
+        from rich.console import Console
+
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False, style="red")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    application = typer.Typer(add_completion=False)
+    application.command()(train)
+    run(application)
