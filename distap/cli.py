@@ -1,11 +1,16 @@
 """The `distap` command; each of its commands is a thin call."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distap.errors import DistapError
 from distap.train import CONFIG, OVERRIDES, run, train
+
+if TYPE_CHECKING:
+    from distap.data.index import Index
+    from distap.data.shards import Skipped
 
 app = typer.Typer(
     help="Train image-retrieval descriptors by optimising Average Precision over huge batches.",
@@ -75,7 +80,15 @@ def index(folder: SHARDS) -> None:
     _say_indexed(folder, *index_shards(folder, track))
 
 
-def _say_indexed(folder: Path, index: object, skipped: list[object]) -> None: ...
+def _say_indexed(folder: Path, index: "Index", skipped: "list[Skipped]") -> None:
+    from distap.telemetry.terminal import console
+
+    for image in skipped:
+        console.print(f"left out: {image.name}: {image.reason}", markup=False)
+    console.print(
+        f"{folder}: {len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
+        + (f", {len(skipped)} damaged ones left out" if skipped else "")
+    )
 
 
 @app.command("train")
@@ -95,6 +108,98 @@ def train_command(
 
     arguments = ["--standalone", "--nproc-per-node", str(ranks), "-m", "distap.train", str(config)]
     torchrun([*arguments, *(overrides or [])])
+
+
+@app.command("eval")
+def eval_command(
+    config: Annotated[
+        Path | None, typer.Argument(help="A recipe: its network is evaluated as it is before training.")
+    ] = None,
+    overrides: OVERRIDES = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A run folder, or one of its checkpoints, to evaluate instead.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of shards; by default the recipe's validation set.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write result.json and each image's nearest neighbours to.")
+    ] = None,
+) -> None:
+    """Evaluate on a labelled set: every image queries all others; prints mAP, mAP@R and R@1, 5, 10 in percent.
+
+    Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one.
+    """
+    from distap.config import load_recipe
+    from distap.distributed import joined_world
+    from distap.evaluation import evaluate
+    from distap.telemetry.terminal import console, figures_table, set_up_logging
+    from distap.trainer import network_of, trained_network
+
+    if (config is None) == (checkpoint is None):
+        raise DistapError("give either a recipe or --checkpoint")
+    with joined_world() as world:
+        set_up_logging(world.rank)
+        if checkpoint is not None:
+            recipe, network = trained_network(checkpoint, world)
+        else:
+            assert config is not None
+            recipe = load_recipe(config, overrides or [])
+            network = network_of(recipe, world)
+        folder = data or recipe.data.validation
+        if folder is None:
+            raise DistapError("the recipe has no data.validation: name a data set with --data")
+        evaluation = evaluate(
+            network,
+            folder,
+            world,
+            image_size=recipe.data.image_size,
+            batch_size=recipe.evaluation.batch_size,
+            workers=recipe.data.workers,
+            max_pixels=recipe.data.max_pixels,
+            shown=world.rank == 0,
+        )
+        if world.rank == 0:
+            if output is not None:
+                evaluation.save(output, network=str(checkpoint or config))
+            console.print(figures_table({str(folder): evaluation.result.summary()}))
+
+
+@app.command("report")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.", show_default=False)],
+    before: Annotated[Path, typer.Option(help="What `distap eval --output` wrote before training.")],
+    after: Annotated[Path, typer.Option(help="The same after training.")],
+    output: Annotated[Path, typer.Option(help="Folder to write report.html and summary.json to.")],
+) -> None:
+    """Write a run's report page: curves, seconds by stage, figures and neighbours before and after."""
+    from distap.run_report import report
+    from distap.telemetry.terminal import console, figures_table
+
+    summary = report(run, before, after, output)
+    console.print(figures_table({when: summary[when] for when in ("before", "after")}))
+    console.print(
+        f"trained in {summary['train_seconds']:.0f} s, "
+        f"{100 * summary['outside_network_share']:.1f}% of a step outside the network"
+    )
+    console.print(f"report: {output / 'report.html'}", markup=False)
+
+
+@bench.command("memory")
+def bench_memory(
+    batch: Annotated[list[int] | None, typer.Option(help="Images of a global batch; repeat for several.")] = None,
+    image_size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=32)] = 64,
+    micro_batch: Annotated[int, typer.Option(help="Images of a micro-batch.", min=1)] = 16,
+    backbone: Annotated[str, typer.Option(help="Any timm network, its weights random.")] = "tf_efficientnet_lite0",
+) -> None:
+    """Print a rank's peak memory by batch size: it should grow by pixels and descriptors only.
+
+    Each batch size runs in a process of its own, since a process never gives its peak back.
+    """
+    from distap.bench.memory import measure
+    from distap.telemetry.terminal import console
+
+    console.print(measure(batch or [256, 1024, 4096], image_size, micro_batch, backbone))
 
 
 def main() -> None:

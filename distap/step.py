@@ -13,7 +13,7 @@ Two things make the result the gradient of the whole batch and no approximation:
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -30,6 +30,7 @@ from distap.stopwatch import Stopwatch
 DROPOUT = 1  # first word of the key that dropout's randomness is drawn with
 
 
+@runtime_checkable
 class Batch(Protocol):
     """This rank's share of a global batch: the slots rank, rank + W, ... of `total`."""
 
@@ -226,6 +227,7 @@ class ThreeStageStep:
             yield
 
 
+@runtime_checkable
 class Forward(Protocol):
     """A network, or an engine's forward."""
 

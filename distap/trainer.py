@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
 from distap.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
-from distap.config import Recipe
+from distap.config import RandomWeights, Recipe, recipe_from
 from distap.data.decoding import REASONS
 from distap.data.index import load_index
 from distap.data.loading import Failure, ShareOfBatch, SlotImages, training_shares
@@ -301,6 +302,21 @@ def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
         model.drop_rate,
         model.drop_path_rate,
     ).to(world.device)
+
+
+def trained_network(path: Path, world: World) -> tuple[Recipe, RetrievalNetwork]:
+    """The recipe and network of a checkpoint, or of a run folder's newest one.
+
+    Raises:
+        DistapError: there is no checkpoint, or it is corrupt.
+    """
+    checkpoint = find_checkpoint(path)
+    state = load_checkpoint(checkpoint)
+    recipe = recipe_from(state["recipe"], str(checkpoint))
+    untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
+    network = network_of(untrained, world)
+    network.load_state_dict(state["engine"]["network"])
+    return recipe, network
 
 
 def _describe_failure(failure: Failure) -> str:

@@ -1,11 +1,12 @@
 """What stage three asks of an engine."""
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A network spread over the ranks, and its optimiser.
 

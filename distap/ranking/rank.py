@@ -1,13 +1,14 @@
 """Rank a gathered batch on rank 0 alone, or sharded over all ranks."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from distap.ranking.gathered import Gathered
+from distap.ranking.weights import require_queries
 
 Mode = Literal["sharded", "central"]
 
@@ -32,6 +33,7 @@ class Ranking:
         return len(self.per_query) - self.queries
 
 
+@runtime_checkable
 class Loss(Protocol):
     """A listwise loss: a frozen dataclass whose fields are its settings."""
 
@@ -62,6 +64,8 @@ def rank_descriptors(loss: Loss, gathered: Gathered, mode: Mode = "sharded") -> 
     Raises:
         DistapError: no query has a positive; raised on every rank.
     """
+    # On every rank alike: where rank 0 alone found out, the others would wait for it.
+    require_queries(gathered.labels)
     world = gathered.world
     with torch.autocast(gathered.descriptors.device.type, enabled=False):
         if mode == "sharded" or world.size == 1:

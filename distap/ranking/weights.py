@@ -23,10 +23,15 @@ def query_weights(labels: Int64[Tensor, " B"], weights: Weights = "uniform") -> 
     _, inverse, counts = torch.unique(labels, return_inverse=True, return_counts=True)
     class_size = counts[inverse]
     is_query = class_size > 1
-    if not bool(is_query.any()):
+    require_queries(labels)
+    weight: Tensor = is_query.double() / (class_size if weights == "class" else 1)
+    return weight / weight.sum()
+
+
+def require_queries(labels: Int64[Tensor, " B"]) -> None:
+    """Raise a DistapError where no image has another of its class."""
+    if len(torch.unique(labels)) == len(labels):
         raise DistapError(
             f"none of the {len(labels)} images of this batch has another image of its class in the batch, so "
             "nothing can be ranked: use `p_by_k` sampling, or a larger batch"
         )
-    weight: Tensor = is_query.double() / (class_size if weights == "class" else 1)
-    return weight / weight.sum()

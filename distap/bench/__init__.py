@@ -1,0 +1,1 @@
+"""Benchmarks: measured side by side, printed as tables, never asserted in tests."""

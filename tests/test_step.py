@@ -1,0 +1,209 @@
+import pytest
+import torch
+from batches import TensorBatch, small_images, small_network
+from ranks import on_ranks
+from reference import quantized_ap_loss
+
+from distap.distributed import World
+from distap.engine import DDPEngine
+from distap.errors import DistapError
+from distap.randomness import seed_for
+from distap.ranking import QuantizedAP
+from distap.step import DROPOUT, ThreeStageStep
+
+SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 2 and on 4 ranks, and fill no micro-batch of 4
+STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}
+# What is tried on every number of ranks: network, micro-batches of describe and replay, where stage two runs.
+CASES = {
+    "stochastic, sharded": (STOCHASTIC, None, 4, "sharded"),
+    "stochastic, central": (STOCHASTIC, None, 4, "central"),
+    "describe 7, replay 2": ({}, 7, 2, "sharded"),
+    "describe 1, replay 5": ({}, 1, 5, "sharded"),
+    "replay of one image": ({}, 3, 1, "central"),
+    "everything at once": ({}, 100, 100, "sharded"),
+    "padded": ({}, 5, 5, "sharded"),
+}
+
+
+def step_on(world, network, describe_size, replay_size, mode, **options):
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    engine = DDPEngine(network, optimizer, world)
+    return ThreeStageStep(engine, QuantizedAP(), world, SEED, replay_size, describe_size, mode, **options)
+
+
+def three_stage_gradients(world, settings, describe_size, replay_size, mode):
+    """Each parameter's gradient after one step of SGD with rate 1: by how much it moved."""
+    network = small_network(**settings)
+    before = [p.detach().clone() for p in network.parameters()]
+    step = step_on(world, network, describe_size, replay_size, mode)
+    result = step(TensorBatch(*small_images(IMAGES), world, STEP), learning_rate=1.0)
+    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    return moved, result, step.engine.reductions
+
+
+def all_cases(world):
+    return {name: three_stage_gradients(world, *case) for name, case in CASES.items()}
+
+
+def full_batch_gradients(ranks, settings, micro_batch):
+    """Autograd through the network and the materialised loss at once, dropout drawn as the ranks draw it."""
+    network = small_network(**settings)
+    images, labels = small_images(IMAGES)
+    descriptors = torch.empty(IMAGES, 5, dtype=torch.float64)
+    for rank in range(ranks):
+        mine = list(range(rank, IMAGES, ranks))
+        for start in range(0, len(mine), micro_batch):
+            slots = mine[start : start + micro_batch]
+            torch.manual_seed(seed_for(DROPOUT, SEED, STEP, slots[0]))
+            descriptors[slots] = network(images[slots])
+    loss = quantized_ap_loss(descriptors, labels)
+    loss.backward()
+    return [p.grad for p in network.parameters()], loss.item()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def stepped(request):
+    """Every case on 1, 2 and 4 ranks."""
+    return request.param, on_ranks(request.param, all_cases)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_those_of_one_full_batch_pass(stepped, case):
+    ranks, answers = stepped
+    settings, _, replay_size, _ = CASES[case]
+    expected, loss = full_batch_gradients(ranks, settings, replay_size)
+    for answer in answers:
+        moved, result, _ = answer[case]
+        assert result.loss == pytest.approx(loss, rel=1e-12)
+        for got, wanted in zip(moved, expected, strict=True):
+            assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_describe_and_replay_see_the_same_descriptors(stepped, case):
+    assert all(answer[case][1].replay_drift < 1e-12 for answer in stepped[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_reduced_once_a_step(stepped, case):
+    ranks, answers = stepped
+    assert [answer[case][2] for answer in answers] == [int(ranks > 1)] * ranks
+
+
+def test_the_profiler_sees_one_large_reduction_whatever_the_number_of_micro_batches():
+    for few, many in on_ranks(2, count_reductions):
+        assert few == many == 1
+
+
+def count_reductions(world):
+    def large_all_reduces(replay_size):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            three_stage_gradients(world, {}, None, replay_size, "sharded")
+        shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
+        return sum(any(size and size[0] > 100 for size in sizes) for sizes in shapes)
+
+    return large_all_reduces(11), large_all_reduces(2)
+
+
+def test_dropout_changes_from_step_to_step():
+    images, labels = small_images(IMAGES)
+    step = step_on(World(), small_network(**STOCHASTIC), None, 4, "sharded")
+    first, second = (step.describe(TensorBatch(images, labels, World(), number)) for number in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_a_network_that_mixes_images_needs_equal_micro_batches():
+    with pytest.raises(DistapError, match="drop_path drops at random"):
+        step_on(World(), small_network(drop_path=0.2), 2, 4, "sharded")
+    with pytest.raises(DistapError, match="statistics of its micro-batch"):
+        step_on(World(), small_network(frozen=False), 2, 4, "sharded")
+
+
+class Restless(torch.nn.Module):
+    """Draws from a generator that no one restores."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, images):
+        noise = torch.randn(len(images), 5, generator=self.generator, dtype=torch.float64)
+        return torch.nn.functional.normalize(self.network(images) + noise)
+
+
+def test_replay_drift_is_an_error_that_says_why_and_moves_nothing():
+    network = Restless(small_network())
+    before = [p.detach().clone() for p in network.parameters()]
+    with pytest.raises(DistapError, match=r"step 7: replay drift .* gave different descriptors"):
+        step_on(World(), network, None, 4, "sharded")(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
+    assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
+
+
+def test_drift_on_one_rank_is_an_error_on_every_rank():
+    assert on_ranks(2, drift_on_rank_one) == [True, True]
+
+
+def drift_on_rank_one(world):
+    network = small_network()
+    step = step_on(world, network, None, 4, "sharded")
+    if world.rank == 1:
+        step.engine.network = Restless(network)
+    with pytest.raises(DistapError, match="replay drift"):
+        step(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
+    return True
+
+
+class Overflowing(torch.nn.Module):
+    """Gives infinity for one image, as half precision can."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, images):
+        descriptors = self.network(images)
+        return torch.where(images.amax((1, 2, 3), keepdim=True)[:, :, 0, 0] > 100, torch.inf, descriptors)
+
+
+def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_it():
+    images, labels = small_images(IMAGES)
+    spoilt = images.clone()
+    spoilt[4] = 1e6
+    network = small_network()
+    before = [p.detach().clone() for p in network.parameters()]
+    result = step_on(World(), Overflowing(network), None, 4, "sharded")(TensorBatch(spoilt, labels, World()), 1.0)
+    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    assert result.not_finite == [4]
+    assert result.skipped is None
+    kept = torch.arange(IMAGES) != 4
+    reference = small_network()
+    quantized_ap_loss(reference(images[kept]), labels[kept]).backward()
+    for got, parameter in zip(moved, reference.parameters(), strict=True):
+        assert (got - parameter.grad).norm() <= 1e-9 * parameter.grad.norm()
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    network = small_network()
+    step = step_on(World(), network, None, 4, "sharded")
+    network.head.weight.register_hook(lambda gradient: gradient * torch.nan)
+    before = [p.detach().clone() for p in network.parameters()]
+    result = step(TensorBatch(*small_images(IMAGES), World()), 1.0)
+    assert result.skipped == "gradient"
+    assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
+
+
+def test_the_step_leaves_torchs_random_state_alone():
+    step = step_on(World(), small_network(**STOCHASTIC), None, 4, "sharded")
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    step(TensorBatch(*small_images(IMAGES), World()), 1.0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_stages_add_up_to_the_step():
+    step = step_on(World(), small_network(), None, 4, "sharded")
+    step(TensorBatch(*small_images(IMAGES), World()), 1.0)
+    seconds = dict(step.stopwatch.seconds)
+    assert set(seconds) == {"describe", "gather", "rank", "replay", "reduce", "optimizer", "network"}
+    assert 0 < seconds["network"] < seconds["describe"] + seconds["replay"]
