@@ -204,4 +204,4 @@ def bench_memory(
 
 def main() -> None:
     """Run the command line."""
-    run(app)
+    run(app, "distap")

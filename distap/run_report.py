@@ -124,7 +124,7 @@ def _examples(data: Path, before: Path, after: Path) -> list[Example]:
 def _neighbours(folder: Path) -> dict[int, list[int]]:
     path = folder / NEIGHBOURS_FILE
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return dict(zip(arrays["query"].tolist(), arrays["neighbour"].tolist(), strict=True))
     except (OSError, ValueError, KeyError) as error:
         raise DistapError(f"{path}: not readable: {error}; `distap eval --output {folder}` writes it") from error

@@ -32,10 +32,10 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
         Trainer(recipe, world).train()
 
 
-def run(command: typer.Typer) -> None:
-    """Run a command; an error that is meant for a person is printed as such, and the exit status is 2."""
+def run(command: typer.Typer, name: str) -> None:
+    """Run the command line called `name`; an error that is meant for a person is printed as such, and the exit status is 2."""
     try:
-        command()
+        command(prog_name=name)
     except DistapError as error:
         from rich.console import Console
 
@@ -46,4 +46,4 @@ def run(command: typer.Typer) -> None:
 if __name__ == "__main__":
     application = typer.Typer(add_completion=False)
     application.command()(train)
-    run(application)
+    run(application, "torchrun -m distap.train")

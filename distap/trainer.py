@@ -70,6 +70,7 @@ class Trainer:
         self.metrics = TrainingMetrics(self.is_first, world.size, self.plan.size, REASONS)
         self.done = 0  # steps behind the present state
         self.damaged: Counter[str] = Counter()  # by what and why, on this rank
+        self.damaged_everywhere = 0
 
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint where there is one."""
@@ -182,7 +183,7 @@ class Trainer:
                     "images": self.plan.size,
                     "ranks": self.world.size,
                     "images_per_second": speed,
-                    "skipped_images": sum(self.damaged.values()),
+                    "skipped_images": self.damaged_everywhere,
                     "memory_peak_bytes": host_memory_peak(),
                     "seconds": {name: round(value, 6) for name, value in times.items()},
                 }
@@ -201,6 +202,7 @@ class Trainer:
             self.metrics.skipped.labels(failure.reason).inc()
             logger.warning("step %d: %s left out", self.done, _describe_failure(failure))
         total = int(self.world.sum(torch.tensor(sum(self.damaged.values()), device=self.world.device)))
+        self.damaged_everywhere = total
         if total > self.recipe.data.max_damaged:
             raise DistapError(
                 f"{self.recipe.data.train}: {total} damaged images, more than data.max_damaged "

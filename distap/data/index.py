@@ -80,7 +80,7 @@ def load_index(folder: Path) -> Index:
     if not path.is_file():
         raise DistapError(f"{folder}: no {INDEX_FILE} in it; `distap data index {folder}` makes one from its shards")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             version = int(arrays["version"])
             columns = {column.name: arrays[column.name] for column in fields(Index)} if version == VERSION else {}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:

@@ -1,0 +1,47 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from distap.data.shards import pack
+
+# As every command does on a CPU.
+torch.set_flush_denormal(True)
+
+
+def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: int = 0) -> Path:
+    """A folder a class of PNG images; the images of a class are one pattern with different noise."""
+    generator = np.random.default_rng(seed)
+    for name, count in classes.items():
+        pattern = generator.integers(0, 256, (4, 4, 3))
+        for number in range(count):
+            pixels = np.kron(pattern, np.ones((size // 4, size // 4, 1))) + generator.normal(0, 40, (size, size, 3))
+            path = folder / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+    return folder
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """Three classes of 4, 3 and 2 images."""
+    return write_images(tmp_path / "images", {"apple": 4, "bear": 3, "car": 2})
+
+
+@pytest.fixture
+def shards(tmp_path: Path, image_folder: Path) -> Path:
+    """The same, packed four to a shard."""
+    pack(image_folder, tmp_path / "shards", images_per_shard=4)
+    return tmp_path / "shards"
+
+
+@pytest.fixture(scope="session")
+def training_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two data sets of different classes, to train on and to evaluate on; not to be written to."""
+    folder = tmp_path_factory.mktemp("training")
+    for part, seed in (("train", 1), ("test", 2)):
+        images = write_images(folder / f"{part}-images", {f"{part}-{c}": 3 + c % 4 for c in range(12)}, 40, seed)
+        pack(images, folder / part, images_per_shard=20)
+    return folder / "train", folder / "test"

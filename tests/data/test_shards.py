@@ -1,0 +1,200 @@
+import io
+import tarfile
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from distap.data.index import load_index
+from distap.data.reading import Reader
+from distap.data.shards import index_shards, pack
+from distap.errors import DistapError
+
+
+def png(colour=(200, 10, 10)):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 6), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def test_packing_keeps_every_image_and_its_class(shards, image_folder):
+    index = load_index(shards)
+    reader = Reader(shards, index)
+    assert index.class_name.tolist() == ["apple", "bear", "car"]
+    assert np.bincount(index.label).tolist() == [4, 3, 2]
+    files = sorted(image_folder.rglob("*.png"))
+    assert [reader.data(sample) for sample in range(len(index))] == [file.read_bytes() for file in files]
+    assert set(zip(index.width.tolist(), index.height.tolist(), strict=True)) == {(24, 24)}
+
+
+# webdataset leaves the files that it reads to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_plain_webdataset_reads_our_shards(shards):
+    index = load_index(shards)
+    tars = [str(shards / name) for name in index.shard_name]
+    samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode("pil"))
+    assert [sample["__key__"] for sample in samples] == index.key.tolist()
+    assert [sample["cls"] for sample in samples] == index.label.tolist()
+    assert all(sample["png"].size == (24, 24) for sample in samples)
+
+
+def test_shards_that_webdataset_writes_are_indexed(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(3):
+            writer.write({"__key__": f"sub/{number}", "png": png(), "cls": 5 * number, "json": {"more": 1}})
+    index, skipped = index_shards(tmp_path)
+    assert index.key.tolist() == ["sub/0", "sub/1", "sub/2"]
+    assert index.class_name.tolist() == ["0", "5", "10"]
+    assert index.label.tolist() == [0, 1, 2]
+    assert not skipped
+
+
+def test_packing_twice_gives_the_same_fingerprint(tmp_path, image_folder):
+    first, _ = pack(image_folder, tmp_path / "a")
+    again, _ = pack(image_folder, tmp_path / "b")
+    other, _ = pack(image_folder, tmp_path / "c", images_per_shard=2)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert load_index(tmp_path / "a").fingerprint == first.fingerprint
+
+
+def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
+    table = image_folder / "list.csv"
+    table.write_text("path,label\napple/0.png,10\napple/1.png,9\ncar/0.png,9\n")
+    index, _ = pack(table, tmp_path / "out")
+    assert [index.class_name[label] for label in index.label] == ["10", "9", "9"]
+    assert index.class_name.tolist() == ["9", "10"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("apple/0.png,cat", r"line 2: label 'cat' is no integer"),
+        ("apple/0.png,-1", r"line 2: label '-1' is no integer"),
+        ("apple/0.png", r"line 2: 1 columns, expected two"),
+        ("apple/99.png,1", r"line 2: no such image: .*99.png"),
+    ],
+)
+def test_a_wrong_line_of_a_csv_is_named(tmp_path, image_folder, line, message):
+    table = image_folder / "list.csv"
+    table.write_text(f"path,label\n{line}\n")
+    with pytest.raises(DistapError, match=message):
+        pack(table, tmp_path / "out")
+
+
+def test_damaged_images_are_left_out_and_listed(tmp_path, image_folder):
+    (image_folder / "apple" / "0.png").write_bytes(b"no image")
+    index, skipped = pack(image_folder, tmp_path / "out")
+    assert len(index) == 8
+    assert [s.name.endswith("apple/0.png") for s in skipped] == [True]
+
+
+def test_an_empty_source_is_an_error(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DistapError, match="empty: the data set is empty"):
+        pack(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(DistapError, match="missing: no such folder"):
+        pack(tmp_path / "missing", tmp_path / "out")
+
+
+def test_nothing_is_packed_over(tmp_path, image_folder, shards):
+    with pytest.raises(DistapError, match="there is something already"):
+        pack(image_folder, shards)
+
+
+def test_an_interrupted_packing_leaves_nothing_that_looks_whole(tmp_path, image_folder):
+    def interrupt(items, description, total):
+        for item in items:
+            if description.startswith("packing"):
+                raise KeyboardInterrupt
+            yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(image_folder, tmp_path / "out", track=interrupt)
+    assert not (tmp_path / "out").exists()
+    index, _ = pack(image_folder, tmp_path / "out")
+    assert len(index) == 9
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("a.png", png()), ("a.cls", b"cat")], "label 'cat' of key 'a' is no integer"),
+        ([("a.png", png())], "key 'a' has no .cls member"),
+        ([("a.cls", b"1")], "key 'a' needs one image member"),
+        ([("a.png", png()), ("a.jpg", png()), ("a.cls", b"1")], "key 'a' needs one image member"),
+        ([("a.png", png()), ("b.png", png()), ("a.cls", b"1"), ("b.cls", b"1")], "key 'a' has no .cls"),
+        (
+            [("a.png", png()), ("a.cls", b"1"), ("b.png", png()), ("b.cls", b"1"), ("a.json", b"{}")],
+            "key 'a' do not stand together",
+        ),
+        ([("a.png", png()), ("a.png", png()), ("a.cls", b"1")], "two members .png"),
+    ],
+)
+def test_an_incomplete_sample_is_refused_by_shard_and_key(tmp_path, members, message):
+    write_tar(tmp_path / "x.tar", members)
+    with pytest.raises(DistapError, match=rf"x\.tar: .*{message}"):
+        index_shards(tmp_path)
+
+
+def test_every_flipped_bit_in_a_header_is_refused(shards):
+    shard = shards / "000000.tar"
+    whole = bytearray(shard.read_bytes())
+    with tarfile.open(shard) as tar:
+        headers = [member.offset for member in tar]
+    generator = np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(whole)
+        byte = int(generator.choice(headers)) + int(generator.integers(512))
+        damaged[byte] ^= 1 << int(generator.integers(8))
+        shard.write_bytes(damaged)
+        with pytest.raises(DistapError, match=r"000000\.tar"):
+            index_shards(shards)
+
+
+@pytest.mark.parametrize("cut", [512, 1024, 1536, 5120, 10240, 10241, 12000])
+def test_a_tar_that_was_cut_short_is_refused(shards, cut):
+    shard = shards / "000000.tar"
+    whole = shard.read_bytes()
+    end = len(whole.rstrip(b"\0"))
+    shard.write_bytes(whole[: max(end - end % 512 + 512 - cut, 512)])
+    with pytest.raises(DistapError, match=r"000000\.tar: "):
+        index_shards(shards)
+
+
+def test_data_behind_the_end_of_a_tar_is_refused(shards):
+    shard = shards / "000000.tar"
+    shard.write_bytes(shard.read_bytes() + b"x" * 512)
+    with pytest.raises(DistapError, match="no proper end"):
+        index_shards(shards)
+
+
+def test_a_missing_or_changed_shard_is_found_when_the_index_is_loaded(shards):
+    shard = shards / "000001.tar"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-512])
+    with pytest.raises(DistapError, match=r"000001\.tar: .* when it was indexed"):
+        load_index(shards)
+    shard.unlink()
+    with pytest.raises(DistapError, match=r"000001\.tar: the shard is missing"):
+        load_index(shards)
+
+
+def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
+    with pytest.raises(DistapError, match="nowhere: no such data set"):
+        load_index(tmp_path / "nowhere")
+    path = shards / "index.npz"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DistapError, match=r"index\.npz: not a readable index"):
+        load_index(shards)
+    path.unlink()
+    with pytest.raises(DistapError, match=r"no index\.npz in it"):
+        load_index(shards)

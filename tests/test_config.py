@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+
+from distap.config import Recipe, load_recipe
+from distap.data.plan import RandomSampling
+from distap.errors import DistapError
+
+RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "run: runs/x\nsteps: 10\ndata: {train: shards}\nsampling: {name: p_by_k, classes: 5, images: 4}\n"
+        "model: {weights: {name: package, package: some-package}}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_recipe_is_valid(path):
+    assert isinstance(load_recipe(path), Recipe)
+
+
+def test_overrides_change_values_deep_down(recipe):
+    loaded = load_recipe(recipe, ["loss.bins=25", "optimizer.backbone.factor=0.1", "data.augmentation.flip=0"])
+    assert loaded.loss.bins == 25
+    assert loaded.optimizer.backbone.factor == 0.1
+    assert loaded.data.augmentation.flip == 0
+    assert load_recipe(recipe, ["sampling={name: random, batch_size: 8}"]).sampling == RandomSampling(batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.binz=3", "loss.binz: unknown key; did you mean bins"),
+        ("stpes=3", "stpes: unknown key; did you mean steps"),
+        ("sampling.clases=3", "sampling.clases: unknown key; did you mean classes"),
+        ("model.weights.pakage=3", "model.weights.pakage: unknown key; did you mean package"),
+        ("optimizer.backbone.facto=3", "optimizer.backbone.facto: unknown key; did you mean factor"),
+        ("loss.bins=abc", "loss.bins: 'abc': input should be a valid integer"),
+        ("loss.bins=1", "bins is 1; at least 2 are needed"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate: -1: input should be greater than 0"),
+        ("sampling.name=foo", "sampling.*'foo'.*'random', 'p_by_k'"),
+        ("model.weights.name=file", "model.weights.path: missing"),
+        ("data.augmentation.crop=0", "crop is 0"),
+        ("evaluation.every=2", "data.validation names no data set"),
+        ("steps", "expected key=value"),
+        ("steps.more=3", "steps is a value, it has no keys"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_was_expected(recipe, override, message):
+    with pytest.raises(DistapError, match=message):
+        load_recipe(recipe, [override])
+
+
+def test_all_problems_are_told_at_once(recipe):
+    with pytest.raises(DistapError, match=r"(?s)steps: 0.*loss\.binz: unknown"):
+        load_recipe(recipe, ["loss.binz=3", "steps=0"])
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\0"])
+def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(DistapError, match=r"broken\.yaml: "):
+        load_recipe(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DistapError, match=r"nothing\.yaml: the recipe cannot be read"):
+        load_recipe(tmp_path / "nothing.yaml")

@@ -1,0 +1,240 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_images
+from ranks import on_ranks
+
+from distap.checkpoint import list_checkpoints, load_checkpoint
+from distap.config import Recipe, recipe_from
+from distap.data.index import load_index
+from distap.data.shards import pack
+from distap.distributed import World
+from distap.errors import DistapError
+from distap.telemetry.runlog import read_run_log
+from distap.trainer import Trainer, trained_network
+
+
+def recipe(run, shards, **changes) -> Recipe:
+    """A small training: 10 steps of 25 images on a network of 5 million parameters."""
+    settings = {
+        "run": str(run),
+        "steps": 10,
+        "data": {"train": str(shards[0]), "image_size": 32, "workers": 0},
+        "sampling": {"name": "random", "batch_size": 25},
+        "model": {"backbone": "resnet10t", "weights": {"name": "random"}},
+        "step": {"replay_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            settings.setdefault(section, {})[name] = value
+        else:
+            settings[section] = value
+    return recipe_from(settings, "test")
+
+
+def train(world, *arguments, **changes):
+    Trainer(recipe(*arguments, **changes), world).train()
+
+
+def train_on_ranks(world, run, shards, changes):
+    train(world, run, shards, **changes)
+
+
+def losses(run):
+    return [entry["loss"] for entry in read_run_log(run) if "loss" in entry]
+
+
+def parameters(run):
+    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["engine"]["network"]
+
+
+@pytest.mark.slow
+def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(tmp_path, training_shards):
+    curves = []
+    for ranks in (1, 2, 4):
+        run = tmp_path / str(ranks)
+        on_ranks(ranks, train_on_ranks, run, training_shards, {"data__workers": int(ranks == 2)})
+        curves.append(losses(run))
+    assert len(curves[0]) == 10
+    assert curves[1] == pytest.approx(curves[0], abs=1e-4)
+    assert curves[2] == pytest.approx(curves[0], abs=1e-4)
+    assert curves[0][-1] < curves[0][0]
+
+
+def torchrun(config: Path) -> subprocess.Popen[bytes]:
+    """A training on two ranks in a process group of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "distap.train", str(config)]
+    return subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_killed_after_a_checkpoint_and_started_again_it_ends_with_the_same_parameters(tmp_path, training_shards):
+    configs = {}
+    for name in ("whole", "killed"):
+        configs[name] = tmp_path / f"{name}.yaml"
+        settings = recipe(
+            tmp_path / name, training_shards, steps=60, checkpoint={"every": 2, "keep": 99}, model__drop_rate=0.2
+        )
+        configs[name].write_text(json.dumps(settings.model_dump(mode="json")))
+    _, errors = torchrun(configs["whole"]).communicate()
+    assert len(losses(tmp_path / "whole")) == 60, errors.decode()
+
+    process = torchrun(configs["killed"])
+    while not list_checkpoints(tmp_path / "killed" / "checkpoints"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    saved = list_checkpoints(tmp_path / "killed" / "checkpoints")
+    assert saved[-1].name != "step-00000060", "killed too late to show anything"
+
+    _, errors = torchrun(configs["killed"]).communicate()
+    assert f"going on from {saved[-1]}" in errors.decode()
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    whole, resumed = parameters(tmp_path / "whole"), parameters(tmp_path / "killed")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=2)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    train(World(), tmp_path, training_shards, steps=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 1}, "another seed: 0, now 1"),
+        ({"sampling": {"name": "random", "batch_size": 24}}, "another sampling"),
+        ({"model__projection": 16}, "another model"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another_training(tmp_path, training_shards, changes, named):
+    train(World(), tmp_path, training_shards, steps=1)
+    with pytest.raises(DistapError, match=named):
+        train(World(), tmp_path, training_shards, **{"steps": 2, **changes})
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=1)
+    with pytest.raises(DistapError, match=r"another data\.train"):
+        train(World(), tmp_path, training_shards[::-1], steps=2)
+
+
+def test_a_corrupt_checkpoint_is_an_error_that_names_it(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=1)
+    state = tmp_path / "checkpoints" / "step-00000001" / "state.pt"
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(DistapError, match=r"step-00000001: corrupt checkpoint"):
+        train(World(), tmp_path, training_shards, steps=2)
+
+
+def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=1, model__projection=8)
+    loaded, network = trained_network(tmp_path, World())
+    assert loaded.model.projection == 8
+    assert all(torch.equal(value, parameters(tmp_path)[name]) for name, value in network.state_dict().items())
+
+
+def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_shards):
+    shared = write_images(tmp_path / "images", {"test-3": 3, "train-5": 3})
+    pack(shared, tmp_path / "shared")
+    with pytest.raises(DistapError, match=r"shares 1 classes with the training set \(train-5"):
+        train(World(), tmp_path / "run", training_shards, data__validation=str(tmp_path / "shared"))
+    names = [set(load_index(folder).class_name.tolist()) for folder in training_shards]
+    assert not names[0] & names[1]
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path, training_shards):
+    small = {"name": "random", "batch_size": 2}
+    with pytest.raises(DistapError, match="2 images a batch, fewer than the 3 ranks"):
+        Trainer(recipe(tmp_path, training_shards, sampling=small), World(rank=0, size=3))
+
+
+def spoil(folder: Path, samples: list[int]) -> None:
+    """Overwrite some images within their shards."""
+    index = load_index(folder)
+    for sample in samples:
+        with (folder / str(index.shard_name[index.shard[sample]])).open("r+b") as file:
+            file.seek(int(index.offset[sample]))
+            file.write(b"damage")
+
+
+def test_damaged_images_are_skipped_and_counted(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt", [0, 9])
+    sampling = {"name": "random", "batch_size": len(load_index(tmp_path / "spoilt"))}
+    on_ranks(2, train_on_ranks, tmp_path / "run", [tmp_path / "spoilt"], {"steps": 2, "sampling": sampling})
+    entries = [entry for entry in read_run_log(tmp_path / "run") if "loss" in entry]
+    assert [entry["skipped_images"] for entry in entries] == [2, 4]
+    assert all(entry["loss"] > 0 for entry in entries)
+
+
+def test_too_much_damage_stops_the_training_and_names_it(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt", list(range(40)))
+    with pytest.raises(DistapError, match=r"damaged images, more than data\.max_damaged \(5\).*\.tar:.*crc_mismatch"):
+        train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=5)
+
+
+def scrape_while_training(world, run, shards, port):
+    """What this rank's metrics endpoint answers after each step."""
+    trainer = Trainer(recipe(run, shards, steps=2, metrics={"port": port}), world)
+    answers, report = [], trainer._report
+
+    def report_and_scrape(*arguments):
+        report(*arguments)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port + world.rank}/metrics") as answer:
+            answers.append(answer.read().decode())
+
+    trainer._report = report_and_scrape
+    trainer.train()
+    return answers
+
+
+def test_every_rank_answers_with_its_metrics_and_rank_0_with_the_global_ones(tmp_path, training_shards):
+    first, second = on_ranks(2, scrape_while_training, tmp_path, training_shards, 19400)
+    assert "distap_step 1.0" in first[0] and "distap_step 2.0" in first[1]
+    for answer in (first[1], second[1]):
+        assert "distap_steps_total 2.0" in answer
+        assert 'distap_stage_duration_seconds_count{stage="replay"} 2.0' in answer
+        assert 'distap_samples_skipped_total{reason="truncated"} 0.0' in answer
+    assert 'distap_images_total{stage="describe"} 26.0' in first[1]
+    assert 'distap_images_total{stage="describe"} 24.0' in second[1]
+    assert f"distap_loss_ratio {losses(tmp_path)[1]}" in first[1]
+    assert "distap_world_size_ranks 2.0" in first[1]
+    assert "distap_loss_ratio" not in second[1]
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, training_shards):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(DistapError, match=rf"metrics\.port: cannot listen on 127\.0\.0\.1:{port}"):
+            train(World(), tmp_path, training_shards, steps=1, metrics={"port": port})
+
+
+def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=2)
+    for entry in read_run_log(tmp_path):
+        if "loss" in entry:
+            seconds = entry["seconds"]
+            parts = sum(value for name, value in seconds.items() if name not in ("step", "network"))
+            assert parts == pytest.approx(seconds["step"], abs=1e-4)
+            assert 0 < seconds["network"] < seconds["step"]
