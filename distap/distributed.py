@@ -4,7 +4,10 @@ A global batch has slots 0 .. B-1. Rank r of W holds the slots r, r+W, r+2W, ...
 back in slot order, so that nothing after it depends on the number of ranks.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from distap.errors import DistapError
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 CPU = torch.device("cpu")
 
 
@@ -120,6 +124,7 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = _device(local_rank)
+    _end_with_torchrun()
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -129,6 +134,12 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
         yield World(rank, size, local_rank, device)
     finally:
         dist.destroy_process_group()
+
+
+def _end_with_torchrun() -> None:
+    """Have the kernel end this rank when torchrun is killed, which would otherwise leave it running alone."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _device(local_rank: int) -> torch.device:

@@ -33,7 +33,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
 
 
 def run(command: typer.Typer, name: str) -> None:
-    """Run the command line called `name`; an error that is meant for a person is printed as such, and the exit status is 2."""
+    """Run the command line called `name`; an error that is meant for a person is printed, with exit status 2."""
     try:
         command(prog_name=name)
     except DistapError as error:
