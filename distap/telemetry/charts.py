@@ -1,0 +1,157 @@
+"""Charts as SVG text: enough for a report page that needs no network and no script."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 520, 270
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
+MOST_POINTS = 400
+
+Point = tuple[float, float]
+Format = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line; points whose y is not finite leave a gap out."""
+
+    name: str
+    points: Sequence[Point]
+    marked: bool = False  # a dot at each point, for series of few points
+
+
+def plain(value: float) -> str:
+    """A number as short as its size allows."""
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    """A share of one in percent."""
+    return f"{100 * value:.3g}%"
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most `most` points: the means of equal intervals where there are more. Non-finite points are left out."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    if len(finite) <= most:
+        return finite
+    cuts = [round(k * len(finite) / most) for k in range(most + 1)]
+    return [_mean(finite[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about `wanted` of them."""
+    rough = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def line_chart(series: Sequence[Series], y_label: str, y_format: Format = plain, from_zero: bool = False) -> str:
+    """Lines over the training steps, with a legend where there are several.
+
+    Args:
+        series: each drawn in a colour of its own.
+        y_label: what is drawn, and its unit.
+        y_format: how values of the axis are written.
+        from_zero: whether the axis begins at zero.
+    """
+    lines = [Series(one.name, thinned(one.points), one.marked) for one in series]
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return '<p class="none">nothing to draw yet</p>'
+    scale = _Scale(points, from_zero)
+    parts = [_axes(scale, y_label, y_format)]
+    for number, line in enumerate(lines):
+        path = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in line.points)
+        parts.append(f'<polyline class="line s{number}" points="{path}"/>')
+        if line.marked or len(line.points) == 1:
+            parts += [
+                f'<circle class="dot f{number}" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="4">'
+                f"<title>{escape(line.name)}, step {x:.0f}: {y_format(y)}</title></circle>"
+                for x, y in line.points
+            ]
+    return _figure(parts, [line.name for line in lines] if len(lines) > 1 else [])
+
+
+def stacked_bars(steps: Sequence[float], layers: dict[str, Sequence[float]], y_label: str) -> str:
+    """A bar a step, made of the layers from the bottom up; many steps are averaged in intervals.
+
+    Args:
+        steps: (S,) positions.
+        layers: name -> (S,) heights.
+        y_label: what is drawn, and its unit.
+    """
+    most = 120
+    heights = {name: thinned(list(zip(steps, values, strict=True)), most) for name, values in layers.items()}
+    bars = len(next(iter(heights.values()), []))
+    if not bars:
+        return '<p class="none">nothing to draw yet</p>'
+    tops = [(points[0][0], sum(p[1] for p in points)) for points in zip(*heights.values(), strict=True)]
+    scale = _Scale(tops, from_zero=True)
+    width = (WIDTH - LEFT - RIGHT) / bars
+    parts = [_axes(scale, y_label, plain)]
+    for bar in range(bars):
+        floor = 0.0
+        for number, (name, points) in enumerate(heights.items()):
+            step, height = points[bar]
+            top, bottom = scale.y(floor + height), scale.y(floor)
+            parts.append(
+                f'<rect class="f{number}" x="{LEFT + bar * width + width * 0.1:.1f}" y="{top:.1f}" '
+                f'width="{width * 0.8:.1f}" height="{max(bottom - top, 0):.1f}">'
+                f"<title>step {step:.0f}, {escape(name)}: {height:.3g}</title></rect>"
+            )
+            floor += height
+    return _figure(parts, list(heights))
+
+
+class _Scale:
+    """From values to places in the picture."""
+
+    def __init__(self, points: Sequence[Point], from_zero: bool) -> None:
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        self.left, self.right = min(xs), max(xs)
+        low, high = (0.0 if from_zero else min(ys)), max(ys)
+        margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+        self.low = low if from_zero else low - margin
+        self.high = high + margin
+
+    def x(self, value: float) -> float:
+        share = (value - self.left) / (self.right - self.left) if self.right > self.left else 0.5
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def _axes(scale: _Scale, y_label: str, y_format: Format) -> str:
+    parts = [f"<title>{escape(y_label)}</title>"]
+    for value in ticks(scale.low, scale.high):
+        y = scale.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{y_format(value)}</text>')
+    if scale.right > scale.left:
+        for value in ticks(scale.left, scale.right):
+            if value == int(value):
+                parts.append(
+                    f'<text x="{scale.x(value):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{value:.0f}</text>'
+                )
+    parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
+    return "".join(parts)
+
+
+def _figure(parts: list[str], names: list[str]) -> str:
+    legend = "".join(f'<span><i class="b{number}"></i>{escape(name)}</span>' for number, name in enumerate(names))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>' + (
+        f'<p class="legend">{legend}</p>' if legend else ""
+    )
