@@ -1,9 +1,10 @@
 """Charts as SVG text: enough for a report page that needs no network and no script."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 520, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
@@ -40,7 +41,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     if len(finite) <= most:
         return finite
     cuts = [round(k * len(finite) / most) for k in range(most + 1)]
-    return [_mean(finite[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [_mean(finite[start:end]) for start, end in pairwise(cuts)]
 
 
 def _mean(points: Sequence[Point]) -> Point:
@@ -83,7 +84,7 @@ def line_chart(series: Sequence[Series], y_label: str, y_format: Format = plain,
     return _figure(parts, [line.name for line in lines] if len(lines) > 1 else [])
 
 
-def stacked_bars(steps: Sequence[float], layers: dict[str, Sequence[float]], y_label: str) -> str:
+def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], y_label: str) -> str:
     """A bar a step, made of the layers from the bottom up; many steps are averaged in intervals.
 
     Args:
@@ -98,6 +99,9 @@ def stacked_bars(steps: Sequence[float], layers: dict[str, Sequence[float]], y_l
         return '<p class="none">nothing to draw yet</p>'
     tops = [(points[0][0], sum(p[1] for p in points)) for points in zip(*heights.values(), strict=True)]
     scale = _Scale(tops, from_zero=True)
+    # The first and last bar stand half a bar within the axis.
+    half = (scale.right - scale.left) / max(bars - 1, 1) / 2
+    scale.left, scale.right = scale.left - half, scale.right + half
     width = (WIDTH - LEFT - RIGHT) / bars
     parts = [_axes(scale, y_label, plain)]
     for bar in range(bars):
@@ -143,9 +147,8 @@ def _axes(scale: _Scale, y_label: str, y_format: Format) -> str:
     if scale.right > scale.left:
         for value in ticks(scale.left, scale.right):
             if value == int(value):
-                parts.append(
-                    f'<text x="{scale.x(value):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{value:.0f}</text>'
-                )
+                x = scale.x(value)
+                parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{value:.0f}</text>')
     parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
     return "".join(parts)
 

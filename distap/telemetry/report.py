@@ -95,9 +95,9 @@ def _figures(before: dict[str, float] | None, after: dict[str, float] | None) ->
     return (
         "<h2>Before and after training</h2><table><thead><tr><th></th><th>before, %</th><th>after, %</th>"
         f"<th>gain</th><th></th></tr></thead><tbody>{rows}</tbody></table>\n"
-        '<p class="note">Every image is a query against all others. mAP is the mean over queries of the finite sum of '
-        "precision at the ranks of the positives; mAP@R stops at the number of positives; R@k is the share of queries "
-        "with a positive among the first k. A positive ranks after the negatives it ties with.</p>\n"
+        '<p class="note">Every image is a query against all others. mAP is the mean over queries of the finite sum '
+        "of precision at the ranks of the positives; mAP@R stops at the number of positives; R@k is the share of "
+        "queries with a positive among the first k. A positive ranks after the negatives it ties with.</p>\n"
     )
 
 
