@@ -104,10 +104,14 @@ def train_command(
     if ranks == 1:
         train(config, overrides)
         return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     arguments = ["--standalone", "--nproc-per-node", str(ranks), "-m", "distap.train", str(config)]
-    torchrun([*arguments, *(overrides or [])])
+    try:
+        torchrun([*arguments, *(overrides or [])])
+    except ChildFailedError as error:
+        raise DistapError("a rank failed; its message is above") from error
 
 
 @app.command("eval")

@@ -33,6 +33,7 @@ from distap.telemetry.runlog import RunLog
 from distap.telemetry.terminal import TrainingProgress, training_progress
 
 CHECKPOINT_FORMAT = 1
+PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
 logger = logging.getLogger("distap")
 
 
@@ -50,6 +51,7 @@ class Trainer:
         self.recipe, self.world = recipe, world
         self.is_first = world.rank == 0
         self.index = load_index(recipe.data.train)
+        self.reader = Reader(recipe.data.train, self.index, recipe.data.max_pixels)
         self.plan = Plan(Classes(self.index.label), recipe.sampling, recipe.seed)
         self._check()
         self.network = network_of(recipe, world).train()
@@ -95,7 +97,7 @@ class Trainer:
         data, step = self.recipe.data, self.recipe.step
         transform = training_transform(data.image_size, data.augmentation)
         return training_shares(
-            SlotImages(Reader(data.train, self.index, data.max_pixels), self.plan, transform, data.image_size),
+            SlotImages(self.reader, self.plan, transform, data.image_size),
             self.world.slots(self.plan.size),
             range(self.done, self.recipe.steps),
             step.describe_size or step.replay_size,
@@ -123,11 +125,7 @@ class Trainer:
 
     def _engine(self) -> Engine:
         optimizer = self.recipe.optimizer
-        parts = {
-            "backbone": (self.network.backbone, optimizer.backbone),
-            "pooling": (self.network.pooling, optimizer.pooling),
-            "head": (self.network.head, optimizer.head),
-        }
+        parts = {part: (getattr(self.network, part), getattr(optimizer, part)) for part in PARTS}
         return ENGINES[self.recipe.engine](
             self.network, build_optimizer(optimizer.name, parts, optimizer.betas), self.world, optimizer.clip_norm
         )
@@ -158,7 +156,7 @@ class Trainer:
         network = parts.pop("network")
         times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
         for row in result.not_finite:
-            where = self.step_images_where(share, row)
+            where = self.reader.where(share.samples[row])
             logger.warning("step %d: the descriptor of %s is not finite; it is left out", self.done, where)
         if result.skipped:
             logger.warning(
@@ -189,11 +187,6 @@ class Trainer:
                 }
             )
         progress.show(self.done, f"loss {result.loss:.4f}  {speed:.0f} images/s")
-
-    def step_images_where(self, share: ShareOfBatch, row: int) -> str:
-        """Shard and key of an image of the share."""
-        sample = share.samples[row]
-        return f"{self.index.shard_name[self.index.shard[sample]]}:{self.index.key[sample]}"
 
     def _refuse_too_much_damage(self, share: ShareOfBatch) -> None:
         """Count and name the damaged images; past the limit, over all ranks, stop."""
@@ -265,7 +258,10 @@ class Trainer:
             "seed": self.recipe.seed,
             "sampling": recipe["sampling"],
             "model": recipe["model"],
+            "loss": recipe["loss"],
             "engine": self.recipe.engine,
+            # The optimiser's state brings these along; rate, warm-up and steps may change.
+            **{f"optimizer.{key}": recipe["optimizer"][key] for key in ("name", "betas", *PARTS)},
         }
 
     def _resume(self) -> None:

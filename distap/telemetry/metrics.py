@@ -6,6 +6,7 @@ exported by rank 0 only, so that sums over ranks mean something.
 
 import platform
 import resource
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -161,4 +162,5 @@ class TrainingMetrics:
 
 def host_memory_peak() -> int:
     """Greatest resident memory of this process so far, bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -56,6 +56,11 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(_finite(entry), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
     """JSON has no NaN, and a reader in another language should not stumble over one."""
-    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in entry.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

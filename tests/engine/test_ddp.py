@@ -1,0 +1,56 @@
+"""What every engine is held to."""
+
+import copy
+
+import pytest
+import torch
+from batches import TensorBatch, small_images, small_network
+from ranks import on_ranks
+
+from distap.distributed import World
+from distap.engine import ENGINES
+from distap.ranking import QuantizedAP
+from distap.step import ThreeStageStep
+
+IMAGES = 13
+
+
+def moved(world, name, clip_norm):
+    """How far one step of SGD at rate 1 moves each parameter, and the norm that the engine reports."""
+    network = small_network()
+    before = [p.detach().clone() for p in network.parameters()]
+    engine = ENGINES[name](network, torch.optim.SGD(network.parameters(), lr=0.0), world, clip_norm)
+    # A larger loss, so that the clipping bites.
+    step = ThreeStageStep(engine, QuantizedAP(bins=100), world, 0, replay_size=2)
+    result = step(TensorBatch(*small_images(IMAGES), world), learning_rate=1.0)
+    return [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)], result.gradient_norm
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+def test_parameters_move_along_the_sum_over_ranks(name, clip_norm):
+    alone, norm = moved(World(), name, clip_norm)
+    assert norm > 1e-2
+    length = torch.cat([m.flatten() for m in alone]).norm().item()
+    assert length == pytest.approx(clip_norm or norm, rel=1e-3)
+    for together, same_norm in on_ranks(3, moved, name, clip_norm):
+        assert same_norm == pytest.approx(norm, rel=1e-9)
+        for one, other in zip(alone, together, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_state_is_given_back():
+    network = small_network()
+    engine = ENGINES["ddp"](network, torch.optim.Adam(network.parameters()), World())
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    engine.update(0.1)
+    state = copy.deepcopy(engine.state_dict())
+    other = small_network(dropout=0.1)
+    restored = ENGINES["ddp"](other, torch.optim.Adam(other.parameters()), World())
+    restored.load_state_dict(state)
+    for one, again in ((network, engine), (other, restored)):
+        for parameter in one.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        again.update(0.1)
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True))

@@ -1,0 +1,38 @@
+import json
+
+import pytest
+
+from distap.errors import DistapError
+from distap.telemetry.runlog import RunLog, read_run_log
+
+
+def write(folder, step, entries):
+    log = RunLog(folder, step)
+    for entry in entries:
+        log.write(entry)
+    log.close()
+
+
+def test_going_on_drops_the_steps_behind_the_checkpoint(tmp_path):
+    write(tmp_path, 0, [{"step": n, "loss": n} for n in range(1, 6)])
+    write(tmp_path, 3, [{"step": 4, "loss": 40}])
+    assert [entry["loss"] for entry in read_run_log(tmp_path)] == [1, 2, 3, 40]
+
+
+def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
+    write(tmp_path, 0, [{"step": 1, "loss": float("nan"), "validation": {"mAP": float("inf")}}])
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "validation": {"mAP": None}}
+
+
+def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
+    write(tmp_path, 0, [{"step": 1}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert read_run_log(tmp_path) == [{"step": 1}]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(DistapError, match=r"metrics\.jsonl, line 2: damaged"):
+        read_run_log(tmp_path)
