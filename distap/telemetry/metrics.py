@@ -43,58 +43,9 @@ class TrainingMetrics:
         registry: CollectorRegistry | None = None,
     ) -> None:
         self.registry = registry or CollectorRegistry()
-        self._is_first = is_first
-        on_every_rank: dict[str, Any] = {"registry": self.registry, "namespace": "distap"}
-        # A registry that no one reads keeps the code below free of questions about the rank.
-        on_first: dict[str, Any] = {
-            "registry": self.registry if is_first else CollectorRegistry(),
-            "namespace": "distap",
-        }
-        ProcessCollector(registry=self.registry)
-        Info("build", "Versions", **on_every_rank).info(
-            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        )
-        self.steps = Counter("steps", "Training steps done by this process", **on_every_rank)
-        self.images = Counter("images", "Images that this rank took through a stage", ["stage"], **on_every_rank)
-        self.stage_seconds = Histogram(
-            "stage_duration_seconds", "Seconds of a step by stage", ["stage"], buckets=BUCKETS, **on_every_rank
-        )
-        self.images_per_second = Gauge(
-            "images_per_second", "Images of this rank a second, last step", **on_every_rank
-        )
-        self.skipped = Counter("samples_skipped", "Damaged images left out", ["reason"], **on_every_rank)
-        self.step = Gauge("step", "Steps behind the present state", **on_every_rank)
-        self.last_step = Gauge("last_step_timestamp_seconds", "When the last step ended", **on_every_rank)
-        self.host_memory = Gauge("host_memory_peak_bytes", "Greatest resident memory so far", **on_every_rank)
-        self.device_memory = Gauge("device_memory_peak_bytes", "Greatest GPU memory so far", **on_every_rank)
-        self.ranks = Gauge("world_size_ranks", "Ranks of the training", **on_first)
-        self.batch = Gauge("global_batch_size_images", "Images of a global batch", **on_first)
-        self.loss = Gauge("loss_ratio", "Loss of the global batch", **on_first)
-        self.batch_ap = Gauge(
-            "batch_mean_average_precision_ratio", "Mean quantised AP of the global batch, mAP_Q", **on_first
-        )
-        self.learning_rate = Gauge("learning_rate", "Learning rate", **on_first)
-        self.gradient_norm = Gauge("gradient_norm", "Norm of the gradient before clipping", **on_first)
-        self.replay_drift = Gauge(
-            "replay_drift", "Greatest difference between the two descriptors of an image in a step", **on_first
-        )
-        self.lonely_queries = Counter(
-            "queries_without_positive", "Images without another of their class in the batch", **on_first
-        )
-        self.nonfinite = Counter(
-            "nonfinite_steps", "Steps skipped since a number was not finite", ["what"], **on_first
-        )
-        self.validation = Gauge(
-            "validation_mean_average_precision_ratio", "mAP on a validation set", ["dataset"], **on_first
-        )
-        self.checkpoint_seconds = Histogram(
-            "checkpoint_duration_seconds", "Seconds to write a checkpoint", buckets=BUCKETS, **on_first
-        )
-        self.checkpoint_bytes = Gauge("checkpoint_size_bytes", "Size of the last checkpoint", **on_first)
-        self.checkpoint_time = Gauge(
-            "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written", **on_first
-        )
-        self.checkpoint_failures = Counter("checkpoint_failures", "Checkpoints that could not be written", **on_first)
+        self._define_of_rank({"registry": self.registry, "namespace": "distap"})
+        # A registry that no one reads keeps `observe_step` free of questions about the rank.
+        self._define_global({"registry": self.registry if is_first else CollectorRegistry(), "namespace": "distap"})
         self.ranks.set(ranks)
         self.batch.set(batch)
         # Series that exist from the start can be alerted on before their first event.
@@ -106,6 +57,53 @@ class TrainingMetrics:
             self.skipped.labels(reason)
         for what in ("loss", "gradient"):
             self.nonfinite.labels(what)
+
+    def _define_of_rank(self, where: dict[str, Any]) -> None:
+        """What each rank exports of itself."""
+        ProcessCollector(registry=self.registry)
+        Info("build", "Versions", **where).info(
+            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        )
+        self.steps = Counter("steps", "Training steps done by this process", **where)
+        self.images = Counter("images", "Images that this rank took through a stage", ["stage"], **where)
+        self.stage_seconds = Histogram(
+            "stage_duration_seconds", "Seconds of a step by stage", ["stage"], buckets=BUCKETS, **where
+        )
+        self.images_per_second = Gauge("images_per_second", "Images of this rank a second, last step", **where)
+        self.skipped = Counter("samples_skipped", "Damaged images left out", ["reason"], **where)
+        self.step = Gauge("step", "Steps behind the present state", **where)
+        self.last_step = Gauge("last_step_timestamp_seconds", "When the last step ended", **where)
+        self.host_memory = Gauge("host_memory_peak_bytes", "Greatest resident memory so far", **where)
+        self.device_memory = Gauge("device_memory_peak_bytes", "Greatest GPU memory so far", **where)
+
+    def _define_global(self, where: dict[str, Any]) -> None:
+        """What is the same on every rank."""
+        self.ranks = Gauge("world_size_ranks", "Ranks of the training", **where)
+        self.batch = Gauge("global_batch_size_images", "Images of a global batch", **where)
+        self.loss = Gauge("loss_ratio", "Loss of the global batch", **where)
+        self.batch_ap = Gauge(
+            "batch_mean_average_precision_ratio", "Mean quantised AP of the global batch, mAP_Q", **where
+        )
+        self.learning_rate = Gauge("learning_rate", "Learning rate", **where)
+        self.gradient_norm = Gauge("gradient_norm", "Norm of the gradient before clipping", **where)
+        self.replay_drift = Gauge(
+            "replay_drift", "Greatest difference between the two descriptors of an image in a step", **where
+        )
+        self.lonely_queries = Counter(
+            "queries_without_positive", "Images without another of their class in the batch", **where
+        )
+        self.nonfinite = Counter("nonfinite_steps", "Steps skipped since a number was not finite", ["what"], **where)
+        self.validation = Gauge(
+            "validation_mean_average_precision_ratio", "mAP on a validation set", ["dataset"], **where
+        )
+        self.checkpoint_seconds = Histogram(
+            "checkpoint_duration_seconds", "Seconds to write a checkpoint", buckets=BUCKETS, **where
+        )
+        self.checkpoint_bytes = Gauge("checkpoint_size_bytes", "Size of the last checkpoint", **where)
+        self.checkpoint_time = Gauge(
+            "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written", **where
+        )
+        self.checkpoint_failures = Counter("checkpoint_failures", "Checkpoints that could not be written", **where)
 
     def observe_step(
         self, step: int, images: int, seconds: Mapping[str, float], figures: Mapping[str, float], skipped: str | None
