@@ -103,6 +103,10 @@ class World:
         """Whether it holds on every rank; all ranks get the same answer."""
         return self.maximum(0.0 if holds else 1.0) == 0.0
 
+    def all_same(self, value: int) -> bool:
+        """Whether every rank has this value; all ranks get the same answer."""
+        return self.all_agree(self.maximum(value) == value)
+
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:

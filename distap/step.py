@@ -179,7 +179,8 @@ class ThreeStageStep:
                     again = self._network_forward(batch, micro_batch, self.engine.forward)
                     with self.stopwatch.stage("network", part_of_outer=True):
                         self.engine.backward(again, gradient[rows] * (not micro_batch.padding))
-                        self.stopwatch.move("reduce", self.engine.reduce_seconds - reduced if is_last else 0.0)
+                        self.stopwatch.move("reduce", self.engine.reduce_seconds - reduced)
+                        reduced = self.engine.reduce_seconds
                 if not micro_batch.padding:
                     difference = (again.detach() - descriptors[rows]).abs().amax(dim=1)
                     # A row whose descriptor was not finite has been blanked since.

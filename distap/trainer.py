@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from distap.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from distap.config import RandomWeights, Recipe, recipe_from
 from distap.data.decoding import REASONS
 from distap.data.index import load_index
-from distap.data.loading import Failure, ShareOfBatch, SlotImages, training_shares
+from distap.data.loading import ShareOfBatch, SlotImages, training_shares
 from distap.data.plan import Classes, Plan
 from distap.data.reading import Reader
 from distap.data.transforms import training_transform
@@ -33,6 +32,7 @@ from distap.telemetry.runlog import RunLog
 from distap.telemetry.terminal import TrainingProgress, training_progress
 
 CHECKPOINT_FORMAT = 1
+ALWAYS_TOLERATED = 10  # damaged images: a share of a first small batch says little
 PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
 logger = logging.getLogger("distap")
 
@@ -71,21 +71,23 @@ class Trainer:
         )
         self.metrics = TrainingMetrics(self.is_first, world.size, self.plan.size, REASONS)
         self.done = 0  # steps behind the present state
-        self.damaged: Counter[str] = Counter()  # by what and why, on this rank
-        self.damaged_everywhere = 0
+        self.damaged: set[str] = set()  # what and why, on this rank
+        self.skipped_images = 0  # on all ranks, since this process started; one met again counts again
 
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint where there is one."""
         self._resume()
+        self._agree_on_start()
         if self.done >= self.recipe.steps:
             logger.info("%s: all %d steps are done already", self.recipe.run, self.recipe.steps)
             return
         with self._telemetry() as (log, progress):
             lap = time.perf_counter()
+            first = self.done
             for share in self._shares():
                 result = self.step(share, self.schedule.at(share.step))
                 self.done = share.step + 1
-                self._refuse_too_much_damage(share)
+                self._refuse_too_much_damage(share, images=(self.done - first) * self.plan.size)
                 self._report(share, result, log, progress, time.perf_counter() - lap)
                 if self._is_due(self.recipe.evaluation.every):
                     self._evaluate(log)
@@ -181,26 +183,28 @@ class Trainer:
                     "images": self.plan.size,
                     "ranks": self.world.size,
                     "images_per_second": speed,
-                    "skipped_images": self.damaged_everywhere,
+                    "skipped_images": self.skipped_images,
                     "memory_peak_bytes": host_memory_peak(),
                     "seconds": {name: round(value, 6) for name, value in times.items()},
                 }
             )
         progress.show(self.done, f"loss {result.loss:.4f}  {speed:.0f} images/s")
 
-    def _refuse_too_much_damage(self, share: ShareOfBatch) -> None:
-        """Count and name the damaged images; past the limit, over all ranks, stop."""
+    def _refuse_too_much_damage(self, share: ShareOfBatch, images: int) -> None:
+        """Count and name the damaged images; past the limit, over the `images` read by all ranks, stop."""
         for failure in share.failures:
-            self.damaged[_describe_failure(failure)] += 1
+            name = f"{failure.where}: {failure.reason}"
             self.metrics.skipped.labels(failure.reason).inc()
-            logger.warning("step %d: %s left out", self.done, _describe_failure(failure))
-        total = int(self.world.sum(torch.tensor(sum(self.damaged.values()), device=self.world.device)))
-        self.damaged_everywhere = total
-        if total > self.recipe.data.max_damaged:
+            if name not in self.damaged:
+                logger.warning("step %d: %s left out", self.done, name)
+            self.damaged.add(name)
+        self.skipped_images += int(self.world.sum(torch.tensor(len(share.failures), device=self.world.device)))
+        limit = self.recipe.data.max_damaged
+        if self.skipped_images > max(limit * images, ALWAYS_TOLERATED):
             raise DistapError(
-                f"{self.recipe.data.train}: {total} damaged images, more than data.max_damaged "
-                f"({self.recipe.data.max_damaged}); this rank met "
-                + (", ".join(list(self.damaged)[:10]) or "none of them")
+                f"{self.recipe.data.train}: {self.skipped_images} of {images} images are damaged, more than "
+                f"data.max_damaged ({limit}) allows; this rank met "
+                + (", ".join(sorted(self.damaged)[:10]) or "none of them")
             )
 
     def _evaluate(self, log: RunLog | None) -> None:
@@ -281,6 +285,19 @@ class Trainer:
             logger.warning("%s: the schedule has changed since: it was %s", path, state["schedule"])
         logger.info("going on from %s", path)
 
+    def _agree_on_start(self) -> None:
+        """Refuse ranks that see different data, or different checkpoints."""
+        if not self.world.all_same(int(self.index.fingerprint[:12], 16)):
+            raise DistapError(
+                f"{self.recipe.data.train}: the ranks see different data; "
+                f"rank {self.world.rank} has fingerprint {self.index.fingerprint[:12]}"
+            )
+        if not self.world.all_same(self.done):
+            raise DistapError(
+                f"{self.recipe.run}: the ranks see different checkpoints; rank {self.world.rank} would go on from "
+                f"step {self.done}. The run folder has to be one that all hosts share"
+            )
+
     def _agree_on_statistics(self) -> None:
         """With BatchNorm by micro-batch, each rank has its own running statistics: take their mean."""
         for statistic in self.network.running_statistics():
@@ -315,7 +332,3 @@ def trained_network(path: Path, world: World) -> tuple[Recipe, RetrievalNetwork]
     network = network_of(untrained, world)
     network.load_state_dict(state["engine"]["network"])
     return recipe, network
-
-
-def _describe_failure(failure: Failure) -> str:
-    return f"{failure.where}: {failure.reason}"

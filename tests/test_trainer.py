@@ -186,8 +186,35 @@ def test_damaged_images_are_skipped_and_counted(tmp_path, training_shards):
 def test_too_much_damage_stops_the_training_and_names_it(tmp_path, training_shards):
     shutil.copytree(training_shards[0], tmp_path / "spoilt")
     spoil(tmp_path / "spoilt", list(range(40)))
-    with pytest.raises(DistapError, match=r"damaged images, more than data\.max_damaged \(5\).*\.tar:.*crc_mismatch"):
-        train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=5)
+    with pytest.raises(
+        DistapError, match=r"of 25 images are damaged, more than data\.max_damaged \(0\.2\).*\.tar:.*crc_mismatch"
+    ):
+        train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=0.2)
+
+
+def start_apart(world, run, shards):
+    """Rank 1 sees another data set."""
+    try:
+        train(world, run, shards[world.rank :])
+    except DistapError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_that_see_different_data_are_refused_on_every_rank(tmp_path, training_shards):
+    for answer in on_ranks(2, start_apart, tmp_path, training_shards):
+        assert "the ranks see different data" in answer
+
+
+def test_ranks_that_see_different_checkpoints_are_refused_on_every_rank(tmp_path, training_shards):
+    train(World(), tmp_path / "0", training_shards, steps=1)
+    for answer in on_ranks(2, resume_apart, tmp_path, training_shards):
+        assert "the ranks see different checkpoints" in answer
+
+
+def resume_apart(world, folder, shards):
+    """Each rank has a run folder of its own, and only rank 0's has a checkpoint."""
+    return start_apart(World(world.rank, 2), folder / str(world.rank), [shards[0]] * 2)
 
 
 def scrape_while_training(world, run, shards, port):

@@ -15,7 +15,7 @@ class GeM(nn.Module):
 
     def __init__(self, power: float = 3.0, smallest: float = 1e-6) -> None:
         super().__init__()
-        self.power = nn.Parameter(torch.tensor(power))
+        self.power = nn.Parameter(torch.tensor(float(power)))
         self.smallest = smallest
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:

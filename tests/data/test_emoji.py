@@ -73,3 +73,15 @@ def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
     assert emoji.fetch(tmp_path, 64) == record
     with pytest.raises(DistapError, match="at 64 px, not 128"):
         emoji.fetch(tmp_path, 128)
+
+
+def test_training_and_test_classes_are_drawn_into_folders_of_their_own(tmp_path, monkeypatch):
+    drawing = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
+    names = ["ape", "bee", "cat", "dog", "eel"]
+    vendors = [emoji.Vendor(v, "MIT", dict.fromkeys(names, drawing)) for v in list(emoji.VENDORS)[:5]]
+    monkeypatch.setattr(emoji, "download", lambda *_: iter(vendors))
+    monkeypatch.setattr(emoji, "TRAIN_CLASSES", 2)
+    record = emoji.fetch(tmp_path, 16)
+    folders = {part: sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("train", "test")}
+    assert folders == {"train": ["ape", "bee"], "test": ["cat", "dog", "eel"]}
+    assert len(list(tmp_path.rglob("*.png"))) == record["images"] == 25
