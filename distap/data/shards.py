@@ -77,7 +77,7 @@ def pack(
     shutil.rmtree(aside, ignore_errors=True)  # of a packing that was interrupted
     aside.mkdir(parents=True)
     starts = range(0, len(sound), images_per_shard)
-    for shard, start in enumerate(track(starts, f"packing {output}", len(starts))):
+    for shard, start in enumerate(track(starts, "packing shards", len(starts))):
         _write_shard(aside / f"{shard:06d}.tar", sound[start : start + images_per_shard], start, numbers)
     (aside / NAMES_FILE).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
     index, undecodable = index_shards(aside, track)
@@ -123,7 +123,7 @@ def index_shards(folder: Path, track: Track = untracked) -> tuple[Index, list[Sk
         raise DistapError(f"{folder}: the data set is empty: no .tar shards in it")
     rows: list[tuple[int, Sample]] = []
     skipped: list[Skipped] = []
-    for number, shard in enumerate(track(shards, f"indexing {folder}", len(shards))):
+    for number, shard in enumerate(track(shards, "indexing shards", len(shards))):
         rows += [(number, sample) for sample in read_samples(shard, skipped)]
     if not rows:
         raise DistapError(f"{folder}: the data set is empty: no usable image in its shards")
