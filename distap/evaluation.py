@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,7 @@ class Evaluation:
         """Write output/result.json, and the neighbours of every image as numbers in the data set's index."""
         output.mkdir(parents=True, exist_ok=True)
         neighbours = self.samples[self.result.neighbours]
-        np.savez_compressed(
-            output / NEIGHBOURS_FILE, query=self.samples.numpy(), neighbour=neighbours.numpy(), allow_pickle=False
-        )
+        np.savez_compressed(output / NEIGHBOURS_FILE, query=self.samples.numpy(), neighbour=neighbours.numpy())
         path = output / RESULT_FILE
         record = {
             **about,
@@ -90,7 +89,7 @@ def evaluate(
     chunks = evaluation_chunks(images, mine, batch_size, workers)
     shown_chunks = track(chunks, f"describing {folder}", -(-len(mine) // batch_size)) if shown else chunks
 
-    def described() -> Any:
+    def described() -> Iterator[tuple[Tensor, Tensor]]:
         for chunk in shown_chunks:
             failures.extend(chunk.failures)
             yield chunk.pixels, torch.tensor([sample != NO_SAMPLE for sample in chunk.samples])

@@ -1,6 +1,6 @@
 """Rank a gathered batch on rank 0 alone, or sharded over all ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -69,23 +69,25 @@ def rank_descriptors(loss: Loss, gathered: Gathered, mode: Mode = "sharded") -> 
     world = gathered.world
     with torch.autocast(gathered.descriptors.device.type, enabled=False):
         if mode == "sharded" or world.size == 1:
-            ranking = loss.value_and_gradient(gathered)
-            gradient = gathered.spread(ranking.gradient)
+            ranking = _with_all_slots(loss.value_and_gradient(gathered), gathered)
         else:
-            ranking, gradient = _rank_on_rank_zero(loss, gathered)
-    finite = bool(ranking.loss.isfinite()) and bool(gradient.isfinite().all())
-    return Ranking(ranking.loss, ranking.per_query, gradient, world.all_agree(finite))
+            ranking = _rank_on_rank_zero(loss, gathered)
+    finite = bool(ranking.loss.isfinite()) and bool(ranking.gradient.isfinite().all())
+    return replace(ranking, is_finite=world.all_agree(finite))
 
 
-def _rank_on_rank_zero(loss: Loss, gathered: Gathered) -> tuple[Ranking, Tensor]:
-    world, slots = gathered.world, len(gathered.taking_part)
+def _rank_on_rank_zero(loss: Loss, gathered: Gathered) -> Ranking:
+    world = gathered.world
     per_query = gathered.labels.new_empty(len(gathered.labels), dtype=torch.float64)
     value = per_query.new_empty(())
     gradient = None
     if world.rank == 0:
         whole = gathered.on_one_rank()
-        ranking = loss.value_and_gradient(whole)
-        gradient = whole.spread(ranking.gradient)
-        value, per_query = ranking.loss, ranking.per_query
-    rows = world.scatter_rows(gradient, gathered.descriptors, slots)
-    return Ranking(world.broadcast(value), world.broadcast(per_query), rows), rows
+        ranking = _with_all_slots(loss.value_and_gradient(whole), whole)
+        value, per_query, gradient = ranking.loss, ranking.per_query, ranking.gradient
+    rows = world.scatter_rows(gradient, gathered.descriptors, len(gathered.taking_part))
+    return Ranking(world.broadcast(value), world.broadcast(per_query), rows)
+
+
+def _with_all_slots(ranking: Ranking, gathered: Gathered) -> Ranking:
+    return replace(ranking, gradient=gathered.spread(ranking.gradient))
