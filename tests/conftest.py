@@ -1,14 +1,20 @@
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from PIL import Image
 
 from distap.data.shards import pack
 
 # As every command does on a CPU.
 torch.set_flush_denormal(True)
+
+# CI tries the same cases every time; on other machines hypothesis goes on looking for new ones.
+settings.register_profile("ci", derandomize=True)
+settings.load_profile("ci" if "CI" in os.environ else "default")
 
 
 def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: int = 0) -> Path:

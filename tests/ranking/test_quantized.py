@@ -43,7 +43,8 @@ def test_value_and_gradient_equal_the_materialised_form(seed, images, classes, b
     ranking, gradient = rank_alone(raw, labels, **options)
     loss, expected = quantized_ap_gradient(raw, labels, **options)
     assert ranking.loss.item() == pytest.approx(loss, rel=1e-9)
-    assert (gradient - expected).norm() <= 1e-9 * expected.norm() + 1e-14
+    # Where the true gradient is zero, the reference itself has a rounding residue that grows with the bins.
+    assert (gradient - expected).norm() <= 1e-9 * expected.norm() + 1e-15 * bins
 
 
 def test_in_float32_value_and_gradient_are_close_to_float64():
