@@ -5,6 +5,7 @@ back in slot order, so that nothing after it depends on the number of ranks.
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -137,6 +138,8 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
     try:
         yield World(rank, size, local_rank, device)
     finally:
+        # What still holds the group would keep its threads, and one that wakes while Python ends aborts the rank.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -36,8 +36,7 @@ class DDPEngine:
         self, network: nn.Module, optimizer: Optimizer, world: World, clip_norm: float | None = None
     ) -> None:
         self.network = network
-        self.reductions = 0
-        self.reduce_seconds = 0.0
+        self._reductions = _Reductions()
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._replicas: DistributedDataParallel | None = None
@@ -49,7 +48,17 @@ class DDPEngine:
                 bucket_cap_mb=_megabytes(network) + 1,  # one bucket, so one all-reduce
                 gradient_as_bucket_view=True,
             )
-            self._replicas.register_comm_hook(None, self._sum_over_ranks)
+            self._replicas.register_comm_hook(None, self._reductions.sum_over_ranks)
+
+    @property
+    def reductions(self) -> int:
+        """All-reduces of parameters' gradients so far."""
+        return self._reductions.count
+
+    @property
+    def reduce_seconds(self) -> float:
+        """Seconds spent in them so far."""
+        return self._reductions.seconds
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Encloses forward and backward: around backward alone, DDP would all-reduce every micro-batch."""
@@ -91,14 +100,26 @@ class DDPEngine:
         self.network.load_state_dict(state["network"])
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def _sum_over_ranks(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+
+class _Reductions:
+    """DDP's communication hook, which counts and times the reductions.
+
+    It knows nothing of the engine: DDP holds its hook where Python's garbage collector cannot look, so a way back
+    to DDP would keep network and process group for ever, with threads that outlive the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+
+    def sum_over_ranks(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's reduction without its division by W: the loss is a mean over all ranks' queries already."""
         started = time.perf_counter()
-        self.reductions += 1
+        self.count += 1
         work = dist.all_reduce(bucket.buffer(), async_op=True)
 
         def reduced(future: torch.futures.Future[Any]) -> Tensor:
-            self.reduce_seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - started
             return future.value()[0]  # type: ignore[no-any-return]
 
         return work.get_future().then(reduced)

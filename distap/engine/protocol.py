@@ -15,8 +15,16 @@ class Engine(Protocol):
     """
 
     network: nn.Module  # for forwards without a graph
-    reductions: int  # collectives over parameters' gradients so far
-    reduce_seconds: float  # spent in them so far
+
+    @property
+    def reductions(self) -> int:
+        """Collectives over parameters' gradients so far."""
+        ...
+
+    @property
+    def reduce_seconds(self) -> float:
+        """Seconds spent in them so far."""
+        ...
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Encloses forward and backward of a micro-batch; ranks communicate in the last one only."""

@@ -1,6 +1,8 @@
 """What every engine is held to."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -54,3 +56,18 @@ def test_state_is_given_back():
             parameter.grad = torch.ones_like(parameter)
         again.update(0.1)
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True))
+
+
+def leave_nothing_behind(world):
+    """Whether the network is gone once the engine is, after a step."""
+    network = small_network()
+    engine = ENGINES["ddp"](network, torch.optim.SGD(network.parameters(), lr=0.0), world)
+    ThreeStageStep(engine, QuantizedAP(), world, 0, replay_size=4)(TensorBatch(*small_images(IMAGES), world), 1.0)
+    reference = weakref.ref(network)
+    del network, engine
+    gc.collect()
+    return reference() is None
+
+
+def test_an_engine_can_be_collected_before_the_process_group_goes():
+    assert on_ranks(2, leave_nothing_behind) == [True, True]
