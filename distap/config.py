@@ -8,16 +8,40 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from distap.data.plan import PByKSampling, RandomSampling
 from distap.data.transforms import Augmentation
 from distap.errors import DistapError
 from distap.optimisation import GroupSettings
-from distap.ranking import QuantizedAP
+from distap.ranking import (
+    LOSSES,
+    BlackBoxAP,
+    Calibration,
+    FastAP,
+    Loss,
+    MetricLearning,
+    QuantizedAP,
+    Roadmap,
+    SmoothAP,
+    SupAP,
+    TieAwareAP,
+    WeightedSum,
+    suggestion,
+    with_preset,
+)
 
 
 class Section(BaseModel):
@@ -96,12 +120,41 @@ class ModelSection(Section):
     drop_path_rate: float = Field(0.0, ge=0, lt=1, description="stochastic depth")
 
 
+SingleLoss = (
+    QuantizedAP | TieAwareAP | FastAP | SmoothAP | SupAP | Calibration | Roadmap | BlackBoxAP | MetricLearning
+)
+
+
+class Term(Section):
+    """A loss of a sum."""
+
+    weight: float
+    loss: Annotated[SingleLoss, Field(discriminator="name")]
+
+
+class SumOfLosses(Section):
+    """Losses by name, each with a weight; written `loss: {sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}`."""
+
+    name: Literal["sum"] = "sum"
+    terms: dict[str, Term] = Field(min_length=1)
+
+
+class MemorySection(Section):
+    """Descriptors of earlier steps to rank against as well, without gradient."""
+
+    size: int = Field(0, ge=0, description="number of descriptors; 0 remembers none")
+    after: int = Field(0, ge=0, description="steps before the memory begins: at first descriptors change too fast")
+
+
 class StepSection(Section):
     """The three stages."""
 
     replay_size: PositiveInt = Field(16, description="images in a micro-batch of replay: decides the memory")
     describe_size: PositiveInt | None = Field(None, description="the same for describe; none takes replay's")
     ranking: Literal["sharded", "central"] = Field("sharded", description="rank on all ranks, or on rank 0")
+    ranking_memory: PositiveInt | None = Field(
+        None, description="bytes that ranking may use beside the descriptors; none takes what suits the device"
+    )
     max_replay_drift: PositiveFloat = Field(1e-3, description="greatest difference between an image's descriptors")
 
 
@@ -150,18 +203,47 @@ class Recipe(Section):
     data: DataSection
     sampling: Annotated[RandomSampling | PByKSampling, Field(discriminator="name")] = RandomSampling()
     model: ModelSection = ModelSection()
-    loss: QuantizedAP = QuantizedAP()
+    loss: Annotated[SingleLoss | SumOfLosses, Field(discriminator="name")] = QuantizedAP()
+    memory: MemorySection = MemorySection()
     step: StepSection = StepSection()
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     metrics: MetricsSection = MetricsSection()
 
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _loss_in_full(cls, loss: Any) -> Any:
+        """What may be written shorter: a name alone, a preset, a sum as losses with their weights."""
+        if isinstance(loss, str):
+            return {"name": loss}
+        if not isinstance(loss, dict) or loss.get("name") == "sum":
+            return loss
+        if "name" in loss or not loss.keys() & LOSSES.keys():
+            return with_preset({"name": "ap_q", **loss})
+        return {"name": "sum", "terms": {name: _term(name, value) for name, value in loss.items()}}
+
+    @property
+    def listwise_loss(self) -> Loss:
+        """What stage two computes."""
+        if isinstance(self.loss, SumOfLosses):
+            return WeightedSum(tuple((term.weight, term.loss) for term in self.loss.terms.values()))
+        return self.loss
+
     @model_validator(mode="after")
     def _evaluation_has_images(self) -> "Recipe":
         if self.evaluation.every and self.data.validation is None:
             raise ValueError("evaluation.every is set, but data.validation names no data set")
         return self
+
+
+def _term(name: str, value: Any) -> dict[str, Any]:
+    """A loss of a sum, from its weight alone or from its weight and options."""
+    if name not in LOSSES:
+        raise ValueError(f"loss {name!r} is unknown; {suggestion(name, LOSSES)}")
+    options = dict(value) if isinstance(value, dict) else {"weight": value}
+    weight = options.pop("weight", 1.0)
+    return {"weight": weight, "loss": with_preset({"name": name, **options})}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -214,6 +296,10 @@ def _override(settings: dict[str, Any], override: str) -> None:
     section[last] = value
 
 
+# Keys that recipes leave out: `loss.sup_ap` stands for `loss.terms.sup_ap.loss`.
+UNWRITTEN = ((SumOfLosses, "terms"), (Term, "loss"))
+
+
 def _problem(error: dict[str, Any]) -> str:
     """One line for one wrong key or value: where, what was found, what was expected."""
     location, known = _resolve(error["loc"])
@@ -242,7 +328,11 @@ def _resolve(loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
             section = tagged[0]  # a union's location names the chosen member, which is no key
             known = list(_keys(section))
             continue
-        keys.append(part)
+        if (section, part) not in UNWRITTEN:
+            keys.append(part)
+        if get_origin(section) is dict:
+            section = get_args(section)[1]
+            continue
         types = [_keys(member)[part] for member in members if part in _keys(member)]
         known = [key for member in members for key in _keys(member)] or known
         section = types[0] if types else None

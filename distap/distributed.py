@@ -32,6 +32,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     device: torch.device = CPU
+    group: dist.ProcessGroup | None = None  # None: torch's default group
 
     def slots(self, total: int) -> range:
         """The slots of a global batch of `total` images that this rank holds."""
@@ -52,7 +53,7 @@ class World:
         padded = rows.new_zeros(share, *rows.shape[1:])
         padded[: len(rows)] = rows
         gathered = rows.new_empty(self.size * share, *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded)
+        dist.all_gather_into_tensor(gathered, padded, group=self.group)
         # Row k of rank r is slot k * W + r, so the padding of shorter shares ends up behind the last slot.
         by_rank = gathered.view(self.size, share, *rows.shape[1:])
         return by_rank.transpose(0, 1).reshape(-1, *rows.shape[1:])[:total]
@@ -78,26 +79,44 @@ class World:
             padded = rows.new_zeros(self.size * share, *rows.shape[1:])
             padded[:total] = rows
             shares = [padded[r :: self.size].contiguous() for r in range(self.size)]
-        dist.scatter(received, shares, src=0)
+        dist.scatter(received, shares, group=self.group, group_src=0)
         return received[: len(self.slots(total))]
+
+    def reduce_rows(self, rows: Tensor) -> Tensor:
+        """Sum the ranks' tables; each rank gets the rows of its slots.
+
+        Args:
+            rows: (B, ...) in slot order, a part of the sum on every rank.
+        Returns:
+            (b, ...)
+        """
+        if self.size == 1:
+            return rows
+        share = -(-len(rows) // self.size)
+        padded = rows.new_zeros(self.size * share, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        by_rank = padded.view(share, self.size, *rows.shape[1:]).transpose(0, 1).contiguous()
+        received = rows.new_empty(share, *rows.shape[1:])
+        dist.reduce_scatter_tensor(received, by_rank.flatten(0, 1), group=self.group)
+        return received[: len(self.slots(len(rows)))]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's and return it."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with its sum over the ranks and return it."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def maximum(self, value: float) -> float:
         """The greatest of the ranks' values; infinite where any of them is not a number."""
         worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(nan=float("inf"))
         if self.size > 1:
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.group)
         return float(worst)
 
     def all_agree(self, holds: bool) -> bool:
@@ -111,7 +130,7 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 @contextmanager

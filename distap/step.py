@@ -10,7 +10,7 @@ Two things make the result the gradient of the whole batch and no approximation:
 - `engine.accumulating` encloses forward and backward, so that ranks communicate once a step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -23,8 +23,7 @@ from distap.distributed import World
 from distap.engine import Engine
 from distap.errors import DistapError
 from distap.randomness import seed_for
-from distap.ranking import Gathered, Loss, Ranking, gather, rank_descriptors
-from distap.ranking.rank import Mode
+from distap.ranking import CrossBatchMemory, Gathered, Loss, Mode, Ranking, gather, rank_descriptors
 from distap.stopwatch import Stopwatch
 
 DROPOUT = 1  # first word of the key that dropout's randomness is drawn with
@@ -40,6 +39,11 @@ class Batch(Protocol):
     @property
     def labels(self) -> Int64[Tensor, " b"]:
         """Classes of the images, known once every image has been asked for."""
+        ...
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """Numbers of the images in the data set, known once every image has been asked for."""
         ...
 
     @property
@@ -91,6 +95,8 @@ class ThreeStageStep:
         replay_size: images in a micro-batch of stage three.
         describe_size: images in a micro-batch of stage one; None takes that of stage three.
         mode: `sharded` ranks on all ranks, `central` on rank 0.
+        ranking_memory: bytes that ranking may use beside the descriptors; None chooses by the device.
+        memory: descriptors of earlier steps, ranked against from step `memory_after` on.
         max_drift: greatest tolerated difference between the two descriptors of an image.
         stopwatch: gathers the seconds of each stage.
     """
@@ -102,6 +108,9 @@ class ThreeStageStep:
     replay_size: int
     describe_size: int | None = None
     mode: Mode = "sharded"
+    ranking_memory: int | None = None
+    memory: CrossBatchMemory = field(default_factory=lambda: CrossBatchMemory(0))
+    memory_after: int = 0
     max_drift: float = 1e-3
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
@@ -121,7 +130,7 @@ class ThreeStageStep:
         """
         descriptors = self.describe(batch)
         gathered, not_finite = self.gather(descriptors, batch)
-        ranking = self.rank(gathered)
+        ranking = self.rank(gathered, batch.step)
         drift = norm = float("nan")
         if ranking.is_finite:
             drift = self.replay(batch, descriptors, ranking.gradient)
@@ -160,12 +169,18 @@ class ThreeStageStep:
             batch.blank(lost)
             taking_part = finite & batch.present.to(finite.device)
             labels = batch.labels.to(finite.device)
-            return gather(descriptors, labels, taking_part, self.world, batch.total), lost.tolist()
+            images = torch.tensor(batch.samples, dtype=torch.int64, device=finite.device)
+            return gather(descriptors, labels, taking_part, self.world, batch.total, images), lost.tolist()
 
-    def rank(self, gathered: Gathered) -> Ranking:
+    def rank(self, gathered: Gathered, step: int) -> Ranking:
         """Stage two: the loss of the global batch and the gradient of this rank's descriptors."""
         with self.stopwatch.stage("rank"):
-            return rank_descriptors(self.loss, gathered, self.mode)
+            remembers = step >= self.memory_after
+            ranked = self.memory.extend(gathered) if remembers else gathered
+            ranking = rank_descriptors(self.loss, ranked, self.mode, self.ranking_memory)
+            if remembers and ranking.is_finite:
+                self.memory.remember(gathered)
+            return ranking
 
     def replay(self, batch: Batch, descriptors: Float[Tensor, "b C"], gradient: Float[Tensor, "b C"]) -> float:
         """Stage three: describe again with a graph, send each descriptor's gradient back; returns the drift."""

@@ -25,6 +25,7 @@ from distap.errors import DistapError
 from distap.evaluation import evaluate, refuse_seen_classes
 from distap.model import RetrievalNetwork, build_network
 from distap.optimisation import LinearDecay, build_optimizer
+from distap.ranking import CrossBatchMemory
 from distap.step import StepResult, ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
@@ -60,12 +61,15 @@ class Trainer:
         self.stopwatch = Stopwatch.of(world.device)
         self.step = ThreeStageStep(
             self.engine,
-            recipe.loss,
+            recipe.listwise_loss,
             world,
             recipe.seed,
             recipe.step.replay_size,
             recipe.step.describe_size,
             recipe.step.ranking,
+            recipe.step.ranking_memory,
+            CrossBatchMemory(recipe.memory.size),
+            recipe.memory.after,
             recipe.step.max_replay_drift,
             self.stopwatch,
         )
@@ -238,6 +242,7 @@ class Trainer:
                 "format": CHECKPOINT_FORMAT,
                 "step": self.done,
                 "engine": self.engine.state_dict(),
+                "memory": self.step.memory.state_dict(),
                 "schedule": dataclasses.asdict(self.schedule),
                 "identity": self._identity(),
                 "recipe": self.recipe.model_dump(mode="json"),
@@ -280,6 +285,8 @@ class Trainer:
                     "choose another run folder, or go back to it"
                 )
         self.engine.load_state_dict(state["engine"])
+        if "memory" in state:  # runs from before there was one go on without
+            self.step.memory.load_state_dict(state["memory"])
         self.done = int(state["step"])
         if state["schedule"] != dataclasses.asdict(self.schedule):
             logger.warning("%s: the schedule has changed since: it was %s", path, state["schedule"])

@@ -1,48 +1,205 @@
 """What distap computes fast, written slowly and obviously from the papers: the tests compare against these."""
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def quantized_ap_loss(
+def listwise_loss(
+    name: str,
     descriptors: Tensor,
     labels: Tensor,
-    bins: int = 20,
-    low: float = -1.0,
-    high: float = 1.0,
-    self_pair: bool = True,
+    gallery: Tensor | None = None,
+    gallery_labels: Tensor | None = None,
     weights: str = "uniform",
+    self_pair: bool | None = None,
+    **settings: Any,
 ) -> Tensor:
-    """1 - AP_Q through the whole B x M x B tensor of soft bin assignments (Revaud et al. 2019, eq. 7 to 12)."""
-    similarities = (descriptors @ descriptors.t()).clamp(low, high)
-    width = (high - low) / (bins - 1)
-    centres = high - width * torch.arange(bins, dtype=similarities.dtype)
-    soft = (1 - (similarities[:, None] - centres[None, :, None]).abs() / width).clamp(min=0)
-    counts = torch.ones_like(similarities)
-    if not self_pair:
-        counts = counts - torch.eye(len(labels), dtype=counts.dtype)
-    positive = (labels[:, None] == labels[None]) * counts
-    in_bin = (soft * counts[:, None]).sum(-1)
-    positives_in_bin = (soft * positive[:, None]).sum(-1)
-    seen, positives_seen = in_bin.cumsum(1), positives_in_bin.cumsum(1)
-    precision = positives_seen / torch.where(seen > 0, seen, 1)
-    average = (precision * positives_in_bin).sum(1) / positive.sum(1).clamp(min=1)
-    total, kept, classes = average.new_zeros(()), 0.0, labels.tolist()
-    for query, label in enumerate(classes):
-        if classes.count(label) > 1:
-            weight = 1.0 if weights == "uniform" else 1.0 / classes.count(label)
-            total = total + weight * (1 - average[query])
-            kept += weight
-    return total / kept
+    """A listwise loss, query by query; `gallery` is what is ranked besides the batch itself."""
+    if self_pair is None:
+        self_pair = name not in ("fast_ap", "calibration", "blackbox_ap")
+    batch = labels.tolist()
+    everything = batch + ([] if gallery_labels is None else gallery_labels.tolist())
+    images = descriptors if gallery is None else torch.cat([descriptors, gallery])
+    similarities = descriptors @ images.t()
+    losses, weight = [], []
+    for query, label in enumerate(batch):
+        positives = [j for j, other in enumerate(everything) if other == label and j != query]
+        negatives = [j for j, other in enumerate(everything) if other != label]
+        if positives:
+            counted = [query, *positives] if self_pair else positives
+            losses.append(
+                LOSS_OF_QUERY[name](similarities[query, counted], similarities[query, negatives], **settings)
+            )
+            weight.append(1.0 if weights == "uniform" else 1.0 / batch.count(label))
+    return sum(w * loss for w, loss in zip(weight, losses, strict=True)) / sum(weight)  # type: ignore[return-value]
 
 
-def quantized_ap_gradient(raw: Tensor, labels: Tensor, **settings: object) -> tuple[float, Tensor]:
+def listwise_gradient(
+    name: str, raw: Tensor, labels: Tensor, *gallery: Tensor, **settings: Any
+) -> tuple[float, Tensor]:
     """Loss and gradient by `raw`, whose rows are normalised first: on them the gradient is well defined."""
     raw = raw.detach().clone().requires_grad_()
-    loss = quantized_ap_loss(torch.nn.functional.normalize(raw), labels, **settings)  # type: ignore[arg-type]
+    loss = listwise_loss(name, torch.nn.functional.normalize(raw), labels, *gallery, **settings)
     loss.backward()
     assert raw.grad is not None
     return loss.item(), raw.grad
+
+
+def soft_histograms(
+    positives: Tensor, negatives: Tensor, bins: int, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """Soft number of positives, and of all images, in each bin (Revaud et al. 2019, eq. 7 to 9)."""
+    width = (high - low) / (bins - 1)
+    centres = high - width * torch.arange(bins, dtype=positives.dtype)
+    histograms = []
+    for similarities in (positives, torch.cat([positives, negatives])):
+        inside = similarities.clamp(low, high)
+        histograms.append((1 - (inside[None] - centres[:, None]).abs() / width).clamp(min=0).sum(1))
+    return histograms[0], histograms[1]
+
+
+def ap_q(positives: Tensor, negatives: Tensor, bins: int = 20, low: float = -1.0, high: float = 1.0) -> Tensor:
+    """Revaud et al. 2019, eq. 10 to 12."""
+    right, everything = soft_histograms(positives, negatives, bins, low, high)
+    seen = everything.cumsum(0)
+    precision = right.cumsum(0) / torch.where(seen > 0, seen, 1)
+    return 1 - (precision * right).sum() / right.sum()
+
+
+def ap_t(
+    positives: Tensor,
+    negatives: Tensor,
+    bins: int = 20,
+    low: float = -1.0,
+    high: float = 1.0,
+    form: str = "simplified",
+) -> Tensor:
+    """Revaud et al. 2019, eq. 13, or the integral of He et al. 2018, with the bounds of the published code."""
+    right, everything = soft_histograms(positives, negatives, bins, low, high)
+    total = right.new_zeros(())
+    right_before, before = right.new_zeros(()), right.new_zeros(())
+    for r, n in zip(right, everything, strict=True):
+        if form == "simplified":
+            total = total + r * (2 * right_before + r + 1) / (2 * before + n + 1)
+        else:
+            ratio = (r - 1).clamp(min=0) / ((n - 1).clamp(min=0) + 1e-8)
+            growth = torch.log((before + n + 1) / (before + 1))
+            inside = n * ratio + (right_before + 1 - ratio * (before + 1)) * growth
+            total = total + r * inside / (n + 1e-8)
+        right_before, before = right_before + r, before + n
+    return 1 - total / len(positives)
+
+
+def fast_ap(positives: Tensor, negatives: Tensor, bins: int = 10, low: float = -1.0, high: float = 1.0) -> Tensor:
+    """Cakir et al. 2019, eq. 9, from histograms of squared distances."""
+    nearest, farthest = 2 - 2 * high, 2 - 2 * low
+    width = (farthest - nearest) / bins
+    right, everything = positives.new_zeros(()), positives.new_zeros(())
+    total = positives.new_zeros(())
+    for bin_number in range(bins + 1):
+        centre = nearest + bin_number * width
+        inside = []
+        for similarities in (positives, negatives):
+            distances = (2 - 2 * similarities).clamp(nearest, farthest)
+            inside.append((1 - (distances - centre).abs() / width).clamp(min=0).sum())
+        right, everything = right + inside[0], everything + inside[0] + inside[1]
+        if everything > 0:
+            total = total + inside[0] * right / everything
+    return 1 - total / len(positives)
+
+
+def smooth_ap(positives: Tensor, negatives: Tensor, tau: float = 0.01) -> Tensor:
+    """Brown et al. 2020, eq. 5 to 8."""
+    precisions = []
+    for k, positive in enumerate(positives):
+        others = torch.cat([positives[:k], positives[k + 1 :]])
+        among_positives = 1 + torch.sigmoid((others - positive) / tau).sum()
+        among_all = among_positives + torch.sigmoid((negatives - positive) / tau).sum()
+        precisions.append(among_positives / among_all)
+    return 1 - torch.stack(precisions).mean()
+
+
+def sup_ap(
+    positives: Tensor,
+    negatives: Tensor,
+    tau: float = 0.01,
+    rho: float = 100.0,
+    delta: float | None = None,
+    offset: float | None = None,
+) -> Tensor:
+    """Ramzi et al. 2021, eq. 4 and 5."""
+    if delta is None:
+        delta = tau * math.log((1 - 0.01) / 0.01)
+    if offset is None:
+        offset = 1 / (1 + math.exp(-delta / tau)) + 0.5 - rho * delta
+    precisions = []
+    for k, positive in enumerate(positives):
+        others = torch.cat([positives[:k], positives[k + 1 :]])
+        among_positives = 1 + (others >= positive).sum()
+        before = positives.new_zeros(())
+        for t in negatives - positive:
+            if t <= 0:
+                before = before + torch.sigmoid(t / tau)
+            elif t <= delta:
+                before = before + torch.sigmoid(t / tau) + 0.5
+            else:
+                before = before + rho * t + offset
+        precisions.append(among_positives / (among_positives + before))
+    return 1 - torch.stack(precisions).mean()
+
+
+def calibration(positives: Tensor, negatives: Tensor, alpha: float = 0.9, beta: float = 0.6) -> Tensor:
+    """Ramzi et al. 2021, eq. 7."""
+    pull, push = (alpha - positives).clamp(min=0), (negatives - beta).clamp(min=0)
+    return pull.sum() / max(len(pull), 1) + push.sum() / max(len(push), 1)
+
+
+def roadmap(positives: Tensor, negatives: Tensor, lam: float = 0.5, alpha: float = 0.9, beta: float = 0.6) -> Tensor:
+    """Ramzi et al. 2021, eq. 8; the query comes first among the positives and does not count in calibration."""
+    return (1 - lam) * sup_ap(positives, negatives) + lam * calibration(positives[1:], negatives, alpha, beta)
+
+
+class _Ranks(torch.autograd.Function):
+    """Ranks over their number; the derivative as Rolínek et al. (2020, algorithm 1) define it."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, lam: float) -> Tensor:
+        ctx.lam, ctx.scores = lam, scores
+        return _ranks(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return -(_ranks(ctx.scores) - _ranks(ctx.scores + ctx.lam * upstream[0])) / ctx.lam, None
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    before = (scores[None] > scores[:, None]).sum(1)
+    return (1 + before).to(scores.dtype) / len(scores)
+
+
+def blackbox_ap(positives: Tensor, negatives: Tensor, lam: float = 4.0, margin: float = 0.02) -> Tensor:
+    """AP of the exact ranking, as Rolínek et al. 2020 differentiate it."""
+    scores = torch.cat([positives - margin / 2, negatives + margin / 2])
+    ranks: Tensor = _Ranks.apply(scores, lam)  # type: ignore[assignment]
+    of_positives = ranks[: len(positives)]
+    among_positives = (_ranks(-of_positives.detach()) * len(positives) / len(scores)).detach()
+    return 1 - (among_positives / of_positives).mean()
+
+
+LOSS_OF_QUERY: dict[str, Callable[..., Tensor]] = {
+    "ap_q": ap_q,
+    "ap_t": ap_t,
+    "fast_ap": fast_ap,
+    "smooth_ap": smooth_ap,
+    "sup_ap": sup_ap,
+    "calibration": calibration,
+    "roadmap": roadmap,
+    "blackbox_ap": blackbox_ap,
+}
 
 
 def through_normalisation(raw: Tensor, gradient: Tensor) -> Tensor:

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from distap.config import Recipe, load_recipe
+from distap.config import Recipe, load_recipe, recipe_from
 from distap.data.plan import RandomSampling
 from distap.errors import DistapError
+from distap.ranking import Calibration, MetricLearning, QuantizedAP, SmoothAP, SupAP, WeightedSum
 
 RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
 
@@ -33,6 +34,24 @@ def test_overrides_change_values_deep_down(recipe):
 
 
 @pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("smooth_ap", SmoothAP()),
+        ("{name: sup_ap, preset: released, tau: 0.02}", SupAP(tau=0.02, offset=1.44, delta=0.05)),
+        ("{bins: 30}", QuantizedAP(bins=30)),
+        ("{sup_ap: 0.25, calibration: 0.75}", WeightedSum(((0.25, SupAP()), (0.75, Calibration())))),
+        ("{sup_ap: {weight: 2, preset: released}}", WeightedSum(((2.0, SupAP(offset=1.44, delta=0.05)),))),
+        ("{name: metric_learning, loss: ContrastiveLoss}", MetricLearning("ContrastiveLoss")),
+    ],
+)
+def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
+    loaded = load_recipe(recipe, [f"loss={text}"])
+    assert loaded.listwise_loss == loss
+    # What is written into a checkpoint is read again as the same.
+    assert recipe_from(loaded.model_dump(mode="json"), "checkpoint").listwise_loss == loss
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("loss.binz=3", "loss.binz: unknown key; did you mean bins"),
@@ -41,7 +60,16 @@ def test_overrides_change_values_deep_down(recipe):
         ("model.weights.pakage=3", "model.weights.pakage: unknown key; did you mean package"),
         ("optimizer.backbone.facto=3", "optimizer.backbone.facto: unknown key; did you mean factor"),
         ("loss.bins=abc", "loss.bins: 'abc': input should be a valid integer"),
-        ("loss.bins=1", "bins is 1; at least 2 are needed"),
+        ("loss.bins=1", "bins is 1; 2 to 128 are possible"),
+        ("loss=smoth_ap", "loss.*'smoth_ap'.*'smooth_ap'"),
+        ("loss={name: smooth_ap, taw: 1}", "loss.taw: unknown key; did you mean tau"),
+        ("loss={name: smooth_ap, tau: 0}", "tau is 0"),
+        ("loss={name: ap_q, preset: dirtorsh}", "no preset 'dirtorsh'; did you mean dirtorch"),
+        ("loss={sup_ap: 0.5, calibratoin: 0.5}", "'calibratoin' is unknown; did you mean calibration"),
+        ("loss={sup_ap: {weight: 0.5, taw: 1}}", "loss.sup_ap.taw: unknown key; did you mean tau"),
+        ("loss={sup_ap: many}", "loss.sup_ap.weight: 'many': input should be a valid number"),
+        ("loss={name: ap_t, form: complete}", "loss.form: 'complete': input should be 'simplified' or 'full'"),
+        ("memory.sise=3", "memory.sise: unknown key; did you mean size"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: -1: input should be greater than 0"),
         ("sampling.name=foo", "sampling.*'foo'.*'random', 'p_by_k'"),
         ("model.weights.name=file", "model.weights.path: missing"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
-from reference import quantized_ap_loss
+from reference import listwise_loss
 
 from distap.distributed import World
 from distap.engine import DDPEngine
@@ -56,7 +56,7 @@ def full_batch_gradients(ranks, settings, micro_batch):
             slots = mine[start : start + micro_batch]
             torch.manual_seed(seed_for(DROPOUT, SEED, STEP, slots[0]))
             descriptors[slots] = network(images[slots])
-    loss = quantized_ap_loss(descriptors, labels)
+    loss = listwise_loss("ap_q", descriptors, labels)
     loss.backward()
     return [p.grad for p in network.parameters()], loss.item()
 
@@ -178,7 +178,7 @@ def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_
     assert result.skipped is None
     kept = torch.arange(IMAGES) != 4
     reference = small_network()
-    quantized_ap_loss(reference(images[kept]), labels[kept]).backward()
+    listwise_loss("ap_q", reference(images[kept]), labels[kept]).backward()
     for got, parameter in zip(moved, reference.parameters(), strict=True):
         assert (got - parameter.grad).norm() <= 1e-9 * parameter.grad.norm()
 

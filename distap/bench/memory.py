@@ -27,6 +27,7 @@ class SyntheticBatch:
 
     def __init__(self, total: int, image_size: int) -> None:
         self.total = total
+        self.samples = range(total)
         self.labels = torch.arange(total) // IMAGES_A_CLASS
         self.present = torch.ones(total, dtype=torch.bool)
         self.pixels = torch.randint(0, 256, (total, 3, image_size, image_size), dtype=torch.uint8)

@@ -3,12 +3,42 @@
 Tensors in, loss and gradients out. Knows no files, no configuration and no network.
 """
 
-from collections.abc import Callable
-
+from distap.ranking.blackbox import BlackBoxAP
+from distap.ranking.calibration import Calibration, Roadmap
 from distap.ranking.gathered import Gathered, gather
-from distap.ranking.quantized import QuantizedAP
-from distap.ranking.rank import Loss, Ranking, rank_descriptors
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.metric_learning import MetricLearning
+from distap.ranking.modules import ListwiseLoss
+from distap.ranking.protocol import Loss, Mode, Ranking
+from distap.ranking.quantized import FastAP, QuantizedAP, TieAwareAP
+from distap.ranking.registry import LOSSES, PRESETS, build_loss, suggestion, with_preset
+from distap.ranking.smooth import SmoothAP, SupAP
+from distap.ranking.stage_two import rank, rank_descriptors
+from distap.ranking.sums import WeightedSum
 
-LOSSES: dict[str, Callable[..., Loss]] = {"ap_q": QuantizedAP}
-
-__all__ = ["LOSSES", "Gathered", "Loss", "QuantizedAP", "Ranking", "gather", "rank_descriptors"]
+__all__ = [
+    "LOSSES",
+    "PRESETS",
+    "BlackBoxAP",
+    "Calibration",
+    "CrossBatchMemory",
+    "FastAP",
+    "Gathered",
+    "ListwiseLoss",
+    "Loss",
+    "MetricLearning",
+    "Mode",
+    "QuantizedAP",
+    "Ranking",
+    "Roadmap",
+    "SmoothAP",
+    "SupAP",
+    "TieAwareAP",
+    "WeightedSum",
+    "build_loss",
+    "gather",
+    "rank",
+    "rank_descriptors",
+    "suggestion",
+    "with_preset",
+]

@@ -1,0 +1,84 @@
+"""The losses as PyTorch modules, for a training loop of one's own."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.protocol import Mode
+from distap.ranking.registry import build_loss
+from distap.ranking.stage_two import rank
+
+
+class ListwiseLoss(nn.Module):
+    """A listwise loss of a batch: `loss(embeddings, labels)` is a scalar to call `backward` on.
+
+    Value and gradient are computed together, in memory linear in the batch, in float32 at least whatever autocast
+    says; `backward` only multiplies. With a process group the batch is that of all ranks, and the gradient that of
+    their common loss: sum it over ranks. DistributedDataParallel averages, so there multiply the loss by the number
+    of ranks.
+
+    Args:
+        loss: a name, as `distap.ranking.rank` takes it.
+        weights, group, mode: as those of `rank`.
+        memory: number of earlier descriptors to rank against as well; part of the module's state.
+        options: of the loss, or `preset`.
+    Raises:
+        DistapError: the loss or an option is unknown.
+    """
+
+    def __init__(
+        self,
+        loss: str = "ap_q",
+        weights: str = "uniform",
+        group: dist.ProcessGroup | None = None,
+        mode: Mode = "sharded",
+        memory: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.loss = build_loss(loss, weights=weights, **options)
+        self.group, self.mode = group, mode
+        self.memory = CrossBatchMemory(memory)
+
+    def forward(self, embeddings: Float[Tensor, "b C"], labels: Int64[Tensor, " b"]) -> Float[Tensor, ""]:
+        """The loss of the batch.
+
+        Args:
+            embeddings: this rank's, of any length; they are normalised here.
+            labels: their classes, whole numbers from 0.
+        """
+        with torch.autocast(embeddings.device.type, enabled=False):
+            wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+            loss: Tensor = _RankingFunction.apply(normalize(wide), labels, self)
+        return loss
+
+    def extra_repr(self) -> str:
+        """The loss's settings."""
+        return repr(self.loss)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What the memory holds."""
+        return self.memory.state_dict()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what the memory held."""
+        self.memory.load_state_dict(state)
+
+
+class _RankingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, descriptors: Tensor, labels: Tensor, module: ListwiseLoss) -> Tensor:
+        memory = module.memory if module.memory.size and module.training else None
+        ranking = rank(descriptors, labels, module.loss, group=module.group, mode=module.mode, memory=memory)
+        ctx.save_for_backward(ranking.gradient)
+        return ranking.loss.to(descriptors.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0], None, None

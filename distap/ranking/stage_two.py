@@ -1,0 +1,121 @@
+"""Rank a gathered batch on rank 0 alone, or sharded over all ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from distap.distributed import World
+from distap.ranking.budget import Budget
+from distap.ranking.central import rank_on_rank_zero
+from distap.ranking.checks import check_arguments, check_gathered
+from distap.ranking.gathered import Gathered, gather
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.protocol import Loss, Mode, Ranking
+from distap.ranking.registry import build_loss
+from distap.ranking.weights import query_weights, require_queries
+
+
+def rank(
+    descriptors: Float[Tensor, "b C"],
+    labels: Int64[Tensor, " b"],
+    loss: str | Loss = "ap_q",
+    weights: str = "uniform",
+    group: dist.ProcessGroup | None = None,
+    mode: Mode = "sharded",
+    memory: CrossBatchMemory | None = None,
+    memory_budget: int | None = None,
+    **options: object,
+) -> Ranking:
+    """Loss of a batch, and the gradient of every descriptor, for descriptors from anywhere.
+
+    With a process group the batch is that of all its ranks, in shares of any size, and every rank calls this alike.
+    The loss is then a mean over the queries of all ranks: sum gradients over ranks, do not average them.
+
+    Args:
+        descriptors: this rank's, of length 1.
+        labels: their classes, whole numbers from 0.
+        loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap` or
+            `metric_learning`; or a loss from `distap.ranking`.
+        weights: of the queries: `uniform`, or `class` so that each class weighs the same.
+        group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
+        memory: descriptors of earlier calls to rank against as well; this batch is added to it.
+        memory_budget: bytes to use beside the descriptors; None chooses by the device.
+        options: of the loss, or `preset`, the name of one of its presets.
+    Returns:
+        A Ranking; its gradient and losses by query are those of this rank's descriptors.
+    Raises:
+        DistapError: on every rank, for an unknown loss or option, and for descriptors or labels that cannot be
+            ranked; the message says which rows.
+    """
+    world = World(device=descriptors.device)
+    if group is not None:
+        world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
+    built = build_loss(loss, weights=weights, **options) if isinstance(loss, str) else loss
+    labels = check_arguments(descriptors, labels, world)
+    share = int(world.maximum(len(labels)))
+    padding = share - len(labels)
+    dtype = torch.promote_types(descriptors.dtype, torch.float32)
+    padded = torch.nn.functional.pad(descriptors.detach().to(dtype), (0, 0, 0, padding))
+    present = torch.arange(share, device=labels.device) < len(labels)
+    gathered = gather(padded, torch.nn.functional.pad(labels, (0, padding)), present, world, share * world.size)
+    check_gathered(gathered)
+    ranked = gathered if memory is None else memory.extend(gathered)
+    ranking = rank_descriptors(built, ranked, mode, memory_budget)
+    if memory is not None:
+        memory.remember(gathered)
+    return replace(ranking, gradient=ranking.gradient[: len(labels)].to(descriptors.dtype))
+
+
+@torch.no_grad()
+def rank_descriptors(
+    loss: Loss, gathered: Gathered, mode: Mode = "sharded", memory_budget: int | None = None
+) -> Ranking:
+    """Loss and descriptor gradients of a global batch (Revaud et al. 2019, section 3.2, second stage).
+
+    Args:
+        loss: the listwise loss.
+        gathered: the batch; its dtype is the precision of similarities and gradients.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all and scatters the rows.
+        memory_budget: bytes to use beside the descriptors; None chooses by the device.
+    Returns:
+        A Ranking whose gradient has a row for each slot of this rank, zero for those that take no part.
+    Raises:
+        DistapError: no query has a positive, or all images are of one class; raised on every rank.
+    """
+    # On every rank alike: where rank 0 alone found out, the others would wait for it.
+    require_queries(gathered)
+    budget = Budget.of(gathered.gallery.device, memory_budget)
+    world = gathered.world
+    with _full_precision(gathered.gallery.device):
+        if mode == "sharded" or world.size == 1:
+            value, per_query, gradient = loss.value_and_gradient(gathered, budget)
+        else:
+            value, per_query, gradient = rank_on_rank_zero(loss, gathered, budget)
+    finite = bool(value.isfinite()) and bool(gradient.isfinite().all())
+    queries = int((query_weights(gathered) > 0).sum())
+    return Ranking(
+        value,
+        per_query,
+        gathered.spread(gradient),
+        queries,
+        len(gathered.labels) - queries,
+        world.all_agree(finite),
+    )
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Outside autocast and without TF32: rounded similarities fall into other bins, and gradients show it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

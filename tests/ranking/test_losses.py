@@ -1,0 +1,240 @@
+"""Every loss against its definition, written slowly in `reference`."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import problem, rank_raw
+from reference import listwise_gradient
+from torch.nn.functional import normalize
+
+from distap.distributed import World
+from distap.errors import DistapError
+from distap.ranking import CrossBatchMemory, build_loss, gather, rank
+
+
+def hundredths(low, high):
+    """Numbers with two decimals: hypothesis refuses to draw others where subnormal ones are flushed."""
+    return st.integers(round(100 * low), round(100 * high)).map(lambda number: number / 100)
+
+
+BINS = {"bins": st.integers(2, 100), "low": st.sampled_from([-1.0, 0.0])}
+OPTIONS = {
+    "ap_q": BINS,
+    "ap_t": BINS | {"form": st.sampled_from(["simplified", "full"])},
+    "fast_ap": BINS,
+    "smooth_ap": {"tau": st.sampled_from([0.01, 0.1])},
+    "sup_ap": {
+        "tau": st.sampled_from([0.01, 0.1]),
+        "rho": st.sampled_from([0.0, 10.0, 100.0]),
+        "delta": st.sampled_from([None, 0.05]),
+        "offset": st.sampled_from([None, 1.44]),
+    },
+    "calibration": {"alpha": hundredths(0, 1), "beta": hundredths(-0.5, 0.9)},
+    "roadmap": {"lam": hundredths(0, 1), "alpha": hundredths(0, 1)},
+    "blackbox_ap": {"lam": hundredths(0.5, 20), "margin": st.sampled_from([0.0, 0.02, 0.2])},
+}
+COMMON = {"weights": st.sampled_from(["uniform", "class"])}
+
+
+@st.composite
+def problems(draw, names=tuple(OPTIONS)):
+    name = draw(st.sampled_from(names))
+    options = {key: draw(values) for key, values in (OPTIONS[name] | COMMON).items()}
+    if name != "roadmap":
+        options["self_pair"] = draw(st.booleans())
+    images = draw(st.integers(4, 40))
+    raw, labels = problem(draw(st.integers(0, 10_000)), images, draw(st.integers(1, 12)))
+    return name, options, raw, labels
+
+
+def assert_same(ranking, gradient, loss, expected, tolerance=1e-9, residue=1e-13):
+    assert ranking.is_finite
+    assert ranking.loss.item() == pytest.approx(loss, rel=tolerance, abs=residue)
+    # Where the true gradient is zero, the reference itself has a rounding residue.
+    assert (gradient - expected).norm() <= tolerance * expected.norm() + residue
+
+
+@settings(deadline=None, max_examples=300)
+@given(problems())
+def test_value_and_gradient_equal_the_definition(case):
+    name, options, raw, labels = case
+    assert_same(*rank_raw(raw, labels, name, **options), *listwise_gradient(name, raw, labels, **options))
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.integers(0, 30))
+def test_with_a_gallery_of_remembered_images_as_well(case, remembered):
+    name, options, raw, labels = case
+    other, other_labels = problem(1, remembered + 4, 12)
+    memory = memory_of(other, other_labels)
+    ranked = rank_raw(raw, labels, name, memory=memory, **options)
+    assert_same(*ranked, *listwise_gradient(name, raw, labels, normalize(other), other_labels, **options))
+
+
+def memory_of(raw, labels):
+    present = torch.ones(len(labels), dtype=torch.bool)
+    memory = CrossBatchMemory(1000)
+    memory.remember(gather(normalize(raw), labels, present, World(), len(labels)))
+    return memory
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_in_float32_value_and_gradient_are_close_to_float64(name):
+    raw, labels = problem(1, 120, 20)
+    ranked = rank_raw(raw.float(), labels, name)
+    assert_same(*ranked, *listwise_gradient(name, raw, labels), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_small_tiles_give_what_one_large_tile_gives(name, monkeypatch):
+    raw, labels = problem(2, 150, 15)
+    whole, gradient = rank_raw(raw, labels, name)
+    for pairs in (37, 1000):
+        monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", pairs)
+        assert_same(*rank_raw(raw, labels, name), whole.loss.item(), gradient, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ap_q", "ap_t", "fast_ap"])
+def test_bins_recomputed_are_the_bins_kept(name, monkeypatch):
+    monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", 300)
+    raw, labels = problem(3, 150, 15, dtype=torch.float32)
+    kept, gradient = rank_raw(raw, labels, name)
+    recomputed, again = rank_raw(raw, labels, name, memory_budget=20_000)
+    assert torch.equal(kept.loss, recomputed.loss)
+    assert torch.equal(gradient, again)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_exact_duplicates_are_ranked(name):
+    # Entries of one half make similarities exact, so that ties are ties in every order of summation.
+    generator = torch.Generator().manual_seed(3)
+    raw = torch.randint(0, 2, (40, 4), generator=generator, dtype=torch.float64) - 0.5
+    labels = torch.randint(0, 6, (40,), generator=generator)
+    if name == "blackbox_ap":
+        pytest.skip("its gradient depends on how ties are broken")
+    # So many bins have no similarity of 0 or 0.5 at a centre, where the gradient jumps.
+    options = {"bins": 7} if name == "fast_ap" else {}
+    assert_same(*rank_raw(raw, labels, name, **options), *listwise_gradient(name, raw, labels, **options))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_query_without_positive_is_left_out_and_counted(name):
+    raw, labels = problem(4, 30, 5)
+    labels[3], labels[7] = 1000, 2000
+    ranked = rank_raw(raw, labels, name)
+    alone = torch.tensor([labels.tolist().count(label) == 1 for label in labels.tolist()])
+    assert ranked[0].skipped_queries == alone.sum()
+    assert ranked[0].queries == (~alone).sum()
+    assert torch.equal(ranked[0].per_query.isnan(), alone)
+    assert_same(*ranked, *listwise_gradient(name, raw, labels))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_loss_is_the_mean_of_the_losses_of_the_queries(name):
+    ranking, _ = rank_raw(*problem(5, 40, 6), name)
+    assert ranking.per_query.nanmean().item() == pytest.approx(ranking.loss.item(), rel=1e-12)
+
+
+def test_class_weights_count_a_small_class_as_much_as_a_large_one():
+    raw, _ = problem(5, 22, 2)
+    labels = torch.tensor([0] * 20 + [1] * 2)
+    uniform = rank_raw(raw, labels, "ap_q")[0]
+    by_class = rank_raw(raw, labels, "ap_q", weights="class")[0]
+    mean = torch.stack([uniform.per_query[:20].mean(), uniform.per_query[20:].mean()]).mean()
+    assert by_class.loss.item() == pytest.approx(mean.item())
+
+
+def separated(seed=0):
+    """Four classes, each image orthogonal to those of other classes and within 0.01 of its own, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.eye(4, 16).repeat_interleave(6, dim=0) + 0.01 * torch.randn(24, 16, generator=generator)
+    return raw, torch.arange(4).repeat_interleave(6)
+
+
+@pytest.mark.parametrize("name", ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_separated_classes_have_no_loss_and_a_gradient_below_any_noise(name, dtype):
+    raw, labels = separated()
+    ranking, gradient = rank_raw(raw.to(dtype), labels, name)
+    assert ranking.loss.item() == pytest.approx(0, abs=1e-6)
+    assert gradient.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap"])
+def test_without_loss_adam_leaves_the_weights_alone(name):
+    raw, labels = separated()
+    network = torch.nn.Linear(16, 16, bias=False)
+    torch.nn.init.eye_(network.weight)
+    before = network.weight.detach().clone()
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        described = network(raw)
+        described.backward(rank_raw(described.detach(), labels, name)[1])
+        optimizer.step()
+    assert (network.weight - before).abs().max() < 1e-6
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 10_000), st.integers(4, 40), st.integers(1, 12))
+def test_sup_ap_bounds_the_ap_loss_from_above(seed, images, classes):
+    raw, labels = problem(seed, images, classes)
+    bound = rank_raw(raw, labels, "sup_ap")[0].per_query
+    assert (bound + 1e-12 >= exact_ap_loss(normalize(raw), labels)).logical_or(bound.isnan()).all()
+
+
+def test_a_tie_breaks_sup_aps_bound():
+    # The second image of class 0 has the similarity of both images of class 1 to the first: AP counts them before it.
+    descriptors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    labels = torch.tensor([0, 0, 1, 1])
+    bound = rank(descriptors, labels, "sup_ap").per_query
+    assert bound[0] < exact_ap_loss(descriptors, labels)[0]
+
+
+def exact_ap_loss(descriptors, labels):
+    """1 - AP of each query, itself among the positives; a negative that ties with a positive comes before it."""
+    similarities = descriptors @ descriptors.t()
+    losses = []
+    for query, label in enumerate(labels):
+        positives, negatives = similarities[query, labels == label], similarities[query, labels != label]
+        among = torch.stack([(positives >= s).sum() for s in positives])
+        before = torch.stack([(negatives >= s).sum() for s in positives])
+        losses.append(1 - (among / (among + before)).mean())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_in_bfloat16_autocast_the_gradient_is_that_of_float32(name):
+    raw, labels = problem(6, 200, 25, dimensions=32, dtype=torch.float32)
+    descriptors = normalize(raw)
+    plain = rank(descriptors, labels, name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = rank(descriptors, labels, name)
+    assert torch.equal(inside.gradient, plain.gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("ap_q", {"bins": 1}, "bins is 1"),
+        ("ap_q", {"bins": 129}, "bins is 129"),
+        ("fast_ap", {"bins": 0}, "bins is"),
+        ("ap_q", {"low": 1.0, "high": 0.0}, "low must be below high"),
+        ("ap_t", {"form": "complete"}, "expected one of simplified, full"),
+        ("smooth_ap", {"tau": 0.0}, "tau is 0"),
+        ("sup_ap", {"rho": -1.0}, "rho is -1"),
+        ("sup_ap", {"delta": -1.0}, "delta is -1"),
+        ("calibration", {"form": "some"}, "expected one of all, violating"),
+        ("roadmap", {"lam": 1.5}, "lam is 1.5"),
+        ("blackbox_ap", {"lam": 0.0}, "lam is 0"),
+        ("smooth_ap", {"taw": 0.1}, "no option 'taw'; did you mean tau"),
+        ("smoth_ap", {}, "did you mean smooth_ap"),
+        ("ap_q", {"preset": "dirtorsh"}, "did you mean dirtorch"),
+        ("smooth_ap", {"preset": "released"}, "it has none"),
+        ("ap_q", {"weights": "classes"}, "did you mean class"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(name, options, message):
+    with pytest.raises(DistapError, match=message):
+        build_loss(name, **options)
