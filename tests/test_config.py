@@ -41,7 +41,7 @@ def test_overrides_change_values_deep_down(recipe):
         ("{bins: 30}", QuantizedAP(bins=30)),
         ("{sup_ap: 0.25, calibration: 0.75}", WeightedSum(((0.25, SupAP()), (0.75, Calibration())))),
         ("{sup_ap: {weight: 2, preset: released}}", WeightedSum(((2.0, SupAP(offset=1.44, delta=0.05)),))),
-        ("{name: metric_learning, loss: ContrastiveLoss}", MetricLearning("ContrastiveLoss")),
+        ("{name: metric_learning, function: ContrastiveLoss}", MetricLearning("ContrastiveLoss")),
     ],
 )
 def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):

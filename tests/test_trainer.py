@@ -72,6 +72,36 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(tmp_path, trainin
     assert curves[0][-1] < curves[0][0]
 
 
+WITH_MEMORY = {
+    "loss": {"sup_ap": 0.5, "calibration": {"weight": 0.5, "weights": "class"}},
+    "memory": {"size": 60, "after": 2},
+    "steps": 8,
+    "checkpoint": {"every": 4},
+}
+
+
+@pytest.mark.slow
+def test_with_a_sum_of_losses_and_a_memory_the_curve_does_not_depend_on_the_ranks(tmp_path, training_shards):
+    for ranks in (1, 2):
+        on_ranks(ranks, train_on_ranks, tmp_path / str(ranks), training_shards, WITH_MEMORY)
+    # The slope of SupAP, 100, makes more of rounding than AP_Q does.
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), abs=1e-3)
+
+
+def test_a_memory_is_restored_with_the_checkpoint(tmp_path, training_shards):
+    whole, resumed, without = tmp_path / "whole", tmp_path / "resumed", tmp_path / "without"
+    train(World(), whole, training_shards, **WITH_MEMORY)
+    checkpoint = Path("checkpoints") / "step-00000004"
+    assert len(load_checkpoint(whole / checkpoint)["memory"]["labels"]) == 50
+    shutil.copytree(whole / checkpoint, resumed / checkpoint)
+    train(World(), resumed, training_shards, **WITH_MEMORY)
+    assert losses(resumed) == losses(whole)[4:]
+    assert all(torch.equal(parameters(whole)[name], parameters(resumed)[name]) for name in parameters(whole))
+    train(World(), without, training_shards, **WITH_MEMORY | {"memory": {"size": 0}})
+    assert losses(without)[:3] == losses(whole)[:3]
+    assert losses(without)[3] != losses(whole)[3]
+
+
 def torchrun(config: Path) -> subprocess.Popen[bytes]:
     """A training on two ranks in a process group of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

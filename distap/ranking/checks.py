@@ -19,8 +19,11 @@ def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> Tensor
         DistapError: on all ranks, where shapes or dtypes of any are wrong, or a label is no class number.
     """
     problem = _problem(descriptors, labels)
-    if not world.all_agree(problem is None):
-        raise DistapError(problem or "another rank of the group was given descriptors or labels that are wrong")
+    at_fault = int(world.maximum(world.rank if problem else -1))
+    if at_fault >= 0:
+        raise DistapError(
+            problem or f"rank {at_fault} was given descriptors or labels that cannot be ranked; it says why"
+        )
     return labels.long()
 
 
@@ -35,7 +38,7 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
     # Seen as int64, an unsigned number beyond its range is negative; so is one that overflowed before.
     wrong = (labels.long() < 0).nonzero().flatten().tolist()
     if wrong:
-        values = [int(labels[row]) for row in wrong[:MOST_ROWS]]
+        values = [labels[row].cpu().numpy() for row in wrong[:MOST_ROWS]]
         return (
             f"{_rows(wrong)}: labels {', '.join(map(str, values))} are no class numbers, which run from 0 to "
             f"{LARGEST_LABEL}; an overflow of integers may have made them"

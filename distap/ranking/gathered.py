@@ -35,14 +35,14 @@ class Gathered:
         """Those of the batch."""
         return self.gallery_labels[: len(self.images)]
 
-    def share(self, rows: Float[Tensor, "b K"]) -> Float[Tensor, "B K"]:
+    def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
         """Every rank's rows, in the order of `descriptors`."""
         return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
 
-    def spread(self, rows: Float[Tensor, "b K"]) -> Float[Tensor, "slots_of_rank K"]:
-        """The rows of all this rank's slots, zero for those that do not take part."""
+    def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
+        """The rows of all this rank's slots, `fill` for those that do not take part."""
         local = self.taking_part[self.world.rank :: self.world.size]
-        full = rows.new_zeros(len(local), rows.shape[1])
+        full = rows.new_full((len(local), *rows.shape[1:]), fill)
         full[local] = rows
         return full
 

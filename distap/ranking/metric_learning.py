@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ class MetricLearning:
     It materialises whatever that loss materialises, B x B values at least. Query weights do not apply.
 
     Args:
-        loss: its class, such as `TripletMarginLoss`.
+        function: its class, such as `TripletMarginLoss`.
         options: what its constructor takes, such as {margin: 0.1}.
         miner: class of a miner that chooses pairs or triplets for it, such as `MultiSimilarityMiner`.
         miner_options: what the miner's constructor takes.
@@ -31,7 +32,7 @@ class MetricLearning:
             or it has parameters of its own, which nothing here would train.
     """
 
-    loss: str
+    function: str
     options: Mapping[str, Any] = field(default_factory=dict)
     miner: str | None = None
     miner_options: Mapping[str, Any] = field(default_factory=dict)
@@ -44,9 +45,9 @@ class MetricLearning:
         if self.weights != "uniform":
             raise ValueError(f"weights is {self.weights!r}; a loss of pytorch-metric-learning has only 'uniform'")
         package = _package()
-        loss = _built(package.losses, "loss", self.loss, self.options)
-        if any(True for _ in loss.parameters()):
-            raise ValueError(f"{self.loss} has parameters of its own, which nothing here would train")
+        function = _built(package.losses, "loss", self.function, self.options)
+        if any(True for _ in function.parameters()):
+            raise ValueError(f"{self.function} has parameters of its own, which nothing here would train")
         if self.miner is not None:
             _built(package.miners, "miner", self.miner, self.miner_options)
 
@@ -68,7 +69,7 @@ class MetricLearning:
 
     def _value(self, descriptors: Tensor, gathered: Gathered) -> Tensor:
         package = _package()
-        function = _built(package.losses, "loss", self.loss, self.options)
+        function = _built(package.losses, "loss", self.function, self.options)
         miner = None if self.miner is None else _built(package.miners, "miner", self.miner, self.miner_options)
         labels = gathered.labels
         remembered = gathered.gallery[len(labels) :]
@@ -77,8 +78,8 @@ class MetricLearning:
             value: Tensor = function(descriptors, labels, pairs)
             return value
         supported = package.losses.CrossBatchMemory.supported_losses()
-        if self.loss not in supported:
-            raise DistapError(f"loss {self.loss} cannot rank against a memory; {', '.join(supported)} can")
+        if self.function not in supported:
+            raise DistapError(f"loss {self.function} cannot rank against a memory; {', '.join(supported)} can")
         gallery = torch.cat([descriptors, remembered])
         if miner is None:
             pairs = package.utils.loss_and_miner_utils.get_all_pairs_indices(labels, gathered.gallery_labels)
@@ -97,15 +98,13 @@ def _without_self(pairs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _package() -> ModuleType:
     try:
-        import pytorch_metric_learning
-        import pytorch_metric_learning.losses
-        import pytorch_metric_learning.miners
-        import pytorch_metric_learning.utils.loss_and_miner_utils
+        for part in ("losses", "miners", "utils.loss_and_miner_utils"):
+            import_module(f"pytorch_metric_learning.{part}")
+        return import_module("pytorch_metric_learning")
     except ImportError as error:
         raise DistapError(
             "losses of pytorch-metric-learning need that package: pip install 'distap[metric-learning]'"
         ) from error
-    return pytorch_metric_learning
 
 
 def _built(module: ModuleType, kind: str, name: str, options: Mapping[str, Any]) -> nn.Module:

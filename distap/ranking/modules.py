@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -45,12 +44,12 @@ class ListwiseLoss(nn.Module):
         self.group, self.mode = group, mode
         self.memory = CrossBatchMemory(memory)
 
-    def forward(self, embeddings: Float[Tensor, "b C"], labels: Int64[Tensor, " b"]) -> Float[Tensor, ""]:
-        """The loss of the batch.
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the batch, a scalar.
 
         Args:
-            embeddings: this rank's, of any length; they are normalised here.
-            labels: their classes, whole numbers from 0.
+            embeddings: (b, C) this rank's, of any length; they are normalised here.
+            labels: (b,) their classes, integers from 0.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))

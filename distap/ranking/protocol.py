@@ -24,7 +24,7 @@ class LossValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """What stage two tells stage three."""
+    """What stage two tells stage three; b are this rank's images."""
 
     loss: Float64[Tensor, ""]  # of the whole global batch, the same on every rank
     per_query: Float64[Tensor, " b"] | None  # loss of each own query, NaN without positive; None: not by query

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
 from torch import Tensor
 
 from distap.distributed import World
@@ -21,8 +20,8 @@ from distap.ranking.weights import query_weights, require_queries
 
 
 def rank(
-    descriptors: Float[Tensor, "b C"],
-    labels: Int64[Tensor, " b"],
+    descriptors: Tensor,
+    labels: Tensor,
     loss: str | Loss = "ap_q",
     weights: str = "uniform",
     group: dist.ProcessGroup | None = None,
@@ -37,8 +36,8 @@ def rank(
     The loss is then a mean over the queries of all ranks: sum gradients over ranks, do not average them.
 
     Args:
-        descriptors: this rank's, of length 1.
-        labels: their classes, whole numbers from 0.
+        descriptors: (b, C) this rank's, of length 1; 16-bit ones are ranked in float32.
+        labels: (b,) their classes, integers from 0.
         loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap` or
             `metric_learning`; or a loss from `distap.ranking`.
         weights: of the queries: `uniform`, or `class` so that each class weighs the same.
@@ -69,7 +68,12 @@ def rank(
     ranking = rank_descriptors(built, ranked, mode, memory_budget)
     if memory is not None:
         memory.remember(gathered)
-    return replace(ranking, gradient=ranking.gradient[: len(labels)].to(descriptors.dtype))
+    own = slice(len(labels))
+    return replace(
+        ranking,
+        per_query=None if ranking.per_query is None else ranking.per_query[own],
+        gradient=ranking.gradient[own].to(descriptors.dtype),
+    )
 
 
 @torch.no_grad()
@@ -84,7 +88,7 @@ def rank_descriptors(
         mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all and scatters the rows.
         memory_budget: bytes to use beside the descriptors; None chooses by the device.
     Returns:
-        A Ranking whose gradient has a row for each slot of this rank, zero for those that take no part.
+        A Ranking with a row for each slot of this rank; where one takes no part its gradient is zero, its loss NaN.
     Raises:
         DistapError: no query has a positive, or all images are of one class; raised on every rank.
     """
@@ -101,7 +105,7 @@ def rank_descriptors(
     queries = int((query_weights(gathered) > 0).sum())
     return Ranking(
         value,
-        per_query,
+        None if per_query is None else gathered.spread(per_query, torch.nan),
         gathered.spread(gradient),
         queries,
         len(gathered.labels) - queries,

@@ -1,23 +1,33 @@
+"""Many ranks give what one process gives, whatever share of the batch each has."""
+
+from collections import Counter
+
 import pytest
 import torch
+import torch.distributed as dist
+from problems import problem
 from ranks import on_ranks
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distap.distributed import World
 from distap.errors import DistapError
-from distap.ranking import QuantizedAP, gather, rank_descriptors
+from distap.ranking import CrossBatchMemory, QuantizedAP, build_loss, gather, rank, rank_descriptors
 
-SLOTS = 23  # uneven on 2 and 4 ranks
+SLOTS = 23  # uneven on 2, 3 and 4 ranks
+NAMES = ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]
+LOSSES = {name: build_loss(name) for name in NAMES} | {
+    "violating": build_loss("calibration", preset="released"),
+    "contrastive": build_loss("metric_learning", function="ContrastiveLoss"),
+}
+MODES = ("sharded", "central")
 
 
 def batch():
     """Descriptors, labels and which rows take part; class 9 ends up on one rank only, on 4 ranks."""
-    generator = torch.Generator().manual_seed(0)
-    descriptors = normalize(torch.randn(SLOTS, 6, generator=generator, dtype=torch.float64))
-    labels = torch.randint(0, 5, (SLOTS,), generator=generator)
+    raw, labels = problem(0, SLOTS, 5, dimensions=6)
     labels[[2, 6, 10]] = 9
-    taking_part = torch.ones(SLOTS, dtype=torch.bool)
-    return descriptors, labels, taking_part
+    return normalize(raw), labels, torch.ones(SLOTS, dtype=torch.bool)
 
 
 def left_out():
@@ -29,49 +39,63 @@ def left_out():
     return descriptors, labels, taking_part
 
 
-def without_positives():
-    """No class twice."""
-    descriptors, _, taking_part = batch()
-    return descriptors, torch.arange(SLOTS), taking_part
+def remembered():
+    """A memory of a batch, the same on every rank."""
+    raw, labels = problem(1, 9, 5, dimensions=6)
+    memory = CrossBatchMemory(100)
+    memory.remember(gather(normalize(raw), labels, torch.ones(9, dtype=torch.bool), World(), 9))
+    return memory
 
 
-def rank_share(world, make, mode):
+CASES = {"batch": (batch, False), "left_out": (left_out, False), "remembered": (batch, True)}
+
+
+def rank_share(world, case, loss, mode):
+    make, with_memory = CASES[case]
     descriptors, labels, taking_part = make()
     mine = slice(world.rank, None, world.size)
     gathered = gather(descriptors[mine], labels[mine], taking_part[mine], world, SLOTS)
-    ranking = rank_descriptors(QuantizedAP(), gathered, mode)
-    return ranking.loss, ranking.per_query, world.gather_rows(ranking.gradient, SLOTS), ranking.is_finite
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranked(request):
-    """Every case on 2 and 4 ranks; one start of the ranks for all."""
-    return on_ranks(request.param, rank_all_cases)
+    if with_memory:
+        gathered = remembered().extend(gathered)
+    ranking = rank_descriptors(LOSSES[loss], gathered, mode)
+    per_query = ranking.per_query
+    if per_query is not None:
+        per_query = world.gather_rows(per_query, SLOTS)
+    return ranking.loss, per_query, world.gather_rows(ranking.gradient, SLOTS), ranking.is_finite
 
 
 def rank_all_cases(world):
-    return {(make.__name__, mode): rank_share(world, make, mode) for make in CASES for mode in ("sharded", "central")}
+    return {
+        (case, loss, mode): rank_share(world, case, loss, mode) for case in CASES for loss in LOSSES for mode in MODES
+    }
 
 
-CASES = (batch, left_out)
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranked(request):
+    """Every case on some ranks; one start of the ranks for all."""
+    return on_ranks(request.param, rank_all_cases)
 
 
-@pytest.mark.parametrize("mode", ["sharded", "central"])
-@pytest.mark.parametrize("make", CASES)
-def test_many_ranks_give_what_one_process_gives(ranked, make, mode):
-    loss, per_query, gradient, _ = rank_share(World(), make, "sharded")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("case", CASES)
+def test_many_ranks_give_what_one_process_gives(ranked, case, loss, mode):
+    value, per_query, gradient, _ = rank_share(World(), case, loss, "sharded")
     for answer in ranked:
-        got_loss, got_per_query, got_gradient, is_finite = answer[make.__name__, mode]
+        got, got_per_query, got_gradient, is_finite = answer[case, loss, mode]
         assert is_finite
-        assert torch.equal(got_loss, ranked[0][make.__name__, mode][0])
-        torch.testing.assert_close(got_loss, loss, rtol=1e-12, atol=0)
-        torch.testing.assert_close(got_per_query, per_query, rtol=1e-12, atol=0, equal_nan=True)
-        torch.testing.assert_close(got_gradient, gradient, rtol=1e-12, atol=1e-15)
+        assert torch.equal(got, ranked[0][case, loss, mode][0])
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got_gradient, gradient, rtol=1e-11, atol=1e-15)
+        if per_query is None:
+            assert got_per_query is None
+        else:
+            torch.testing.assert_close(got_per_query, per_query, rtol=1e-12, atol=1e-15, equal_nan=True)
 
 
 def test_rows_that_take_no_part_have_no_gradient(ranked):
     _, _, taking_part = left_out()
-    gradient = ranked[0]["left_out", "sharded"][2]
+    gradient = ranked[0]["left_out", "ap_q", "sharded"][2]
     assert gradient[~taking_part].abs().max() == 0
     assert gradient[taking_part].abs().max() > 0
 
@@ -81,6 +105,107 @@ def test_nothing_to_rank_is_an_error_on_every_rank():
 
 
 def nothing_to_rank(world):
+    descriptors, _, taking_part = batch()
+    mine = slice(world.rank, None, world.size)
+    gathered = gather(descriptors[mine], torch.arange(SLOTS)[mine], taking_part[mine], world, SLOTS)
     with pytest.raises(DistapError) as error:
-        rank_share(world, without_positives, "central")
+        rank_descriptors(QuantizedAP(), gathered, "central")
     return "nothing can be ranked" if "nothing can be ranked" in str(error.value) else str(error.value)
+
+
+@pytest.fixture(scope="module")
+def from_a_group():
+    return on_ranks(3, rank_uneven_shares)
+
+
+def test_a_group_with_shares_of_any_size_gives_what_one_process_gives(from_a_group):
+    descriptors, labels, _ = batch()
+    for mode in MODES:
+        whole = rank(descriptors, labels, "smooth_ap")
+        assert all(answer[mode].loss.item() == pytest.approx(whole.loss.item(), rel=1e-12) for answer in from_a_group)
+        gradient = torch.cat([answer[mode].gradient for answer in from_a_group])
+        torch.testing.assert_close(gradient, whole.gradient, rtol=1e-11, atol=1e-15)
+        per_query = torch.cat([answer[mode].per_query for answer in from_a_group])
+        torch.testing.assert_close(per_query, whole.per_query, rtol=1e-12, atol=1e-15, equal_nan=True)
+        assert {answer[mode].queries for answer in from_a_group} == {whole.queries}
+
+
+def test_a_group_of_some_ranks_ranks_among_itself(from_a_group):
+    descriptors, labels, _ = batch()
+    whole = pytest.approx(rank(descriptors[3:], labels[3:]).loss.item(), rel=1e-12)
+    assert [answer["some"] for answer in from_a_group] == [None, whole, whole]
+
+
+def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
+    for answer in from_a_group:
+        assert "rank 1, row 2; rank 2, rows 0, 4" in answer["not finite"]
+    assert [("labels are torch.float" in answer["labels"]) for answer in from_a_group] == [False, True, False]
+    assert "rank 1 was given" in from_a_group[0]["labels"]
+
+
+def rank_uneven_shares(world):
+    descriptors, labels, _ = batch()
+    mine = [slice(0, 3), slice(3, 7), slice(7, SLOTS)][world.rank]
+    answers = {
+        mode: rank(descriptors[mine], labels[mine], "smooth_ap", group=dist.group.WORLD, mode=mode) for mode in MODES
+    }
+    some = dist.new_group([1, 2])
+    answers["some"] = rank(descriptors[mine], labels[mine], group=some).loss.item() if world.rank else None
+    broken = descriptors.clone()
+    broken[[5, 7]], broken[11, 0] = torch.nan, torch.inf
+    answers["not finite"] = complaint(broken[mine], labels[mine])
+    answers["labels"] = complaint(descriptors[mine], labels[mine].double() if world.rank == 1 else labels[mine])
+    return answers
+
+
+def complaint(descriptors, labels):
+    with pytest.raises(DistapError) as error:
+        rank(descriptors, labels, group=dist.group.WORLD)
+    return str(error.value)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that each kind of collective hands over, as one rank sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), settings=None):
+        if function.namespace == "c10d":
+            sent = tensors(arguments[:2])
+            # The first argument is what is received, except where the operation works in place.
+            self.bytes[function._schema.name.removeprefix("c10d::")] += max(map(size, sent))
+        return function(*arguments, **(settings or {}))
+
+
+def tensors(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors(value)
+
+
+def size(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def traffic_of_sharded_ranking(world, rows, dimensions, bins):
+    raw, labels = problem(0, rows, rows // 8, dimensions, dtype=torch.float32)
+    mine = slice(world.rank, None, world.size)
+    descriptors, present = normalize(raw)[mine], torch.ones(len(labels[mine]), dtype=torch.bool)
+    with Traffic() as traffic:
+        gathered = gather(descriptors, labels[mine], present, world, rows)
+        rank_descriptors(QuantizedAP(bins=bins), gathered, "sharded")
+    return traffic.bytes
+
+
+def test_sharded_ap_q_gathers_descriptors_labels_and_slope_tables_and_reduces_two_numbers():
+    rows, dimensions, bins = 256, 64, 20
+    for traffic in on_ranks(2, traffic_of_sharded_ranking, rows, dimensions, bins):
+        facts = 3 * 8  # label, image and whether it takes part
+        assert traffic == {
+            "_allgather_base_": rows * (4 * dimensions + facts + 4 * 2 * (bins - 1)),
+            "allreduce_": 8 + 8,  # the loss, and whether all is finite
+        }

@@ -1,0 +1,78 @@
+"""What cannot be ranked is refused, and the rows at fault are named."""
+
+import pytest
+import torch
+from problems import problem
+from torch.nn.functional import normalize
+
+from distap.errors import DistapError
+from distap.ranking import rank
+
+
+def batch():
+    raw, labels = problem(0, 12, 3)
+    return normalize(raw), labels
+
+
+def refusal(descriptors, labels):
+    with pytest.raises(DistapError) as error:
+        rank(descriptors, labels)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_descriptors_that_are_not_finite(value):
+    descriptors, labels = batch()
+    descriptors[3, 1] = descriptors[7, 0] = value
+    assert "rows 3, 7: descriptors hold values that are not finite" in refusal(descriptors, labels)
+
+
+def test_descriptors_that_are_not_normalised():
+    descriptors, labels = batch()
+    descriptors[5] *= 3
+    assert "row 5: descriptors have other lengths than 1, such as 3" in refusal(descriptors, labels)
+
+
+def test_many_rows_are_counted_rather_than_listed():
+    descriptors, labels = batch()
+    assert "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more" in refusal(descriptors * torch.nan, labels)
+
+
+def test_a_batch_of_one_class():
+    descriptors, labels = batch()
+    assert "all 12 images of this batch (rows 0 to 11) are of one class, 7" in refusal(
+        descriptors, torch.full_like(labels, 7)
+    )
+
+
+def test_a_batch_of_singletons():
+    descriptors, _ = batch()
+    assert "none of the 12 images of this batch (rows 0 to 11) has another" in refusal(descriptors, torch.arange(12))
+
+
+def test_labels_that_overflowed():
+    descriptors, labels = batch()
+    labels[2] = torch.iinfo(torch.int64).max
+    labels[2] += 1
+    assert "row 2: labels -9223372036854775808 are no class numbers" in refusal(descriptors, labels)
+
+
+def test_unsigned_labels_beyond_the_range_of_signed_ones():
+    descriptors, labels = batch()
+    unsigned = labels.to(torch.uint64)
+    unsigned[4] = 2**64 - 5
+    assert "row 4: labels 18446744073709551611 are no class numbers" in refusal(descriptors, unsigned)
+
+
+def test_labels_as_large_as_they_may_be_are_ranked():
+    descriptors, labels = batch()
+    renamed = torch.iinfo(torch.int64).max - labels
+    assert rank(descriptors, renamed).loss == rank(descriptors, labels).loss
+    assert rank(descriptors, labels.to(torch.int32)).loss == rank(descriptors, labels).loss
+
+
+def test_wrong_types_and_shapes():
+    descriptors, labels = batch()
+    assert "labels are torch.float64" in refusal(descriptors, labels.double())
+    assert "labels are (11,) for 12 descriptors" in refusal(descriptors, labels[:11])
+    assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)

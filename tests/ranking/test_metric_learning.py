@@ -1,0 +1,115 @@
+import pytest
+import torch
+from problems import problem, rank_raw
+from pytorch_metric_learning import losses, miners
+from torch.nn.functional import normalize
+
+from distap.distributed import World
+from distap.errors import DistapError
+from distap.ranking import CrossBatchMemory, build_loss, gather, rank
+
+
+def their_gradient(loss, raw, labels, *arguments):
+    raw = raw.clone().requires_grad_()
+    value = loss(normalize(raw), labels, *arguments)
+    value.backward()
+    return value.item(), raw.grad
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ContrastiveLoss", {"pos_margin": 0.1}),
+        ("TripletMarginLoss", {"margin": 0.2}),
+        ("MultiSimilarityLoss", {}),
+        ("NTXentLoss", {"temperature": 0.1}),
+    ],
+)
+def test_a_loss_by_name_gives_what_it_gives(name, options):
+    raw, labels = problem(0, 30, 5)
+    value, expected = their_gradient(getattr(losses, name)(**options), raw, labels)
+    ranking, gradient = rank_raw(raw, labels, "metric_learning", function=name, options=options)
+    assert ranking.loss.item() == pytest.approx(value, rel=1e-9)
+    assert ranking.per_query is None
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-13)
+
+
+def test_a_miner_chooses_the_pairs():
+    raw, labels = problem(1, 30, 5)
+    pairs = miners.MultiSimilarityMiner(epsilon=0.1)(normalize(raw), labels)
+    value, expected = their_gradient(losses.ContrastiveLoss(), raw, labels, pairs)
+    ranking, gradient = rank_raw(
+        raw,
+        labels,
+        "metric_learning",
+        function="ContrastiveLoss",
+        miner="MultiSimilarityMiner",
+        miner_options={"epsilon": 0.1},
+    )
+    assert ranking.loss.item() == pytest.approx(value, rel=1e-9)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-13)
+
+
+def test_what_is_drawn_at_random_depends_on_the_batch_alone():
+    raw, labels = problem(2, 40, 4)
+    loss = build_loss("metric_learning", function="TripletMarginLoss", options={"triplets_per_anchor": 2})
+    first = rank(normalize(raw), labels, loss)
+    state = torch.get_rng_state()
+    assert torch.equal(rank(normalize(raw), labels, loss).gradient, first.gradient)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("miner", [None, "PairMarginMiner"])
+def test_with_a_memory_remembered_images_are_references(miner):
+    (raw, labels), (other, other_labels) = problem(3, 20, 4), problem(4, 15, 4)
+    memory = CrossBatchMemory(100)
+    memory.remember(gather(normalize(other), other_labels, torch.ones(15, dtype=torch.bool), World(), 15))
+    ranking, gradient = rank_raw(
+        raw, labels, "metric_learning", function="ContrastiveLoss", miner=miner, memory=memory
+    )
+    leaf = raw.clone().requires_grad_()
+    value = mean_of_violations(normalize(leaf), labels, normalize(other), other_labels, mined=miner is not None)
+    value.backward()
+    assert ranking.loss.item() == pytest.approx(value.item(), rel=1e-9)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
+
+
+def mean_of_violations(descriptors, labels, gallery, gallery_labels, mined):
+    """ContrastiveLoss with its defaults: squared margins no, mean over pairs that violate, Euclidean distances."""
+    everything, every_label = torch.cat([descriptors, gallery]), torch.cat([labels, gallery_labels])
+    pull, push = [], []
+    for i, label in enumerate(labels):
+        for j, other in enumerate(every_label):
+            distance = (descriptors[i] - everything[j]).norm() if i != j else None
+            if distance is None:
+                continue
+            if label == other and distance > (0.2 if mined else 0):
+                pull.append(distance)
+            if label != other and distance < (0.8 if mined else 1):
+                push.append(1 - distance)
+    return sum(torch.stack(part).mean() for part in (pull, push) if part)
+
+
+def test_a_loss_that_cannot_rank_against_a_memory_says_so():
+    raw, labels = problem(5, 20, 4)
+    memory = CrossBatchMemory(10)
+    loss = build_loss("metric_learning", function="FastAPLoss")
+    rank(normalize(raw), labels, loss, memory=memory)
+    with pytest.raises(DistapError, match=r"FastAPLoss cannot rank against a memory; .*ContrastiveLoss"):
+        rank(normalize(raw), labels, loss, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"function": "TripletLoss"}, "has no loss 'TripletLoss'"),
+        ({"function": "TripletMarginLoss", "options": {"marjin": 1}}, "marjin"),
+        ({"function": "TripletMarginLoss", "miner": "BestMiner"}, "has no miner 'BestMiner'"),
+        ({"function": "ProxyNCALoss", "options": {"num_classes": 3, "embedding_size": 8}}, "parameters of its own"),
+        ({"function": "TripletMarginLoss", "weights": "class"}, "weights is 'class'"),
+        ({}, "function"),
+    ],
+)
+def test_what_cannot_be_used_is_named(options, message):
+    with pytest.raises(DistapError, match=message):
+        build_loss("metric_learning", **options)
