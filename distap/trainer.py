@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from distap.errors import DistapError
 from distap.evaluation import evaluate, refuse_seen_classes
 from distap.model import RetrievalNetwork, build_network
 from distap.optimisation import LinearDecay, build_optimizer
-from distap.ranking import CrossBatchMemory
+from distap.ranking import AP_LOSSES, CrossBatchMemory
 from distap.step import StepResult, ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
@@ -170,7 +171,7 @@ class Trainer:
             )
         figures = {
             "loss": result.loss,
-            "mAP_Q": 1 - result.loss,
+            "batch_mAP": 1 - result.loss if self.step.loss.name in AP_LOSSES else math.nan,
             "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm,
             "replay_drift": result.replay_drift,

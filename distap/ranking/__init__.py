@@ -11,12 +11,13 @@ from distap.ranking.metric_learning import MetricLearning
 from distap.ranking.modules import ListwiseLoss
 from distap.ranking.protocol import Loss, Mode, Ranking
 from distap.ranking.quantized import FastAP, QuantizedAP, TieAwareAP
-from distap.ranking.registry import LOSSES, PRESETS, build_loss, suggestion, with_preset
+from distap.ranking.registry import AP_LOSSES, LOSSES, PRESETS, build_loss, suggestion, with_preset
 from distap.ranking.smooth import SmoothAP, SupAP
 from distap.ranking.stage_two import rank, rank_descriptors
 from distap.ranking.sums import WeightedSum
 
 __all__ = [
+    "AP_LOSSES",
     "LOSSES",
     "PRESETS",
     "BlackBoxAP",

@@ -24,6 +24,9 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "metric_learning": MetricLearning,
 }
 
+# Those that are 1 - AP, so that 1 - loss says how well a batch is ranked.
+AP_LOSSES = frozenset({"ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "blackbox_ap"})
+
 # Options that give the numbers of a published implementation: `dirtorch` is the code of Revaud et al. 2019,
 # `released` that of Ramzi et al. 2021.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

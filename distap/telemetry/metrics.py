@@ -82,7 +82,9 @@ class TrainingMetrics:
         self.batch = Gauge("global_batch_size_images", "Images of a global batch", **where)
         self.loss = Gauge("loss_ratio", "Loss of the global batch", **where)
         self.batch_ap = Gauge(
-            "batch_mean_average_precision_ratio", "Mean quantised AP of the global batch, mAP_Q", **where
+            "batch_mean_average_precision_ratio",
+            "Mean AP of the global batch as the loss approximates it, NaN where the loss is none of an AP",
+            **where,
         )
         self.learning_rate = Gauge("learning_rate", "Learning rate", **where)
         self.gradient_norm = Gauge("gradient_norm", "Norm of the gradient before clipping", **where)
@@ -114,7 +116,7 @@ class TrainingMetrics:
             step: steps behind the present state.
             images: of this rank.
             seconds: by stage, and `step` for the whole.
-            figures: loss, mAP_Q, learning_rate, gradient_norm, replay_drift and skipped_queries.
+            figures: loss, batch_mAP, learning_rate, gradient_norm, replay_drift and skipped_queries.
             skipped: `loss` or `gradient` where the parameters did not move.
         """
         self.steps.inc()
@@ -126,7 +128,7 @@ class TrainingMetrics:
         for stage in STAGES:
             self.stage_seconds.labels(stage).observe(seconds.get(stage, 0.0))
         self.loss.set(figures["loss"])
-        self.batch_ap.set(figures["mAP_Q"])
+        self.batch_ap.set(figures["batch_mAP"])
         self.learning_rate.set(figures["learning_rate"])
         self.gradient_norm.set(figures["gradient_norm"])
         self.replay_drift.set(figures["replay_drift"])

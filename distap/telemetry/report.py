@@ -104,13 +104,16 @@ def _figures(before: dict[str, float] | None, after: dict[str, float] | None) ->
 def _curves(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]]) -> str:
     if not steps:
         return '<h2>Training</h2><p class="none">No training step has been logged.</p>\n'
-    scores = [Series("batch (mAP_Q)", _points(steps, "mAP_Q"))]
+    scores = []
+    of_batches = _points(steps, "batch_mAP")
+    if any(math.isfinite(value) for _, value in of_batches):
+        scores.append(Series("batch (1 - loss)", of_batches))
     if validations:
         of_validation = [(float(entry["step"]), _number(entry["validation"]["mAP"])) for entry in validations]
         scores.append(Series("validation (mAP)", of_validation, marked=True))
     charts = [
         ("Loss of the global batch", line_chart([Series("loss", _points(steps, "loss"))], "loss")),
-        ("Mean Average Precision", line_chart(scores, "mAP", percent)),
+        *([("Mean Average Precision", line_chart(scores, "mAP", percent))] if scores else []),
         ("Images a second, all ranks", _chart(steps, "images_per_second", from_zero=True)),
         ("Learning rate", _chart(steps, "learning_rate", from_zero=True)),
         ("Norm of the gradient", _chart(steps, "gradient_norm", from_zero=True)),
@@ -189,7 +192,7 @@ def _chart(steps: Sequence[dict[str, Any]], name: str, from_zero: bool) -> str:
 
 
 def _points(steps: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    return [(float(entry["step"]), _number(entry[name])) for entry in steps]
+    return [(float(entry["step"]), _number(entry.get(name))) for entry in steps]
 
 
 def _number(value: float | None) -> float:

@@ -37,7 +37,7 @@ def step(number, **changes):
     return {
         "step": number,
         "loss": 1 / number,
-        "mAP_Q": 1 - 1 / number,
+        "batch_mAP": 1 - 1 / number,
         "learning_rate": 1e-4,
         "images_per_second": 120.0,
         "gradient_norm": 0.5,
@@ -132,3 +132,10 @@ def test_charts_of_equal_values_are_drawn(values):
     points = [(float(x), y) for x, y in enumerate(values)]
     assert "nan" not in line_chart([Series("a", points)], "a")
     assert "<rect" in stacked_bars([x for x, _ in points], {"a": values}, "seconds")
+
+
+def test_a_loss_that_is_no_average_precision_draws_no_curve_of_it(tmp_path):
+    page(tmp_path, steps=[step(n, batch_mAP=None) for n in range(1, 5)], validations=[])
+    text = (tmp_path / "report.html").read_text()
+    assert "Mean Average Precision" not in text
+    assert "Loss of the global batch" in text
