@@ -1,5 +1,7 @@
 """The `distap` command; each of its commands is a thin call."""
 
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -204,6 +206,55 @@ def bench_memory(
     from distap.telemetry.terminal import console
 
     console.print(measure(batch or [256, 1024, 4096], image_size, micro_batch, backbone))
+
+
+@bench.command("ranking")
+def bench_ranking(
+    loss: Annotated[list[str] | None, typer.Option(help="A loss, by name; repeat for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Images of a global batch, B; repeat for several.")] = None,
+    dimensions: Annotated[list[int] | None, typer.Option(help="Dimensions, C; repeat for several.")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(help="Ranks on this machine; repeat for several.")] = None,
+    images_a_class: Annotated[int, typer.Option(help="Images of a class, P.", min=2)] = 8,
+    rounds: Annotated[int, typer.Option(help="Times that each is done; the median counts.", min=1)] = 3,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of all ranks; all cores by default.")] = None,
+    memory_mb: Annotated[
+        int | None, typer.Option(help="MB that ranking may use beside the descriptors; by the device by default.")
+    ] = None,
+    materialised_mb: Annotated[
+        int, typer.Option(help="MB up to which the materialised forms are measured too; 0 measures none.")
+    ] = 8000,
+    error_batch: Annotated[int, typer.Option(help="Greatest batch that is ranked in float64 as well.")] = 4096,
+    output: Annotated[Path | None, typer.Option(help="Folder to write ranking.json and ranking.html to.")] = None,
+) -> None:
+    """Print time, peak memory and error of every loss, beside one dense product and the materialised form.
+
+    By default all losses at B = 1,024 and 4,096, C = 512, on one rank.
+    """
+    from distap.bench.ranking import Figures, measure, table, write_results
+    from distap.ranking import LOSSES
+    from distap.telemetry.terminal import console, track
+
+    losses = loss or [name for name in LOSSES if name != "metric_learning"]
+    threads = threads or os.cpu_count() or 1
+    settings = (batch or [1024, 4096], dimensions or [512], ranks or [1])
+    megabyte = 10**6
+    measured = measure(
+        losses,
+        *settings,
+        images_a_class=images_a_class,
+        rounds=rounds,
+        threads=threads,
+        budget=None if memory_mb is None else memory_mb * megabyte,
+        materialised=materialised_mb * megabyte,
+        error_batch=error_batch,
+    )
+    figures: list[Figures] = []
+    for rows in track(measured, "settings", math.prod(map(len, settings))):
+        figures += rows
+    console.print(table(figures))
+    if output is not None:
+        facts = f"{threads} threads, classes of {images_a_class}, the median of {rounds} rounds"
+        console.print(f"{write_results(output, figures, facts)}", markup=False)
 
 
 def main() -> None:

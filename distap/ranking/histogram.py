@@ -129,7 +129,7 @@ class _Passes:
         self.gallery, self.labels = gathered.gallery[order], labels[order]
         self.same_class_ends = self._same_class_ends()
         pairs = len(self.rows) * len(order)
-        self.soft_counts = compiled_if_large(soft_counts, pairs, self.gallery.device)
+        self.soft_counts = compiled_if_large(soft_counts, pairs, self.gallery.device, _kernel_of_counts(self.gallery))
         self.bin_codes = compiled_if_large(bin_codes, pairs, self.gallery.device)
         self.slope_of_pairs = compiled_if_large(slope_of_pairs, pairs, self.gallery.device)
         self.tiles = list(self._tiles())
@@ -267,6 +267,16 @@ class _Passes:
                 # An image's similarity to itself is constant: its slope would only change the descriptor's length.
                 codes.fill_diagonal_(histogram.bins - 1)
         return codes
+
+
+def _kernel_of_counts(gallery: Tensor) -> Callable[..., Tensor] | None:
+    if not gallery.is_cuda or gallery.dtype != torch.float32:
+        return None
+    try:
+        from distap.ranking import triton_kernels  # which only PyTorch's builds for GPUs can import
+    except ImportError:
+        return None
+    return triton_kernels.soft_counts
 
 
 def _length(rows: slice) -> int:

@@ -84,6 +84,36 @@ def line_chart(series: Sequence[Series], y_label: str, y_format: Format = plain,
     return _figure(parts, [line.name for line in lines] if len(lines) > 1 else [])
 
 
+def log_chart(series: Sequence[Series], x_label: str, y_label: str) -> str:
+    """Lines with a dot a point over two logarithmic axes, where a power law is straight; a legend below.
+
+    Args:
+        series: each drawn in a colour of its own; x and y are above 0.
+        x_label, y_label: what the axes are, and their units.
+    """
+    points = [point for line in series for point in line.points]
+    if not points:
+        return '<p class="none">nothing to draw yet</p>'
+    scale = _Scale([(math.log10(x), math.log10(y)) for x, y in points], from_zero=False)
+    parts = [f"<title>{escape(y_label)} over {escape(x_label)}</title>"]
+    for power in range(math.ceil(scale.low), math.floor(scale.high) + 1):
+        parts.append(_grid_line(scale.y(power), plain(10.0**power)))
+    for x in sorted({x for x, _ in points}):
+        place = scale.x(math.log10(x))
+        parts.append(f'<text x="{place:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{x:,.0f}</text>')
+    parts.append(_x_label(x_label))
+    for number, line in enumerate(series):
+        places = [(scale.x(math.log10(x)), scale.y(math.log10(y)), x, y) for x, y in line.points]
+        path = " ".join(f"{left:.1f},{top:.1f}" for left, top, _, _ in places)
+        parts.append(f'<polyline class="line s{number}" points="{path}"/>')
+        parts += [
+            f'<circle class="dot f{number}" cx="{left:.1f}" cy="{top:.1f}" r="4">'
+            f"<title>{escape(line.name)}, {x:,.0f}: {plain(y)}</title></circle>"
+            for left, top, x, y in places
+        ]
+    return _figure(parts, [line.name for line in series])
+
+
 def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], y_label: str) -> str:
     """A bar a step, made of the layers from the bottom up; many steps are averaged in intervals.
 
@@ -141,16 +171,25 @@ class _Scale:
 def _axes(scale: _Scale, y_label: str, y_format: Format) -> str:
     parts = [f"<title>{escape(y_label)}</title>"]
     for value in ticks(scale.low, scale.high):
-        y = scale.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{y_format(value)}</text>')
+        parts.append(_grid_line(scale.y(value), y_format(value)))
     if scale.right > scale.left:
         for value in ticks(scale.left, scale.right):
             if value == int(value):
                 x = scale.x(value)
                 parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{value:.0f}</text>')
-    parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
+    parts.append(_x_label("step"))
     return "".join(parts)
+
+
+def _grid_line(y: float, text: str) -> str:
+    return (
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+    )
+
+
+def _x_label(text: str) -> str:
+    return f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(text)}</text>'
 
 
 def _figure(parts: list[str], names: list[str]) -> str:

@@ -1,15 +1,15 @@
-"""The report page of a run: one HTML file that needs no network and runs no script."""
+"""The report page of a run."""
 
 import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from distap.telemetry.charts import MOST_POINTS, Series, line_chart, percent, plain, stacked_bars
+from distap.telemetry.page import write_page
 
 STAGES = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
 
@@ -63,17 +63,7 @@ def write_report(
         _seconds(steps),
         _examples(examples),
     ]
-    style = files("distap.telemetry").joinpath("report.css").read_text(encoding="utf-8")
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{''.join(sections)}</body></html>\n"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(page, encoding="utf-8")
-    aside.replace(path)
+    write_page(path, title, "".join(sections))
 
 
 def _facts(facts: dict[str, str]) -> str:

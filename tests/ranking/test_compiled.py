@@ -1,6 +1,9 @@
 """Compiled functions against the same ones as they are."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,10 +16,10 @@ from distap.ranking import compiled
 def compiling(monkeypatch):
     """Compile whatever the size of the batch."""
     monkeypatch.setattr(compiled, "PAYS_FROM_PAIRS", 0)
-    compiled._compiled.cache_clear()
+    compiled._choice.cache_clear()
     compiled._can_compile.cache_clear()
     yield
-    compiled._compiled.cache_clear()
+    compiled._choice.cache_clear()
     compiled._can_compile.cache_clear()
 
 
@@ -65,4 +68,49 @@ def test_a_compiler_that_fails_is_not_asked_again(compiling, monkeypatch, caplog
         ranking, _ = rank_raw(raw, labels, "smooth_ap")
     assert ranking.is_finite
     assert len(asked) == len(set(asked)) > 0
-    assert "sigmoid_counts runs uncompiled: RuntimeError: no headers" in caplog.text
+    assert "sigmoid_counts cannot be compiled: RuntimeError: no headers" in caplog.text
+    assert caplog.text.count("sigmoid_counts runs uncompiled") == 1
+
+
+def slow(values):
+    torch.full((500, 500), 2.0) @ torch.full((500, 500), 2.0)
+    return values + 1
+
+
+def quick(values):
+    return values + 1
+
+
+def failing(values):
+    raise RuntimeError("out of registers")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [(quick, "slow is a kernel written by hand (compiled"), (failing, "slow is compiled (")]
+)
+def test_a_kernel_is_used_where_it_is_faster_and_works(kernel, said, compiling, monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    with caplog.at_level(logging.INFO):
+        chosen = compiled.compiled_if_large(slow, 1, torch.device("cpu"), kernel)
+        for _ in range(2):
+            assert chosen(torch.ones(3)).tolist() == [2.0] * 3
+    assert caplog.text.count(said) == 1
+
+
+CHECK_OF_KERNEL = """
+import torch
+from distap.ranking import histogram, triton_kernels
+for rows, columns, bins, low in ((5, 300, 20, -1.0), (7, 129, 25, 0.0), (2, 64, 2, -1.0), (3, 500, 100, -1.0)):
+    similarities = 2 * torch.rand(rows, columns) - 1
+    similarities[0, 3], similarities[1, 5] = -torch.inf, 1.0
+    arguments = similarities, 1.0, (1 - low) / (bins - 1), bins
+    got, expected = triton_kernels.soft_counts(*arguments), histogram.soft_counts(*arguments)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+"""
+
+
+def test_the_kernel_of_counts_gives_what_the_plain_function_gives_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CHECK_OF_KERNEL], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
