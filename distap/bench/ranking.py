@@ -207,7 +207,12 @@ def _error(loss: Loss, gathered: Gathered) -> float:
 
 def table(figures: Sequence[Figures]) -> Table:
     """The figures for the terminal."""
-    result = Table(title="stage two: value and gradient of a global batch", caption=CAPTION, caption_justify="left")
+    result = Table(
+        title="stage two: value and gradient of a global batch",
+        caption=CAPTION,
+        caption_justify="left",
+        pad_edge=False,
+    )
     for heading in HEADINGS:
         result.add_column(heading, justify="left" if heading == "loss" else "right", no_wrap=True)
     for row in figures:
@@ -254,7 +259,8 @@ def write_results(folder: Path, figures: Sequence[Figures], facts: str) -> Path:
         parts.append(f'<div class="charts">{_charts(rows)}</div>')
     head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in figures)
-    parts.append(f'<h2>All figures</h2><div class="wide"><table><tr>{head}</tr>{lines}</table></div>')
+    body = f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>"
+    parts.append(f'<h2>All figures</h2><div class="wide"><table>{body}</table></div>')
     page = folder / "ranking.html"
     write_page(page, "Stage two: time and memory by loss", "".join(parts))
     return page

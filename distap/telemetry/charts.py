@@ -96,11 +96,12 @@ def log_chart(series: Sequence[Series], x_label: str, y_label: str) -> str:
         return '<p class="none">nothing to draw yet</p>'
     scale = _Scale([(math.log10(x), math.log10(y)) for x, y in points], from_zero=False)
     parts = [f"<title>{escape(y_label)} over {escape(x_label)}</title>"]
-    for power in range(math.ceil(scale.low), math.floor(scale.high) + 1):
-        parts.append(_grid_line(scale.y(power), plain(10.0**power)))
-    for x in sorted({x for x, _ in points}):
-        place = scale.x(math.log10(x))
-        parts.append(f'<text x="{place:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{x:,.0f}</text>')
+    for value in log_ticks(scale.low, scale.high):
+        parts.append(_grid_line(scale.y(math.log10(value)), plain(value)))
+    xs = sorted({x for x, _ in points})
+    for x in xs:
+        place, anchor = scale.x(math.log10(x)), "end" if x == xs[-1] and len(xs) > 1 else "middle"
+        parts.append(f'<text x="{place:.1f}" y="{HEIGHT - 20}" text-anchor="{anchor}">{x:,.0f}</text>')
     parts.append(_x_label(x_label))
     for number, line in enumerate(series):
         places = [(scale.x(math.log10(x)), scale.y(math.log10(y)), x, y) for x, y in line.points]
@@ -112,6 +113,17 @@ def log_chart(series: Sequence[Series], x_label: str, y_label: str) -> str:
             for left, top, x, y in places
         ]
     return _figure(parts, [line.name for line in series])
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from 10^low to 10^high: powers of ten, or 1, 2 and 5 times them where those are few."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    for factors in ((1,), (1, 2, 5)):
+        values = [factor * 10.0**power for power in powers for factor in factors]
+        values = [value for value in values if low <= math.log10(value) <= high]
+        if len(values) >= 4:
+            break
+    return values
 
 
 def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], y_label: str) -> str:
