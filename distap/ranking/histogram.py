@@ -287,9 +287,9 @@ def soft_counts(
     similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
     """Cumulative soft counts of each row in all bins but the last (Revaud et al. 2019, eq. 9); none for -inf."""
-    edges = torch.arange(1, bins, dtype=similarities.dtype, device=similarities.device)
     from_high = (similarities - high) / width
-    return (from_high[:, None, :] + edges[:, None]).clamp(0, 1).sum(-1)
+    # A bin at a time: uncompiled this stays in cache, and compiled all bins come from one reading.
+    return torch.stack([(from_high + m).clamp_(0, 1).sum(-1) for m in range(1, bins)], dim=1)
 
 
 def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bins: int) -> UInt8[Tensor, "r c"]:
