@@ -80,10 +80,36 @@ def memory_of(raw, labels):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_in_float32_value_and_gradient_are_close_to_float64(name):
+def test_in_float32_value_and_gradient_are_close_to_the_definition_in_float64(name):
     raw, labels = problem(1, 120, 20)
     ranked = rank_raw(raw.float(), labels, name)
     assert_same(*ranked, *listwise_gradient(name, raw, labels), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["uniform", "class"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(
+            ("ap_q", {"bins": bins, "low": low, "self_pair": low == 0})
+            for bins in (2, 20, 100)
+            for low in (-1.0, 0.0)
+        ),
+        *(("ap_t", {"bins": bins, "form": form}) for bins in (2, 20, 100) for form in ("simplified", "full")),
+        *(("fast_ap", {"bins": bins, "self_pair": bins == 2}) for bins in (2, 10, 100)),
+        *(("smooth_ap", {"tau": tau, "self_pair": tau == 0.1}) for tau in (0.01, 0.1)),
+        ("sup_ap", {"preset": "released", "self_pair": False}),
+        ("sup_ap", {"rho": 0.0}),
+        ("calibration", {"preset": "released"}),
+        ("roadmap", {"lam": 0.1}),
+        ("blackbox_ap", {"lam": 1.0, "self_pair": True}),
+    ],
+)
+def test_in_float32_options_do_not_cost_precision(name, options, weights):
+    raw, labels = problem(2, 300, 40, dimensions=16)
+    ranked = rank_raw(raw.float(), labels, name, weights=weights, **options)
+    ranking, gradient = rank_raw(raw, labels, name, weights=weights, **options)
+    assert_same(*ranked, ranking.loss.item(), gradient, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
