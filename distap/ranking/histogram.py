@@ -183,7 +183,11 @@ class _Passes:
                 self._add_counts(positives, of_positives, tile.rows, tile.same_class, tile.mirrored)
                 similarities[:, inside] = similarities[:, inside].masked_fill(same_class, -torch.inf)
             self._add_counts(negatives, similarities, tile.rows, tile.columns, tile.mirrored)
-        return self._by_own(self._with_totals(negatives, positives))
+        same_class = class_sizes(self.gathered)[self.rows].double()
+        return (
+            self._with_total(negatives, len(self.order) - same_class),
+            self._with_total(positives, same_class - float(not self.histogram.self_pair)),
+        )
 
     def _add_counts(
         self, table: Float64[Tensor, "b slopes"], similarities: Tensor, rows: slice, columns: slice, mirrored: bool
@@ -194,22 +198,14 @@ class _Passes:
             mirror = similarities.t().contiguous()
             table[columns] += self.soft_counts(mirror, histogram.high, histogram.width, histogram.bins)
 
-    def _with_totals(self, negatives: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables with their last column, which is the number of pairs, whatever their similarity."""
-        same_class = class_sizes(self.gathered)[self.rows].double()
-        totals = len(self.order) - same_class, same_class - float(not self.histogram.self_pair)
-        with_negatives, with_positives = (
-            torch.cat([table, total[:, None]], dim=1)
-            for table, total in zip((negatives, positives), totals, strict=True)
-        )
-        return with_negatives, with_positives
+    def _with_total(self, soft: Float64[Tensor, "b slopes"], total: Float64[Tensor, " b"]) -> Float64[Tensor, "b M"]:
+        """The counts with their last column, which is the number of pairs, whatever their similarity."""
+        return self._in_order_of_own(torch.cat([soft, total[:, None]], dim=1))
 
-    def _by_own(self, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """From the order of the rows to that of `gathered.own`."""
-        negatives, positives = (torch.empty_like(table) for table in tables)
-        place = torch.searchsorted(self.gathered.own, self.rows)
-        negatives[place], positives[place] = tables
-        return negatives, positives
+    def _in_order_of_own(self, rows: Float[Tensor, "b K"]) -> Float[Tensor, "b K"]:
+        in_order = torch.empty_like(rows)
+        in_order[torch.searchsorted(self.gathered.own, self.rows)] = rows
+        return in_order
 
     def gradient(self, slopes: Float64[Tensor, "b two_slopes"]) -> Float[Tensor, "b C"]:
         """Second pass: dL/dd_i = sum over j of (slope of i for the pair + slope of j for the pair) d_j.
@@ -226,9 +222,7 @@ class _Passes:
             gradient[tile.rows].addmm_(by_similarity, self.gallery[tile.columns])
             if tile.mirrored:
                 gradient[tile.columns].addmm_(by_similarity.t(), self.gallery[tile.rows])
-        in_order = torch.empty_like(gradient)
-        in_order[torch.searchsorted(self.gathered.own, self.rows)] = gradient
-        return in_order
+        return self._in_order_of_own(gradient)
 
     def _slopes_of_columns(self, slopes: Float64[Tensor, "b two_slopes"]) -> Float[Tensor, "codes N"]:
         """Slopes by code and column: those of negatives by bin, 0, those of positives by bin, 0."""
