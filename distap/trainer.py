@@ -67,12 +67,12 @@ class Trainer:
             recipe.seed,
             recipe.step.replay_size,
             recipe.step.describe_size,
-            recipe.step.ranking,
-            recipe.step.ranking_memory,
-            CrossBatchMemory(recipe.memory.size),
-            recipe.memory.after,
-            recipe.step.max_replay_drift,
-            self.stopwatch,
+            mode=recipe.step.ranking,
+            ranking_memory=recipe.step.ranking_memory,
+            memory=CrossBatchMemory(recipe.memory.size),
+            memory_after=recipe.memory.after,
+            max_drift=recipe.step.max_replay_drift,
+            stopwatch=self.stopwatch,
         )
         self.metrics = TrainingMetrics(self.is_first, world.size, self.plan.size, REASONS)
         self.done = 0  # steps behind the present state

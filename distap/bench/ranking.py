@@ -6,6 +6,7 @@ for all of them.
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -71,7 +72,7 @@ class Figures:
     ranks: int
     seconds: float
     dense_seconds: float  # of one B x B x C product on the same threads
-    peak_bytes: float  # beside the descriptors, of the rank that took most
+    peak_bytes: float | None  # beside the descriptors, of the rank that took most; None where unknown
     materialised_seconds: float | None
     materialised_peak_bytes: float | None
     error: float | None  # of the gradient in float32 against float64, relative
@@ -127,10 +128,11 @@ def measure_here(setting: Setting, world: World) -> list[Figures]:
         candidates[name] = partial(rank_descriptors, loss, gathered, memory_budget=setting.budget)
         if world.size == 1 and materialised_bytes(loss, setting.batch) <= setting.materialised:
             candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
-    peaks = {}
+    peaks: dict[str, float | None] = {}
     for name, candidate in candidates.items():
         candidate()  # compiles what is compiled
-        peaks[name] = world.maximum(peak_bytes(candidate, world.device))
+        peak = world.maximum(peak_bytes(candidate, world.device))
+        peaks[name] = peak if math.isfinite(peak) else None
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(setting.rounds):
         for name, candidate in candidates.items():
@@ -147,7 +149,7 @@ def measure_here(setting: Setting, world: World) -> list[Figures]:
             peaks[name],
             medians.get(f"materialised {name}"),
             peaks.get(f"materialised {name}"),
-            _error(loss, gathered) if setting.batch <= setting.error_batch else None,
+            _error(loss, gathered, setting.budget) if setting.batch <= setting.error_batch else None,
         )
         for name, loss in losses.items()
     ]
@@ -195,14 +197,16 @@ def _synchronise(world: World) -> None:
         torch.cuda.synchronize(world.device)
 
 
-def _error(loss: Loss, gathered: Gathered) -> float:
-    """Of this rank's gradient in float32, without what L2 normalisation takes out."""
+def _error(loss: Loss, gathered: Gathered, budget: int | None) -> float:
+    """Of the gradient in float32, without what L2 normalisation takes out."""
     wide = replace(gathered, gallery=normalize(gathered.gallery.double()))
-    single = rank_descriptors(loss, gathered).gradient.double()
-    double = rank_descriptors(loss, wide).gradient
+    single = rank_descriptors(loss, gathered, memory_budget=budget).gradient.double()
+    double = rank_descriptors(loss, wide, memory_budget=budget).gradient
     own = wide.descriptors[gathered.own]
     projected = [gradient - (gradient * own).sum(1, keepdim=True) * own for gradient in (single, double)]
-    return float((projected[0] - projected[1]).norm() / projected[1].norm())
+    squares = torch.stack([(projected[0] - projected[1]).square().sum(), projected[1].square().sum()])
+    difference, whole = gathered.world.sum(squares).sqrt()
+    return float(difference / whole)
 
 
 def table(figures: Sequence[Figures]) -> Table:
@@ -228,12 +232,8 @@ HEADINGS = ("loss", "B", "C", "ranks", "ms", "x dense", "MB", "faster", "its MB"
 
 
 def _cells(row: Figures) -> list[str]:
-    faster = its_peak = error = "-"
-    if row.materialised_seconds is not None and row.materialised_peak_bytes is not None:
-        faster = f"{row.materialised_seconds / row.seconds:.1f}x"
-        its_peak = f"{row.materialised_peak_bytes / 1e6:,.0f}"
-    if row.error is not None:
-        error = f"{row.error:.0e}"
+    faster = "-" if row.materialised_seconds is None else f"{row.materialised_seconds / row.seconds:.1f}x"
+    error = "-" if row.error is None else f"{row.error:.0e}"
     return [
         row.loss,
         f"{row.batch:,}",
@@ -241,11 +241,15 @@ def _cells(row: Figures) -> list[str]:
         str(row.ranks),
         f"{1000 * row.seconds:,.0f}",
         f"{row.seconds / row.dense_seconds:.2f}",
-        f"{row.peak_bytes / 1e6:,.0f}",
+        _megabytes(row.peak_bytes),
         faster,
-        its_peak,
+        _megabytes(row.materialised_peak_bytes),
         error,
     ]
+
+
+def _megabytes(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e6:,.0f}"
 
 
 def write_results(folder: Path, figures: Sequence[Figures], facts: str) -> Path:
@@ -271,10 +275,8 @@ def _charts(rows: Sequence[Figures]) -> str:
     seconds = [Series(name, [(row.batch, row.seconds) for row in rows if row.loss == name]) for name in names]
     dense = {row.batch: row.dense_seconds for row in rows}
     seconds.append(Series("one dense product", sorted(dense.items())))
-    memory = [
-        Series(name, [(row.batch, max(row.peak_bytes, 1) / 1e6) for row in rows if row.loss == name])
-        for name in names
-    ]
+    megabytes = [(row.loss, row.batch, row.peak_bytes / 1e6) for row in rows if row.peak_bytes]
+    memory = [Series(name, [(batch, peak) for loss, batch, peak in megabytes if loss == name]) for name in names]
     charts = {"Seconds": log_chart(seconds, "images of the batch", "seconds")}
     charts["Peak memory beside the descriptors, MB"] = log_chart(memory, "images of the batch", "MB")
     return "".join(f"<figure><h3>{title}</h3>{chart}</figure>" for title, chart in charts.items())

@@ -18,6 +18,8 @@ class BlackBoxAP(RowLoss):
     taken as (r(s + lam dL/dr) - r(s)) / lam: how the ranking changes when the scores move by the loss's derivative.
     So the gradient is not that of the value, but of a piecewise linear interpolation of it.
 
+    Images of equal similarity rank in the order of the batch, or as rounding has it; the gradient depends on that.
+
     The margin is the paper's: positives are lowered and negatives raised by half of it before ranking. (Its code
     draws the margin of each pair at random.)
 

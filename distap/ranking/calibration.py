@@ -32,9 +32,9 @@ class Calibration(RowLoss):
     name: Literal["calibration"] = "calibration"
 
     @property
-    def needs_totals(self) -> bool:
-        """Whether pairs have to be counted first."""
-        return self.form == "violating"
+    def number_of_totals(self) -> int:
+        """Two where violating pairs have to be counted first."""
+        return 2 if self.form == "violating" else 0
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         """Weights of the violating positive and negative pairs."""
@@ -98,9 +98,9 @@ class Roadmap(RowLoss):
         return Calibration(weights=self.weights, alpha=self.alpha, beta=self.beta, form=self.form)
 
     @property
-    def needs_totals(self) -> bool:
-        """Whether pairs have to be counted first."""
-        return self.calibration().needs_totals
+    def number_of_totals(self) -> int:
+        """Those of calibration."""
+        return self.calibration().number_of_totals
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         """Those of calibration."""

@@ -21,9 +21,10 @@ def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> Tensor
     problem = _problem(descriptors, labels)
     at_fault = int(world.maximum(world.rank if problem else -1))
     if at_fault >= 0:
-        raise DistapError(
-            problem or f"rank {at_fault} was given descriptors or labels that cannot be ranked; it says why"
-        )
+        raise DistapError(problem or f"rank {at_fault} was given descriptors or labels that cannot be ranked")
+    if not (world.all_same(descriptors.shape[1]) and world.all_same(descriptors.element_size())):
+        kind = f"{descriptors.shape[1]} dimensions of {descriptors.dtype}"
+        raise DistapError(f"the ranks were given descriptors of different kinds; rank {world.rank} has {kind}")
     return labels.long()
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -19,20 +20,21 @@ logger = logging.getLogger(__name__)
 Function = Callable[..., Any]
 
 
-def compiled_if_large(
-    function: Function, pairs: int, device: torch.device, kernel: Function | None = None
-) -> Function:
+def compiled_if_large(function: Function, pairs: int, like: Tensor, kernel: Function | None = None) -> Function:
     """`function` compiled by torch.compile, or `kernel` where that is faster; itself where neither pays or works.
 
     Args:
         function: takes tensors and numbers, gives tensors.
         pairs: number of pairs that are ranked in a step.
-        device: where the tensors are.
+        like: has the dtype and device of the tensors.
         kernel: written by hand, does the same.
     """
-    if pairs < PAYS_FROM_PAIRS or not _can_compile(device.type):
+    if pairs < PAYS_FROM_PAIRS:
+        _say_once(f"ranking runs uncompiled: compiling pays from {PAYS_FROM_PAIRS:,} pairs a rank, here are fewer")
         return function
-    return _choice(function, kernel)
+    if not _can_compile(like.device.type):
+        return function
+    return _choice(function, kernel, like.dtype, like.device.type)
 
 
 @functools.cache
@@ -42,44 +44,60 @@ def _can_compile(device_type: str) -> bool:
     compiler = environ.get("CXX", "g++")
     found = any(shutil.which(name) for name in (compiler, "clang++", "c++"))
     if not found:
-        logger.info("ranking runs uncompiled, several times slower: no C++ compiler (%s) was found", compiler)
+        _say_once(f"ranking runs uncompiled, several times slower: no C++ compiler ({compiler}) was found")
     return found
 
 
 @functools.cache
-def _choice(function: Function, kernel: Function | None) -> Function:
-    """Chooses at its first call, from the arguments of that call, and says so."""
+def _choice(function: Function, kernel: Function | None, dtype: torch.dtype, device_type: str) -> Function:
+    """Chooses at its first call, from the arguments of that call; what fails later is not used again."""
     chosen: list[Function] = []
 
     def call(*arguments: Any) -> Any:
         if not chosen:
             chosen.append(_fastest_that_works(function, kernel, arguments))
-        return chosen[0](*arguments)
+        try:
+            return chosen[0](*arguments)
+        except Exception as error:
+            # If the arguments are at fault, this fails as well, with the error that they deserve.
+            result = function(*arguments)
+            _say_failed(function, error)
+            chosen[0] = function
+            return result
 
     return call
 
 
 def _fastest_that_works(function: Function, kernel: Function | None, arguments: tuple[Any, ...]) -> Function:
-    candidates = {"compiled": torch.compile(function, dynamic=True)}
-    if kernel is not None:
-        candidates["a kernel written by hand"] = kernel
-    seconds: dict[str, float] = {}
-    for name, candidate in candidates.items():
+    compiled = torch.compile(function, dynamic=True)
+    if kernel is None:
+        _say_once("ranking runs compiled")
+        return compiled
+    seconds: dict[Function, float] = {}
+    for candidate in (compiled, kernel):
         try:
             candidate(*arguments)
+            seconds[candidate] = _median_seconds(candidate, arguments)
         except Exception as error:
-            # If the arguments are at fault, this fails as well, with the error that they deserve.
-            function(*arguments)
-            logger.warning("ranking: %s cannot be %s: %s", function.__name__, name, _first_line(error))
-            continue
-        seconds[name] = 0.0 if kernel is None else _median_seconds(candidate, arguments)
-    if not seconds:
-        logger.warning("ranking: %s runs uncompiled", function.__name__)
-        return function
-    best = min(seconds, key=lambda name: seconds[name])
-    times = ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in seconds.items()) if kernel is not None else ""
-    logger.info("ranking: %s is %s%s", function.__name__, best, f" ({times})" if times else "")
-    return candidates[best]
+            _say_failed(function, error)
+            seconds[candidate] = math.inf
+    best = min(seconds, key=lambda candidate: seconds[candidate])
+    _say_once(
+        f"ranking: {function.__name__} is {'a kernel written by hand' if best is kernel else 'compiled'} "
+        f"({1000 * seconds[kernel]:.2f} ms by hand, {1000 * seconds[compiled]:.2f} ms compiled)"
+    )
+    return best
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
+
+
+def _say_failed(function: Function, error: Exception) -> None:
+    logger.warning(
+        "ranking: %s runs uncompiled, since what was compiled failed: %s", function.__name__, _first_line(error)
+    )
 
 
 def _median_seconds(candidate: Function, arguments: tuple[Any, ...]) -> float:

@@ -96,8 +96,8 @@ def loss_slopes(
     Returns:
         (b,) AP, and (b, 2 (M - 1)) slopes: those of negatives first, then those of positives.
     """
-    with torch.enable_grad():
-        tables = [table.detach().requires_grad_() for table in (negatives, positives)]
+    with torch.inference_mode(False), torch.enable_grad():
+        tables = [table.clone().requires_grad_() for table in (negatives, positives)]
         precision = average_precision(*tables)
         by_count = torch.autograd.grad((weights * (1 - precision)).sum(), tables)
     # The last cumulative count is the number of pairs: no similarity changes it.
@@ -129,12 +129,11 @@ class _Passes:
         self.gallery, self.labels = gathered.gallery[order], labels[order]
         self.same_class_ends = self._same_class_ends()
         pairs = len(self.rows) * len(order)
-        self.soft_counts = compiled_if_large(soft_counts, pairs, self.gallery.device, _kernel_of_counts(self.gallery))
-        self.bin_codes = compiled_if_large(bin_codes, pairs, self.gallery.device)
-        self.slope_of_pairs = compiled_if_large(slope_of_pairs, pairs, self.gallery.device)
-        self.tiles = list(self._tiles())
+        self.soft_counts = compiled_if_large(soft_counts, pairs, self.gallery, _kernel_of_counts(self.gallery))
+        self.bin_codes = compiled_if_large(bin_codes, pairs, self.gallery)
+        self.slope_of_pairs = compiled_if_large(slope_of_pairs, pairs, self.gallery)
         self.codes: list[UInt8[Tensor, "r c"]] | None = None
-        if budget.keeps(sum(_length(tile.rows) * _length(tile.columns) for tile in self.tiles)):
+        if budget.keeps(sum(_length(tile.rows) * _length(tile.columns) for tile in self._tiles())):
             self.codes = []
 
     def _same_class_ends(self) -> list[list[tuple[int, int]]]:
@@ -151,11 +150,12 @@ class _Passes:
     def _tiles(self) -> Iterator[_Tile]:
         """The diagonal and what is right of it among own images, then own images against all others."""
         b, N = len(self.rows), len(self.order)
-        pairs = self.budget.pairs(self.gallery.element_size())
-        height = max(1, int((pairs / 2) ** 0.5))
+        itemsize = self.gallery.element_size()
+        # Twice as wide as high: the matrix product is fastest on tiles that are about square.
+        height = max(1, int((self.budget.pairs(itemsize) / 2) ** 0.5))
         for top in range(0, b, height):
             rows = slice(top, min(top + height, b))
-            width = max(1, pairs // _length(rows))
+            width = self.budget.columns(_length(rows), itemsize)
             cuts = [*range(rows.stop, b, width), *range(b, N, width), N]
             yield self._tile(rows, rows, mirrored=False)
             for left, right in pairwise(cuts):
@@ -171,7 +171,7 @@ class _Passes:
         """First pass: cumulative soft counts of the negatives and of the positives of each own query."""
         soft = torch.zeros(2, len(self.rows), self.histogram.bins - 1, dtype=torch.float64, device=self.rows.device)
         negatives, positives = soft
-        for tile in self.tiles:
+        for tile in self._tiles():
             similarities = self._similarities(tile)
             if self.codes is not None:
                 self.codes.append(self._codes(tile, similarities))
@@ -216,7 +216,7 @@ class _Passes:
         by_column = self._slopes_of_columns(slopes)
         by_row = by_column[:, : len(self.rows)].t().contiguous()
         gradient = torch.zeros_like(self.gallery[: len(self.rows)])
-        for number, tile in enumerate(self.tiles):
+        for number, tile in enumerate(self._tiles()):
             codes = self.codes[number] if self.codes is not None else self._codes(tile, self._similarities(tile))
             by_similarity = self.slope_of_pairs(codes, by_row[tile.rows], by_column[:, tile.columns].contiguous())
             gradient[tile.rows].addmm_(by_similarity, self.gallery[tile.columns])

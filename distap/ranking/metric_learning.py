@@ -39,7 +39,8 @@ class MetricLearning:
     weights: Literal["uniform"] = "uniform"
     name: Literal["metric_learning"] = "metric_learning"
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
+    # Read by pydantic where this is a configuration section.
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
 
     def __post_init__(self) -> None:
         if self.weights != "uniform":

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.protocol import Mode
+from distap.ranking.protocol import Loss, Mode
 from distap.ranking.registry import build_loss
 from distap.ranking.stage_two import rank
 
@@ -22,8 +23,7 @@ class ListwiseLoss(nn.Module):
     of ranks.
 
     Args:
-        loss: a name, as `distap.ranking.rank` takes it.
-        weights, group, mode: as those of `rank`.
+        loss, weights, group, mode, memory_budget: as those of `distap.ranking.rank`.
         memory: number of earlier descriptors to rank against as well; part of the module's state.
         options: of the loss, or `preset`.
     Raises:
@@ -32,28 +32,30 @@ class ListwiseLoss(nn.Module):
 
     def __init__(
         self,
-        loss: str = "ap_q",
+        loss: str | Loss = "ap_q",
         weights: str = "uniform",
         group: dist.ProcessGroup | None = None,
         mode: Mode = "sharded",
         memory: int = 0,
+        memory_budget: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.loss = build_loss(loss, weights=weights, **options)
-        self.group, self.mode = group, mode
+        self.loss = build_loss(loss, weights, **options)
+        self.group, self.mode, self.memory_budget = group, mode, memory_budget
         self.memory = CrossBatchMemory(memory)
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor, images: Tensor | None = None) -> Tensor:
         """The loss of the batch, a scalar.
 
         Args:
             embeddings: (b, C) this rank's, of any length; they are normalised here.
             labels: (b,) their classes, integers from 0.
+            images: (b,) numbers by which the memory knows images again.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-            loss: Tensor = _RankingFunction.apply(normalize(wide), labels, self)
+            loss: Tensor = _RankingFunction.apply(normalize(wide), labels, images, self)
         return loss
 
     def extra_repr(self) -> str:
@@ -71,13 +73,22 @@ class ListwiseLoss(nn.Module):
 
 class _RankingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, descriptors: Tensor, labels: Tensor, module: ListwiseLoss) -> Tensor:
-        memory = module.memory if module.memory.size and module.training else None
-        ranking = rank(descriptors, labels, module.loss, group=module.group, mode=module.mode, memory=memory)
+    def forward(ctx: Any, descriptors: Tensor, labels: Tensor, images: Tensor | None, module: ListwiseLoss) -> Tensor:
+        ranking = rank(
+            descriptors,
+            labels,
+            module.loss,
+            group=module.group,
+            mode=module.mode,
+            memory=module.memory if module.memory.size and module.training else None,
+            images=images,
+            memory_budget=module.memory_budget,
+        )
         ctx.save_for_backward(ranking.gradient)
         return ranking.loss.to(descriptors.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0], None, None
+        return gradient * upstream[0], None, None, None

@@ -75,7 +75,8 @@ class SoftBinnedAP(ABC):
     self_pair: bool = True
     weights: Weights = "uniform"
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
+    # Read by pydantic where this is a configuration section.
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
 
     def __post_init__(self) -> None:
         self.histogram()
@@ -107,11 +108,20 @@ class QuantizedAP(SoftBinnedAP):
 
 @dataclass(frozen=True)
 class FastAP(SoftBinnedAP):
-    """FastAP (Cakir et al. 2019, eq. 9): AP_Q over `bins` intervals, so with one centre more, without self pair."""
+    """FastAP (Cakir et al. 2019, eq. 9): AP_Q over intervals, so with one centre more, and without the self pair.
+
+    Args:
+        bins: number of intervals between bin centres, 1 to 127.
+    """
 
     bins: int = 10
     self_pair: bool = False
     name: Literal["fast_ap"] = "fast_ap"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bins <= 127:
+            raise ValueError(f"bins is {self.bins}; 1 to 127 are possible")
+        super().__post_init__()
 
     average_precision = staticmethod(quantized_average_precision)
 

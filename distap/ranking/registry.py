@@ -1,8 +1,12 @@
 """The losses by the names of the configuration, and the presets of their reference implementations."""
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from distap.errors import DistapError
 from distap.ranking.blackbox import BlackBoxAP
@@ -12,7 +16,7 @@ from distap.ranking.protocol import Loss
 from distap.ranking.quantized import FastAP, QuantizedAP, TieAwareAP
 from distap.ranking.smooth import SmoothAP, SupAP
 
-LOSSES: dict[str, Callable[..., Loss]] = {
+LOSSES: dict[str, type] = {
     "ap_q": QuantizedAP,
     "ap_t": TieAwareAP,
     "fast_ap": FastAP,
@@ -38,33 +42,41 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def build_loss(name: str, **options: Any) -> Loss:
+def build_loss(loss: str | Loss, weights: str = "uniform", **options: Any) -> Loss:
     """A loss by its name.
 
     Args:
-        name: one of LOSSES.
-        options: its fields; or `preset`, one of its PRESETS, over which other options go first.
+        loss: one of LOSSES; or a loss, which is returned as it is.
+        weights: of the queries.
+        options: other fields of the loss; or `preset`, one of its PRESETS, over which options go first.
     Raises:
-        DistapError: the loss, the preset, an option or its value is unknown.
+        DistapError: the loss, the preset, an option or its value is unknown; or options are given to a loss.
     """
-    if name not in LOSSES:
-        raise DistapError(f"loss {name!r} is unknown; {suggestion(name, LOSSES)}")
+    if not isinstance(loss, str):
+        if options or weights != "uniform":
+            raise DistapError(f"{loss} is a loss already; options and weights go with names of losses only")
+        return loss
+    if loss not in LOSSES:
+        raise DistapError(f"loss {loss!r} is unknown; {suggestion(loss, LOSSES)}")
+    known = [field.name for field in fields(LOSSES[loss])]
     try:
-        options = with_preset({"name": name, **options})
+        settings = with_preset({"name": loss, "weights": weights, **options})
+        for option in settings:
+            if option not in known:
+                raise ValueError(f"loss {loss} has no option {option!r}; {suggestion(option, known)}")
+        built: Loss = TypeAdapter(LOSSES[loss]).validate_python(settings)
+    except ValidationError as error:
+        raise DistapError(f"loss {loss}: {'; '.join(map(_complaint, error.errors()))}") from error
     except ValueError as error:
         raise DistapError(str(error)) from error
-    known = get_type_hints(LOSSES[name])
-    for option, value in options.items():
-        if option not in known:
-            raise DistapError(f"loss {name} has no option {option!r}; {suggestion(option, known)}")
-        if get_origin(known[option]) is Literal and value not in get_args(known[option]):
-            raise DistapError(
-                f"loss {name}: {option} is {value!r}; {suggestion(str(value), get_args(known[option]))}"
-            )
-    try:
-        return LOSSES[name](**options)
-    except (TypeError, ValueError) as error:
-        raise DistapError(f"loss {name}: {error}") from error
+    return built
+
+
+def _complaint(error: ErrorDetails) -> str:
+    """One wrong option."""
+    said = error["msg"].removeprefix("Value error, ")
+    where = ".".join(map(str, error["loc"]))
+    return f"{where} is {error['input']!r}: {said[:1].lower()}{said[1:]}" if where else said
 
 
 def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from distap.distributed import World
 from distap.ranking.budget import Budget
 from distap.ranking.gathered import Gathered
 from distap.ranking.protocol import LossValue
@@ -72,7 +73,8 @@ class RowLoss(ABC):
     self_pair: bool = True
     weights: Weights = "uniform"
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
+    # Read by pydantic where this is a configuration section.
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
 
     @abstractmethod
     def by_rows(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
@@ -86,23 +88,19 @@ class RowLoss(ABC):
         """
 
     @property
-    def needs_totals(self) -> bool:
-        """Whether `totals` says anything, at the price of one more pass."""
-        return False
+    def number_of_totals(self) -> int:
+        """How many numbers have to be known of all queries before the derivative of any; 0 saves a pass."""
+        return 0
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
-        """What has to be known of all queries before the derivative of any; nothing, for most losses."""
-        return rows.weights.new_zeros(0, dtype=torch.float64)
+        """Those numbers' parts from some queries."""
+        raise NotImplementedError
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         """Loss of the whole batch, and the gradient of this rank's descriptors."""
         weights = query_weights(gathered, self.weights)
         blocks = _Blocks(gathered, weights, self.self_pair, budget)
-        totals = torch.zeros(0, dtype=torch.float64, device=weights.device)
-        if self.needs_totals:
-            parts = [self.totals(rows) for _, rows in blocks]
-            empty = torch.zeros(2, dtype=torch.float64, device=weights.device)
-            totals = gathered.world.sum(torch.stack([empty, *parts]).sum(0))
+        totals = self._totals_of_all(blocks, gathered.world)
         descriptors = gathered.descriptors
         of_gallery = torch.zeros_like(descriptors)  # what this rank's queries want of every image of the batch
         of_queries = torch.zeros_like(descriptors[: len(gathered.own)])
@@ -118,6 +116,14 @@ class RowLoss(ABC):
         loss = gathered.world.sum((own_weights * per_query).sum())
         per_query = torch.where(own_weights > 0, per_query, torch.nan)
         return LossValue(loss, per_query, of_queries + gathered.sum_own(of_gallery))
+
+    def _totals_of_all(self, blocks: "_Blocks", world: World) -> Float64[Tensor, " totals"]:
+        totals = torch.zeros(self.number_of_totals, dtype=torch.float64, device=world.device)
+        if self.number_of_totals:
+            for _, rows in blocks:
+                totals += self.totals(rows)
+            world.sum(totals)
+        return totals
 
 
 class _Blocks:

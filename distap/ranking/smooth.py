@@ -52,7 +52,7 @@ class _SmoothRanks(RowLoss):
     def by_rows(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
         """1 - AP of each query, and the derivative of their weighted sum by each similarity."""
         negatives, parameters = rows.negatives, self.parameters()
-        count, slopes = (compiled_if_large(f, rows.pairs, negatives.device) for f in self.functions)
+        count, slopes = (compiled_if_large(f, rows.pairs, negatives) for f in self.functions)
         columns = range(rows.positives.shape[1])
         before = torch.stack([count(negatives, rows.positives[:, k, None], *parameters) for k in columns], dim=1)
         rank = self.positive_ranks(rows)
@@ -113,7 +113,8 @@ class SupAP(_SmoothRanks):
     a negative far before a positive keeps a gradient.
 
     1 - AP <= SupAP holds where no negative ties with a positive: at t = 0 a negative counts half, whereas an AP that
-    breaks ties against the query counts it whole.
+    breaks ties against the query counts it whole. Similarities that rounding may have parted count as a tie, so that
+    duplicates are one whatever the size of the tiles.
 
     Args:
         rho: slope of the line, per unit of similarity.
@@ -150,11 +151,16 @@ class SupAP(_SmoothRanks):
         others = rows.positives.masked_fill(~rows.is_positive, -torch.inf)
         ordered = others.sort(dim=1).values.contiguous()
         # Those of at least this similarity; k itself is one of them.
-        return others.shape[1] - torch.searchsorted(ordered, others).to(others.dtype)
+        return others.shape[1] - torch.searchsorted(ordered, others - tie_width(others)).to(others.dtype)
 
     def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
         """None: positives do not move each other."""
         return torch.zeros_like(by_rank)
+
+
+def tie_width(similarities: Tensor) -> float:
+    """Difference up to which rounding may have parted two equal similarities."""
+    return 16 * torch.finfo(similarities.dtype).eps
 
 
 def sigmoid_counts(
@@ -187,8 +193,7 @@ def bounding_counts(
 ) -> Float[Tensor, " r"]:
     """How many negatives come before a positive, counted as SupAP does (Ramzi et al. 2021, eq. 5)."""
     t = similarities - positive
-    step = torch.sigmoid(t / tau)
-    step = step + 0.5 * (t > 0)
+    step = torch.sigmoid(t / tau) + 0.5 * (t > tie_width(t))
     return torch.where(t > delta, rho * t + offset, step).sum(1)
 
 

@@ -3,19 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distap.distributed import World
+from distap.errors import DistapError
 from distap.ranking.budget import Budget
 from distap.ranking.central import rank_on_rank_zero
 from distap.ranking.checks import check_arguments, check_gathered
 from distap.ranking.gathered import Gathered, gather
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.protocol import Loss, Mode, Ranking
-from distap.ranking.registry import build_loss
+from distap.ranking.registry import build_loss, suggestion
 from distap.ranking.weights import query_weights, require_queries
 
 
@@ -27,6 +29,7 @@ def rank(
     group: dist.ProcessGroup | None = None,
     mode: Mode = "sharded",
     memory: CrossBatchMemory | None = None,
+    images: Tensor | None = None,
     memory_budget: int | None = None,
     **options: object,
 ) -> Ranking:
@@ -36,7 +39,7 @@ def rank(
     The loss is then a mean over the queries of all ranks: sum gradients over ranks, do not average them.
 
     Args:
-        descriptors: (b, C) this rank's, of length 1; 16-bit ones are ranked in float32.
+        descriptors: (b, C) this rank's, of length 1; of 16-bit ones the gradient is float32.
         labels: (b,) their classes, integers from 0.
         loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap` or
             `metric_learning`; or a loss from `distap.ranking`.
@@ -44,6 +47,8 @@ def rank(
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
         mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
         memory: descriptors of earlier calls to rank against as well; this batch is added to it.
+        images: (b,) numbers by which the memory knows images again; without them an image met again is ranked against
+            what is remembered of itself.
         memory_budget: bytes to use beside the descriptors; None chooses by the device.
         options: of the loss, or `preset`, the name of one of its presets.
     Returns:
@@ -55,14 +60,16 @@ def rank(
     world = World(device=descriptors.device)
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
-    built = build_loss(loss, weights=weights, **options) if isinstance(loss, str) else loss
+    built = build_loss(loss, weights, **options)
+    if mode not in get_args(Mode):
+        raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
     labels = check_arguments(descriptors, labels, world)
     share = int(world.maximum(len(labels)))
-    padding = share - len(labels)
     dtype = torch.promote_types(descriptors.dtype, torch.float32)
-    padded = torch.nn.functional.pad(descriptors.detach().to(dtype), (0, 0, 0, padding))
     present = torch.arange(share, device=labels.device) < len(labels)
-    gathered = gather(padded, torch.nn.functional.pad(labels, (0, padding)), present, world, share * world.size)
+    numbers = labels.new_full(labels.shape, -1) if images is None else images.long()
+    padded = [_padded(values, share) for values in (descriptors.detach().to(dtype), labels, numbers)]
+    gathered = gather(padded[0], padded[1], present, world, share * world.size, padded[2])
     check_gathered(gathered)
     ranked = gathered if memory is None else memory.extend(gathered)
     ranking = rank_descriptors(built, ranked, mode, memory_budget)
@@ -72,8 +79,14 @@ def rank(
     return replace(
         ranking,
         per_query=None if ranking.per_query is None else ranking.per_query[own],
-        gradient=ranking.gradient[own].to(descriptors.dtype),
+        gradient=ranking.gradient[own],
     )
+
+
+def _padded(rows: Tensor, share: int) -> Tensor:
+    full = rows.new_zeros(share, *rows.shape[1:])
+    full[: len(rows)] = rows
+    return full
 
 
 @torch.no_grad()

@@ -22,7 +22,9 @@ def soft_counts(similarities: Tensor, high: float, width: float, bins: int) -> T
     counts = torch.empty(rows, bins - 1, dtype=torch.float32, device=similarities.device)
     padded = triton.next_power_of_2(bins - 1)
     grid = (triton.cdiv(rows, ROWS),)
-    _soft_counts[grid](similarities, counts, rows, columns, high, 1 / width, bins - 1, padded, ROWS, COLUMNS)
+    arguments = similarities, counts, rows, columns, high, 1 / width, bins - 1, padded, ROWS, COLUMNS
+    with torch.cuda.device_of(similarities):
+        _soft_counts[grid](*arguments)
     return counts
 
 

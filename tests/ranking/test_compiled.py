@@ -16,11 +16,13 @@ from distap.ranking import compiled
 def compiling(monkeypatch):
     """Compile whatever the size of the batch."""
     monkeypatch.setattr(compiled, "PAYS_FROM_PAIRS", 0)
-    compiled._choice.cache_clear()
-    compiled._can_compile.cache_clear()
+    monkeypatch.delenv("CXX", raising=False)
+    caches = (compiled._choice, compiled._can_compile, compiled._say_once)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    compiled._choice.cache_clear()
-    compiled._can_compile.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.slow
@@ -34,7 +36,7 @@ def test_compiled_gives_what_uncompiled_gives(name, compiling, monkeypatch, capl
         context.setattr(compiled, "PAYS_FROM_PAIRS", 2**62)
         plain, expected = rank_raw(raw, labels, name)
     said = [record.message for record in caplog.records]
-    assert any(message.endswith("is compiled") for message in said)
+    assert said.count("ranking runs compiled") == 1
     assert len(set(said)) == len(said)
     assert ranking.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
@@ -68,8 +70,29 @@ def test_a_compiler_that_fails_is_not_asked_again(compiling, monkeypatch, caplog
         ranking, _ = rank_raw(raw, labels, "smooth_ap")
     assert ranking.is_finite
     assert len(asked) == len(set(asked)) > 0
-    assert "sigmoid_counts cannot be compiled: RuntimeError: no headers" in caplog.text
-    assert caplog.text.count("sigmoid_counts runs uncompiled") == 1
+    assert caplog.text.count("sigmoid_counts runs uncompiled, since what was compiled failed: RuntimeError: no") == 1
+
+
+def test_what_compiles_once_and_fails_later_is_left_alone_from_then_on(compiling, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: only_for_one_row)
+    chosen = compiled.compiled_if_large(quick, 1, torch.ones(1))
+    for rows in (1, 2, 1):
+        assert chosen(torch.ones(rows)).tolist() == [2.0] * rows
+
+
+def only_for_one_row(values):
+    if len(values) > 1:
+        raise RuntimeError("recompilation failed")
+    return values + 1
+
+
+def test_a_small_batch_is_not_compiled_and_it_is_said_once(compiling, monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "PAYS_FROM_PAIRS", 2**22)
+    raw, labels = problem(3, 30, 5)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            rank_raw(raw, labels, "smooth_ap")
+    assert caplog.text.count("compiling pays from 4,194,304 pairs a rank") == 1
 
 
 def slow(values):
@@ -86,12 +109,12 @@ def failing(values):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"), [(quick, "slow is a kernel written by hand (compiled"), (failing, "slow is compiled (")]
+    ("kernel", "said"), [(quick, "slow is a kernel written by hand ("), (failing, "slow is compiled (")]
 )
 def test_a_kernel_is_used_where_it_is_faster_and_works(kernel, said, compiling, monkeypatch, caplog):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     with caplog.at_level(logging.INFO):
-        chosen = compiled.compiled_if_large(slow, 1, torch.device("cpu"), kernel)
+        chosen = compiled.compiled_if_large(slow, 1, torch.ones(1), kernel)
         for _ in range(2):
             assert chosen(torch.ones(3)).tolist() == [2.0] * 3
     assert caplog.text.count(said) == 1

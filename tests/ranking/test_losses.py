@@ -1,5 +1,7 @@
 """Every loss against its definition, written slowly in `reference`."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch.nn.functional import normalize
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.ranking import CrossBatchMemory, build_loss, gather, rank
+from distap.ranking.budget import Budget
 
 
 def hundredths(low, high):
@@ -66,7 +69,7 @@ def test_value_and_gradient_equal_the_definition(case):
 @given(problems(), st.integers(0, 30))
 def test_with_a_gallery_of_remembered_images_as_well(case, remembered):
     name, options, raw, labels = case
-    other, other_labels = problem(1, remembered + 4, 12)
+    other, other_labels = problem(10_001, remembered + 4, 12)
     memory = memory_of(other, other_labels)
     ranked = rank_raw(raw, labels, name, memory=memory, **options)
     assert_same(*ranked, *listwise_gradient(name, raw, labels, normalize(other), other_labels, **options))
@@ -125,8 +128,11 @@ def test_small_tiles_give_what_one_large_tile_gives(name, monkeypatch):
 def test_bins_recomputed_are_the_bins_kept(name, monkeypatch):
     monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", 300)
     raw, labels = problem(3, 150, 15, dtype=torch.float32)
+    budget = 20_000
+    assert Budget.of(raw.device).keeps(150 * 150)
+    assert not Budget.of(raw.device, budget).keeps(150 * 151 // 2)
     kept, gradient = rank_raw(raw, labels, name)
-    recomputed, again = rank_raw(raw, labels, name, memory_budget=20_000)
+    recomputed, again = rank_raw(raw, labels, name, memory_budget=budget)
     assert torch.equal(kept.loss, recomputed.loss)
     assert torch.equal(gradient, again)
 
@@ -142,6 +148,18 @@ def test_exact_duplicates_are_ranked(name):
     # So many bins have no similarity of 0 or 0.5 at a centre, where the gradient jumps.
     options = {"bins": 7} if name == "fast_ap" else {}
     assert_same(*rank_raw(raw, labels, name, **options), *listwise_gradient(name, raw, labels, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "blackbox_ap"])
+def test_duplicates_are_ties_whatever_the_size_of_the_tiles(name, dtype, monkeypatch):
+    raw, labels = problem(7, 303, 40, dimensions=100, dtype=dtype)
+    raw[100:200] = raw[:100]
+    whole, gradient = rank_raw(raw, labels, name)
+    for pairs in (700, 10_000):
+        monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", pairs)
+        tolerance = 100 * torch.finfo(dtype).eps
+        assert_same(*rank_raw(raw, labels, name), whole.loss.item(), gradient, tolerance)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -245,20 +263,24 @@ def test_in_bfloat16_autocast_the_gradient_is_that_of_float32(name):
     [
         ("ap_q", {"bins": 1}, "bins is 1"),
         ("ap_q", {"bins": 129}, "bins is 129"),
-        ("fast_ap", {"bins": 0}, "bins is"),
+        ("fast_ap", {"bins": 0}, "bins is 0; 1 to 127"),
+        ("fast_ap", {"bins": 128}, "bins is 128; 1 to 127"),
+        ("ap_q", {"bins": "many"}, "bins is 'many': input should be a valid integer"),
+        ("ap_q", {"bins": 20.5}, "bins is 20.5: input should be a valid integer"),
+        ("calibration", {"alpha": math.nan}, "alpha is nan: input should be a finite number"),
         ("ap_q", {"low": 1.0, "high": 0.0}, "low must be below high"),
-        ("ap_t", {"form": "complete"}, "expected one of simplified, full"),
+        ("ap_t", {"form": "complete"}, "form is 'complete': input should be 'simplified' or 'full'"),
         ("smooth_ap", {"tau": 0.0}, "tau is 0"),
         ("sup_ap", {"rho": -1.0}, "rho is -1"),
         ("sup_ap", {"delta": -1.0}, "delta is -1"),
-        ("calibration", {"form": "some"}, "expected one of all, violating"),
+        ("calibration", {"form": "some"}, "input should be 'all' or 'violating'"),
         ("roadmap", {"lam": 1.5}, "lam is 1.5"),
         ("blackbox_ap", {"lam": 0.0}, "lam is 0"),
         ("smooth_ap", {"taw": 0.1}, "no option 'taw'; did you mean tau"),
         ("smoth_ap", {}, "did you mean smooth_ap"),
         ("ap_q", {"preset": "dirtorsh"}, "did you mean dirtorch"),
         ("smooth_ap", {"preset": "released"}, "it has none"),
-        ("ap_q", {"weights": "classes"}, "did you mean class"),
+        ("ap_q", {"weights": "classes"}, "weights is 'classes': input should be 'uniform' or 'class'"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(name, options, message):
