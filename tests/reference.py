@@ -19,23 +19,52 @@ def listwise_loss(
     **settings: Any,
 ) -> Tensor:
     """A listwise loss, query by query; `gallery` is what is ranked besides the batch itself."""
+    if name == "roadmap":
+        return _roadmap(descriptors, labels, gallery, gallery_labels, weights, self_pair, **settings)
     if self_pair is None:
         self_pair = name not in ("fast_ap", "calibration", "blackbox_ap")
     batch = labels.tolist()
     everything = batch + ([] if gallery_labels is None else gallery_labels.tolist())
     images = descriptors if gallery is None else torch.cat([descriptors, gallery])
     similarities = descriptors @ images.t()
-    losses, weight = [], []
+    queries, weight = [], []
     for query, label in enumerate(batch):
         positives = [j for j, other in enumerate(everything) if other == label and j != query]
         negatives = [j for j, other in enumerate(everything) if other != label]
         if positives:
             counted = [query, *positives] if self_pair else positives
-            losses.append(
-                LOSS_OF_QUERY[name](similarities[query, counted], similarities[query, negatives], **settings)
-            )
+            queries.append((similarities[query, counted], similarities[query, negatives]))
             weight.append(1.0 if weights == "uniform" else 1.0 / batch.count(label))
+    if settings.get("form") == "violating":
+        return _violating_calibration(queries, weight, **settings)
+    if name == "calibration":
+        settings.pop("form", None)
+    losses = [LOSS_OF_QUERY[name](*query, **settings) for query in queries]
     return sum(w * loss for w, loss in zip(weight, losses, strict=True)) / sum(weight)  # type: ignore[return-value]
+
+
+def _roadmap(*batch: Any, lam: float = 0.5, **settings: Any) -> Tensor:
+    """Ramzi et al. 2021, eq. 8; in calibration a query is no positive of its own."""
+    of_scores = {key: settings.pop(key) for key in ("alpha", "beta", "form") if key in settings}
+    *images, self_pair = batch
+    ranking = listwise_loss("sup_ap", *images, self_pair, **settings)
+    return (1 - lam) * ranking + lam * listwise_loss("calibration", *images, False, **of_scores)
+
+
+def _violating_calibration(
+    queries: list[tuple[Tensor, Tensor]], weight: list[float], alpha: float = 0.9, beta: float = 0.6, form: str = ""
+) -> Tensor:
+    """The mean over the batch's positives below alpha, plus that over its negatives above beta."""
+    total = queries[0][0].new_zeros(())
+    for side, sign, edge in ((0, -1, alpha), (1, 1, beta)):
+        distance, pairs = total.new_zeros(()), 0.0
+        for query, w in zip(queries, weight, strict=True):
+            beyond = sign * (query[side] - edge)
+            distance = distance + w * beyond[beyond > 0].sum()
+            pairs += w * int((beyond > 0).sum())
+        if pairs:
+            total = total + distance / pairs
+    return total
 
 
 def listwise_gradient(
@@ -158,11 +187,6 @@ def calibration(positives: Tensor, negatives: Tensor, alpha: float = 0.9, beta: 
     return pull.sum() / max(len(pull), 1) + push.sum() / max(len(push), 1)
 
 
-def roadmap(positives: Tensor, negatives: Tensor, lam: float = 0.5, alpha: float = 0.9, beta: float = 0.6) -> Tensor:
-    """Ramzi et al. 2021, eq. 8; the query comes first among the positives and does not count in calibration."""
-    return (1 - lam) * sup_ap(positives, negatives) + lam * calibration(positives[1:], negatives, alpha, beta)
-
-
 class _Ranks(torch.autograd.Function):
     """Ranks over their number; the derivative as Rolínek et al. (2020, algorithm 1) define it."""
 
@@ -197,7 +221,6 @@ LOSS_OF_QUERY: dict[str, Callable[..., Tensor]] = {
     "smooth_ap": smooth_ap,
     "sup_ap": sup_ap,
     "calibration": calibration,
-    "roadmap": roadmap,
     "blackbox_ap": blackbox_ap,
 }
 

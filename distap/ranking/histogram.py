@@ -99,7 +99,7 @@ def loss_slopes(
     with torch.inference_mode(False), torch.enable_grad():
         tables = [table.clone().requires_grad_() for table in (negatives, positives)]
         precision = average_precision(*tables)
-        by_count = torch.autograd.grad((weights * (1 - precision)).sum(), tables)
+        by_count = torch.autograd.grad((weights.clone() * (1 - precision)).sum(), tables)
     # The last cumulative count is the number of pairs: no similarity changes it.
     return precision.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1) / width
 

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.protocol import Loss, Mode
+from distap.ranking.protocol import Loss
 from distap.ranking.registry import build_loss
 from distap.ranking.stage_two import rank
 
@@ -35,7 +34,7 @@ class ListwiseLoss(nn.Module):
         loss: str | Loss = "ap_q",
         weights: str = "uniform",
         group: dist.ProcessGroup | None = None,
-        mode: Mode = "sharded",
+        mode: str = "sharded",
         memory: int = 0,
         memory_budget: int | None = None,
         **options: Any,
@@ -88,7 +87,8 @@ class _RankingFunction(torch.autograd.Function):
         return ranking.loss.to(descriptors.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():  # as it is under create_graph=True
+            raise RuntimeError("listwise losses are differentiable once: their second derivative is not known")
         (gradient,) = ctx.saved_tensors
         return gradient * upstream[0], None, None, None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def rank(
     loss: str | Loss = "ap_q",
     weights: str = "uniform",
     group: dist.ProcessGroup | None = None,
-    mode: Mode = "sharded",
+    mode: str = "sharded",
     memory: CrossBatchMemory | None = None,
     images: Tensor | None = None,
     memory_budget: int | None = None,
@@ -72,7 +72,7 @@ def rank(
     gathered = gather(padded[0], padded[1], present, world, share * world.size, padded[2])
     check_gathered(gathered)
     ranked = gathered if memory is None else memory.extend(gathered)
-    ranking = rank_descriptors(built, ranked, mode, memory_budget)
+    ranking = rank_descriptors(built, ranked, cast(Mode, mode), memory_budget)
     if memory is not None:
         memory.remember(gathered)
     own = slice(len(labels))

@@ -6,7 +6,7 @@ from problems import problem
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.ranking import rank
+from distap.ranking import SmoothAP, rank
 
 
 def batch():
@@ -76,3 +76,14 @@ def test_wrong_types_and_shapes():
     assert "labels are torch.float64" in refusal(descriptors, labels.double())
     assert "labels are (11,) for 12 descriptors" in refusal(descriptors, labels[:11])
     assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)
+
+
+def test_a_mode_that_there_is_not():
+    with pytest.raises(DistapError, match="mode is 'shraded'; did you mean sharded"):
+        rank(*batch(), mode="shraded")
+
+
+def test_options_for_what_is_a_loss_already():
+    for options in ({"tau": 0.1}, {"weights": "class"}):
+        with pytest.raises(DistapError, match="is a loss already"):
+            rank(*batch(), SmoothAP(), **options)

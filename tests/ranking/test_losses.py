@@ -33,8 +33,19 @@ OPTIONS = {
         "delta": st.sampled_from([None, 0.05]),
         "offset": st.sampled_from([None, 1.44]),
     },
-    "calibration": {"alpha": hundredths(0, 1), "beta": hundredths(-0.5, 0.9)},
-    "roadmap": {"lam": hundredths(0, 1), "alpha": hundredths(0, 1)},
+    "calibration": {
+        "alpha": hundredths(0, 1),
+        "beta": hundredths(-0.5, 0.9),
+        "form": st.sampled_from(["all", "violating"]),
+    },
+    "roadmap": {
+        "lam": hundredths(0, 1),
+        "tau": st.sampled_from([0.01, 0.1]),
+        "rho": st.sampled_from([0.0, 100.0]),
+        "offset": st.sampled_from([None, 1.44]),
+        "alpha": hundredths(0, 1),
+        "form": st.sampled_from(["all", "violating"]),
+    },
     "blackbox_ap": {"lam": hundredths(0.5, 20), "margin": st.sampled_from([0.0, 0.02, 0.2])},
 }
 COMMON = {"weights": st.sampled_from(["uniform", "class"])}
@@ -44,8 +55,7 @@ COMMON = {"weights": st.sampled_from(["uniform", "class"])}
 def problems(draw, names=tuple(OPTIONS)):
     name = draw(st.sampled_from(names))
     options = {key: draw(values) for key, values in (OPTIONS[name] | COMMON).items()}
-    if name != "roadmap":
-        options["self_pair"] = draw(st.booleans())
+    options["self_pair"] = draw(st.booleans())
     images = draw(st.integers(4, 40))
     raw, labels = problem(draw(st.integers(0, 10_000)), images, draw(st.integers(1, 12)))
     return name, options, raw, labels

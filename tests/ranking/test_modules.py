@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cosine_similarity
 
 from distap.errors import DistapError
-from distap.ranking import ListwiseLoss
+from distap.ranking import Calibration, ListwiseLoss, SupAP, WeightedSum
 
 NAMES = ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]
 
@@ -74,6 +74,38 @@ def test_a_memory_is_ranked_against_in_training_and_is_part_of_the_state():
         assert value == pytest.approx(expected[0], rel=1e-9)
         torch.testing.assert_close(gradient, expected[1], rtol=1e-9, atol=1e-13)
     assert backward(loss.eval(), raw, labels)[0] == pytest.approx(listwise_gradient("smooth_ap", raw, labels)[0])
+
+
+def test_a_memory_knows_images_by_their_numbers():
+    raw, labels = problem(6, 20, 4)
+    loss = ListwiseLoss("smooth_ap", memory=100)
+    values = [loss(raw, labels, torch.arange(20)).item() for _ in range(2)]
+    assert values[0] == values[1]
+    assert len(loss.memory) == 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_gradients_it_is_a_figure_to_watch(name):
+    raw, labels = problem(7, 20, 4)
+    loss = ListwiseLoss(name)
+    expected = loss(raw, labels).item()
+    with torch.inference_mode():
+        assert loss(raw, labels).item() == expected
+    with torch.no_grad():
+        assert loss(raw, labels).item() == expected
+
+
+def test_it_says_that_it_differentiates_once():
+    raw, labels = problem(8, 20, 4)
+    loss = ListwiseLoss("smooth_ap")(raw.requires_grad_(), labels)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(loss, raw, create_graph=True)
+
+
+def test_it_takes_a_loss_that_is_built_already():
+    raw, labels = problem(9, 20, 4)
+    both = ListwiseLoss(WeightedSum(((0.5, SupAP()), (0.5, Calibration()))))(raw, labels)
+    assert both.item() == pytest.approx(ListwiseLoss("roadmap", lam=0.5)(raw, labels).item(), rel=1e-12)
 
 
 def test_over_ranks_gradients_of_the_common_loss_are_summed():

@@ -100,6 +100,20 @@ def test_rows_that_take_no_part_have_no_gradient(ranked):
     assert gradient[taking_part].abs().max() > 0
 
 
+def test_what_rank_0_cannot_rank_is_an_error_on_every_rank():
+    said = on_ranks(2, failing_on_rank_0)
+    assert said == ["loss FastAPLoss cannot rank against a memory", "rank 0 could not rank the batch"]
+
+
+def failing_on_rank_0(world):
+    descriptors, labels, taking_part = batch()
+    mine = slice(world.rank, None, world.size)
+    gathered = gather(descriptors[mine], labels[mine], taking_part[mine], world, SLOTS)
+    with pytest.raises(DistapError) as error:
+        rank_descriptors(build_loss("metric_learning", function="FastAPLoss"), remembered().extend(gathered))
+    return str(error.value).split(";")[0]
+
+
 def test_nothing_to_rank_is_an_error_on_every_rank():
     assert on_ranks(2, nothing_to_rank) == ["nothing can be ranked"] * 2
 
@@ -141,6 +155,8 @@ def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
         assert "rank 1, row 2; rank 2, rows 0, 4" in answer["not finite"]
     assert [("labels are torch.float" in answer["labels"]) for answer in from_a_group] == [False, True, False]
     assert "rank 1 was given" in from_a_group[0]["labels"]
+    assert "rank 1 has 5 dimensions of torch.float64" in from_a_group[1]["dimensions"]
+    assert "rank 2 has 6 dimensions of torch.float32" in from_a_group[2]["dtype"]
 
 
 def rank_uneven_shares(world):
@@ -154,6 +170,8 @@ def rank_uneven_shares(world):
     broken = descriptors.clone()
     broken[[5, 7]], broken[11, 0] = torch.nan, torch.inf
     answers["not finite"] = complaint(broken[mine], labels[mine])
+    answers["dimensions"] = complaint(descriptors[mine, : 6 - world.rank], labels[mine])
+    answers["dtype"] = complaint(descriptors[mine].to(torch.float32 if world.rank else torch.float64), labels[mine])
     answers["labels"] = complaint(descriptors[mine], labels[mine].double() if world.rank == 1 else labels[mine])
     return answers
 
@@ -191,21 +209,28 @@ def size(tensor):
     return tensor.numel() * tensor.element_size()
 
 
-def traffic_of_sharded_ranking(world, rows, dimensions, bins):
+def traffic_of_sharded_ranking(world, rows, dimensions, loss):
     raw, labels = problem(0, rows, rows // 8, dimensions, dtype=torch.float32)
     mine = slice(world.rank, None, world.size)
     descriptors, present = normalize(raw)[mine], torch.ones(len(labels[mine]), dtype=torch.bool)
     with Traffic() as traffic:
         gathered = gather(descriptors, labels[mine], present, world, rows)
-        rank_descriptors(QuantizedAP(bins=bins), gathered, "sharded")
+        rank_descriptors(loss, gathered, "sharded")
     return traffic.bytes
 
 
-def test_sharded_ap_q_gathers_descriptors_labels_and_slope_tables_and_reduces_two_numbers():
-    rows, dimensions, bins = 256, 64, 20
-    for traffic in on_ranks(2, traffic_of_sharded_ranking, rows, dimensions, bins):
-        facts = 3 * 8  # label, image and whether it takes part
-        assert traffic == {
-            "_allgather_base_": rows * (4 * dimensions + facts + 4 * 2 * (bins - 1)),
-            "allreduce_": 8 + 8,  # the loss, and whether all is finite
-        }
+ROWS, DIMENSIONS = 256, 64
+GATHERED = ROWS * (4 * DIMENSIONS + 3 * 8)  # descriptors; label, image number and whether it takes part
+AGREED = 8 + 8  # the loss, and whether all is finite
+
+
+def test_sharded_ap_q_gathers_descriptors_labels_and_slope_tables_and_agrees_on_two_numbers():
+    slopes = ROWS * 4 * 2 * 19
+    for traffic in on_ranks(2, traffic_of_sharded_ranking, ROWS, DIMENSIONS, QuantizedAP(bins=20)):
+        assert traffic == {"_allgather_base_": GATHERED + slopes, "allreduce_": AGREED}
+
+
+def test_a_sharded_loss_by_rows_also_reduces_the_gradient_of_the_gallery():
+    for traffic in on_ranks(2, traffic_of_sharded_ranking, ROWS, DIMENSIONS, build_loss("sup_ap")):
+        gradient = ROWS * 4 * DIMENSIONS
+        assert traffic == {"_allgather_base_": GATHERED, "_reduce_scatter_base_": gradient, "allreduce_": AGREED}
