@@ -282,8 +282,11 @@ def soft_counts(
 ) -> Float[Tensor, "r slopes"]:
     """Cumulative soft counts of each row in all bins but the last (Revaud et al. 2019, eq. 9); none for -inf."""
     from_high = (similarities - high) / width
-    # A bin at a time: uncompiled this stays in cache, and compiled all bins come from one reading.
-    return torch.stack([(from_high + m).clamp_(0, 1).sum(-1) for m in range(1, bins)], dim=1)
+    counts, soft = from_high.new_empty(bins - 1, len(from_high)), torch.empty_like(from_high)
+    # A bin at a time, in place: uncompiled this stays in cache, and compiled all bins come from one reading.
+    for m in range(1, bins):
+        counts[m - 1] = soft.copy_(from_high).add_(m).clamp_(0, 1).sum(-1)
+    return counts.t()
 
 
 def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bins: int) -> UInt8[Tensor, "r c"]:
