@@ -5,11 +5,14 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import environ
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch.fx.experimental._config
 from torch import Tensor
 
 # From about this many pairs a rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
@@ -52,12 +55,20 @@ def _can_compile(device_type: str) -> bool:
 def _choice(function: Function, kernel: Function | None, dtype: torch.dtype, device_type: str) -> Function:
     """Chooses at its first call, from the arguments of that call; what fails later is not used again."""
     chosen: list[Function] = []
+    seen: set[tuple[Any, ...]] = set()
 
     def call(*arguments: Any) -> Any:
         if not chosen:
-            chosen.append(_fastest_that_works(function, kernel, arguments))
+            with _few_graphs():
+                chosen.append(_fastest_that_works(function, kernel, arguments))
+        kind = tuple(argument.shape if isinstance(argument, Tensor) else argument for argument in arguments)
         try:
-            return chosen[0](*arguments)
+            if kind in seen:
+                return chosen[0](*arguments)
+            with _few_graphs():
+                result = chosen[0](*arguments)
+            seen.add(kind)
+            return result
         except Exception as error:
             # If the arguments are at fault, this fails as well, with the error that they deserve.
             result = function(*arguments)
@@ -66,6 +77,18 @@ def _choice(function: Function, kernel: Function | None, dtype: torch.dtype, dev
             return result
 
     return call
+
+
+@contextmanager
+def _few_graphs() -> Iterator[None]:
+    """Compile one graph for tiles of all sizes, and go on compiling where a few more are needed.
+
+    By default sizes that happen to be equal are taken to be always so, and after eight graphs a function silently
+    runs uncompiled.
+    """
+    shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
+    with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
+        yield
 
 
 def _fastest_that_works(function: Function, kernel: Function | None, arguments: tuple[Any, ...]) -> Function:

@@ -15,7 +15,6 @@ at once. Three things make them fast:
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Float64, UInt8
@@ -153,13 +152,13 @@ class _Passes:
         itemsize = self.gallery.element_size()
         # Twice as wide as high: the matrix product is fastest on tiles that are about square.
         height = max(1, int((self.budget.pairs(itemsize) / 2) ** 0.5))
-        for top in range(0, b, height):
-            rows = slice(top, min(top + height, b))
+        for rows in _strips(0, b, height):
             width = self.budget.columns(_length(rows), itemsize)
-            cuts = [*range(rows.stop, b, width), *range(b, N, width), N]
             yield self._tile(rows, rows, mirrored=False)
-            for left, right in pairwise(cuts):
-                yield self._tile(rows, slice(left, right), mirrored=left < b)
+            for columns in _strips(rows.stop, b, width):
+                yield self._tile(rows, columns, mirrored=True)
+            for columns in _strips(b, N, width):
+                yield self._tile(rows, columns, mirrored=False)
 
     def _tile(self, rows: slice, columns: slice, mirrored: bool) -> _Tile:
         ends = self.same_class_ends[0 if columns.start < len(self.rows) else 1]
@@ -179,7 +178,7 @@ class _Passes:
                 inside, same_class, counted = self._positive_pairs(tile)
                 # Each pair is counted once, from one value. The difference 'all minus positives' would leave a
                 # rounding residue in bins without negatives.
-                of_positives = similarities[:, inside].masked_fill(~counted, -torch.inf)
+                of_positives = similarities[:, inside].masked_fill(~counted, -torch.inf).contiguous()
                 self._add_counts(positives, of_positives, tile.rows, tile.same_class, tile.mirrored)
                 similarities[:, inside] = similarities[:, inside].masked_fill(same_class, -torch.inf)
             self._add_counts(negatives, similarities, tile.rows, tile.columns, tile.mirrored)
@@ -271,6 +270,13 @@ def _kernel_of_counts(gallery: Tensor) -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     return triton_kernels.soft_counts
+
+
+def _strips(start: int, stop: int, width: int) -> Iterator[slice]:
+    """Cut a range in parts of about the same size, none wider than `width`."""
+    parts = -(-(stop - start) // width)
+    cuts = [start + part * (stop - start) // max(parts, 1) for part in range(parts + 1)]
+    yield from map(slice, cuts[:-1], cuts[1:])
 
 
 def _length(rows: slice) -> int:

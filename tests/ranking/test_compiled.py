@@ -73,6 +73,17 @@ def test_a_compiler_that_fails_is_not_asked_again(compiling, monkeypatch, caplog
     assert caplog.text.count("sigmoid_counts runs uncompiled, since what was compiled failed: RuntimeError: no") == 1
 
 
+@pytest.mark.slow
+def test_one_graph_serves_tiles_of_all_sizes(compiling, monkeypatch):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", 5000)
+    for images in (150, 300, 301, 317):
+        rank_raw(*problem(0, images, 40, dimensions=16, dtype=torch.float32), "ap_q")
+    # Of counts, codes and slopes; and two more of counts, for positives in one column and for their mirror image.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+
+
 def test_what_compiles_once_and_fails_later_is_left_alone_from_then_on(compiling, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: only_for_one_row)
     chosen = compiled.compiled_if_large(quick, 1, torch.ones(1))
