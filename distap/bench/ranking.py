@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -215,7 +216,8 @@ def table(figures: Sequence[Figures]) -> Table:
         title="stage two: value and gradient of a global batch",
         caption=CAPTION,
         caption_justify="left",
-        pad_edge=False,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for heading in HEADINGS:
         result.add_column(heading, justify="left" if heading == "loss" else "right", no_wrap=True)
