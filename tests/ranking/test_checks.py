@@ -59,8 +59,9 @@ def test_labels_that_overflowed():
 
 def test_unsigned_labels_beyond_the_range_of_signed_ones():
     descriptors, labels = batch()
-    unsigned = labels.to(torch.uint64)
-    unsigned[4] = 2**64 - 5
+    signed = labels.clone()
+    signed[4] = -5
+    unsigned = signed.view(torch.uint64)
     assert "row 4: labels 18446744073709551611 are no class numbers" in refusal(descriptors, unsigned)
 
 
