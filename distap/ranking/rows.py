@@ -94,7 +94,7 @@ class RowLoss(ABC):
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         """Those numbers' parts from some queries."""
-        raise NotImplementedError
+        return torch.zeros(0, dtype=torch.float64, device=rows.weights.device)
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         """Loss of the whole batch, and the gradient of this rank's descriptors."""
