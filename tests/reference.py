@@ -55,9 +55,9 @@ def _violating_calibration(
     queries: list[tuple[Tensor, Tensor]], weight: list[float], alpha: float = 0.9, beta: float = 0.6, form: str = ""
 ) -> Tensor:
     """The mean over the batch's positives below alpha, plus that over its negatives above beta."""
-    total = queries[0][0].new_zeros(())
+    total = 0 * queries[0][0].sum()  # part of the graph where no pair is
     for side, sign, edge in ((0, -1, alpha), (1, 1, beta)):
-        distance, pairs = total.new_zeros(()), 0.0
+        distance, pairs = 0 * total, 0.0
         for query, w in zip(queries, weight, strict=True):
             beyond = sign * (query[side] - edge)
             distance = distance + w * beyond[beyond > 0].sum()
