@@ -4,7 +4,6 @@ Each part has a closed section, explained where its fields are declared. What ha
 augmentation) is configured by the frozen dataclass that does the work, chosen by `name`.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -305,9 +304,7 @@ def _problem(error: dict[str, Any]) -> str:
     location, known = _resolve(error["loc"])
     where = ".".join(location)
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        close = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
-        return f"{where}: unknown key; {hint}"
+        return f"{where}: unknown key; {suggestion(location[-1], known)}"
     if error["type"] == "missing":
         return f"{where}: missing; a value is needed"
     expected = str(error["msg"]).removeprefix("Value error, ")

@@ -89,9 +89,9 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     preset = settings.pop("preset", None)
     if preset is None:
         return settings
-    known = PRESETS.get(str(settings.get("name", "ap_q")), {})
+    known = PRESETS.get(str(settings["name"]), {})
     if preset not in known:
-        raise ValueError(f"loss {settings.get('name')} has no preset {preset!r}; {suggestion(str(preset), known)}")
+        raise ValueError(f"loss {settings['name']} has no preset {preset!r}; {suggestion(str(preset), known)}")
     return {**known[preset], **settings}
 
 

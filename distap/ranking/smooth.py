@@ -88,14 +88,14 @@ class SmoothAP(_SmoothRanks):
 
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
         """1 + the sum of sigmoids over the other positives."""
-        others = rows.positives.masked_fill(~rows.is_positive, -torch.inf)
+        others = rows.counted_positives
         ranks = [sigmoid_counts(others, others[:, k, None], self.tau) for k in range(others.shape[1])]
         # The sum counts k itself with 0.5; for padding it is not a number, and not used.
         return torch.where(rows.is_positive, torch.stack(ranks, dim=1) + 0.5, 1)
 
     def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
         """Each positive moves the ranks of the others, and is moved by them."""
-        others = rows.positives.masked_fill(~rows.is_positive, -torch.inf)
+        others = rows.counted_positives
         total = torch.zeros_like(others)
         for k in range(others.shape[1]):
             center = rows.positives[:, k, None]
@@ -148,7 +148,7 @@ class SupAP(_SmoothRanks):
 
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
         """The exact rank, where positives of the same similarity all come before."""
-        others = rows.positives.masked_fill(~rows.is_positive, -torch.inf)
+        others = rows.counted_positives
         ordered = others.sort(dim=1).values.contiguous()
         # Those of at least this similarity; k itself is one of them.
         return others.shape[1] - torch.searchsorted(ordered, others - tie_width(others)).to(others.dtype)

@@ -41,13 +41,13 @@ def require_queries(gathered: Gathered) -> None:
         DistapError: no image has another of its class in the gallery, or all are of one class.
     """
     labels, rows = gathered.gallery_labels, len(gathered.labels)
-    classes = len(torch.unique(labels))
-    if not (class_sizes(gathered)[:rows] > 1).any():
+    sizes = class_sizes(gathered)
+    if not (sizes[:rows] > 1).any():
         raise DistapError(
             f"none of the {rows} images of this batch (rows 0 to {rows - 1}) has another image of its class in the "
             "batch, so nothing can be ranked: use `p_by_k` sampling, or a larger batch"
         )
-    if classes == 1:
+    if sizes[0] == len(sizes):
         raise DistapError(
             f"all {rows} images of this batch (rows 0 to {rows - 1}) are of one class, {int(labels[0])}: every "
             "ranking of them is right, so there is nothing to learn; a batch needs two classes at least"
