@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from PIL import Image
 
-from distap.data.shards import pack
+from distap.data.packing import pack
 
 # As every command does on a CPU.
 torch.set_flush_denormal(True)

@@ -16,7 +16,7 @@ from ranks import on_ranks
 from distap.checkpoint import list_checkpoints, load_checkpoint
 from distap.config import Recipe, recipe_from
 from distap.data.index import load_index
-from distap.data.shards import pack
+from distap.data.packing import pack
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.telemetry.runlog import read_run_log

@@ -7,8 +7,9 @@ import webdataset
 from PIL import Image
 
 from distap.data.index import load_index
+from distap.data.indexing import index_shards
+from distap.data.packing import pack
 from distap.data.reading import Reader
-from distap.data.shards import index_shards, pack
 from distap.errors import DistapError
 
 

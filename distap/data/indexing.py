@@ -1,28 +1,21 @@
-"""WebDataset tar shards: packing images into them, and the strict pass that indexes them.
-
-webdataset reads on after most kinds of damage and silently drops samples. What trains from an index needs to
-know of every sample, so the pass here refuses a shard with anything wrong in it.
-"""
+"""The strict pass over WebDataset tar shards that makes their index."""
 
 import hashlib
-import re
-import shutil
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import webdataset
 
 from distap.data.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.index import Index
 from distap.data.progress import Track, untracked
-from distap.data.sources import IMAGE_SUFFIXES, ImageFile, list_images
+from distap.data.sources import IMAGE_SUFFIXES
+from distap.data.tar import read_members
 from distap.errors import DistapError
 
-BLOCK = 512  # bytes of a tar block; two of zeros end an archive
 LABEL_FIELD = "cls"
 NAMES_FILE = "classes.txt"  # line k is the name of class k
 
@@ -46,66 +39,6 @@ class Sample:
     crc32: int
     width: int
     height: int
-
-
-def pack(
-    source: Path, output: Path, images_per_shard: int = 1000, track: Track = untracked
-) -> tuple[Index, list[Skipped]]:
-    """Pack images into shards with an index beside them.
-
-    Args:
-        source: a folder with a sub-folder a class, or a CSV of path,label.
-        output: folder of the shards; it must not exist, or be empty. It appears when everything is in it.
-        images_per_shard: the last shard has fewer.
-        track: wraps a loop to show its progress.
-    Returns:
-        The index, and the images that were left out since they are damaged.
-    Raises:
-        DistapError: the source has no usable image, or there is something at the output already.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DistapError(f"{output}: there is something already; choose another folder or remove it")
-    images = list_images(source)
-    skipped: list[Skipped] = []
-    sound = list(_sound(track(images, f"checking {source}", len(images)), skipped))
-    if not sound:
-        raise DistapError(f"{source}: none of its {len(images)} images can be read; first: {skipped[0]}")
-    # Labels of a CSV are numbers already; the others are numbered in the order of their names.
-    names = sorted({image.class_name for image in sound}, key=lambda name: (len(name) if name.isdigit() else 0, name))
-    numbers = {name: number for number, name in enumerate(names)}
-    aside = output.with_name(f".{output.name}.packing")
-    shutil.rmtree(aside, ignore_errors=True)  # of a packing that was interrupted
-    aside.mkdir(parents=True)
-    starts = range(0, len(sound), images_per_shard)
-    for shard, start in enumerate(track(starts, "packing shards", len(starts))):
-        _write_shard(aside / f"{shard:06d}.tar", sound[start : start + images_per_shard], start, numbers)
-    (aside / NAMES_FILE).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
-    index, undecodable = index_shards(aside, track)
-    aside.replace(output)
-    return index, skipped + undecodable
-
-
-def _sound(images: Iterable[ImageFile], skipped: list[Skipped]) -> Iterator[ImageFile]:
-    for image in images:
-        try:
-            image_size(image.path.read_bytes())
-        except DamagedImageError as error:
-            skipped.append(Skipped(str(image.path), str(error)))
-        else:
-            yield image
-
-
-def _write_shard(path: Path, images: list[ImageFile], first: int, numbers: dict[str, int]) -> None:
-    with path.open("wb") as file, webdataset.TarWriter(file, mtime=0, encoder=False) as writer:
-        for number, image in enumerate(images, first):
-            field = image.path.suffix.lower().removeprefix(".")
-            writer.write(
-                {
-                    "__key__": f"{number:08d}-{re.sub(r'[^A-Za-z0-9_-]+', '_', image.path.stem)[:60]}",
-                    field: image.path.read_bytes(),
-                    LABEL_FIELD: str(numbers[image.class_name]).encode(),
-                }
-            )
 
 
 def index_shards(folder: Path, track: Track = untracked) -> tuple[Index, list[Skipped]]:
@@ -166,7 +99,7 @@ def read_samples(shard: Path, skipped: list[Skipped]) -> Iterator[Sample]:
                 skipped.append(Skipped(f"{shard.name}:{key}", str(error)))
         members.clear()
 
-    for member, data in _members(shard):
+    for member, data in read_members(shard):
         folder, _, name = member.name.rpartition("/")
         stem, _, field = name.partition(".")
         key = f"{folder}/{stem}" if folder else stem
@@ -180,33 +113,6 @@ def read_samples(shard: Path, skipped: list[Skipped]) -> Iterator[Sample]:
             raise DistapError(f"{shard}: key {key!r} has two members .{field}")
         members[field] = (member, data)
     yield from close(present)
-
-
-def _members(shard: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Files of a tar with their contents; anything but a whole archive is refused."""
-    length = shard.stat().st_size
-    with shard.open("rb") as file:
-        try:
-            tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - closed with the file
-            for member in tar:
-                end = member.offset_data + member.size
-                if end > length:
-                    raise DistapError(f"{shard}: {member.name} ends at byte {end}, beyond the file's {length}")
-                if member.isdir():
-                    continue
-                if not member.isreg() or member.issparse():
-                    raise DistapError(f"{shard}: {member.name} is no plain file")
-                file.seek(member.offset_data)
-                yield member, file.read(member.size)
-        except (tarfile.TarError, ValueError, EOFError) as error:
-            raise DistapError(f"{shard}: damaged tar: {error}") from error
-        # tarfile takes any block that it cannot read as the end; only zeros are one.
-        file.seek(tar.offset)
-        rest = length - tar.offset
-        if rest < 2 * BLOCK or rest % BLOCK or any(any(chunk) for chunk in iter(lambda: file.read(2**20), b"")):
-            raise DistapError(
-                f"{shard}: damaged tar: no proper end after byte {tar.offset} of {length}; expected zeros alone"
-            )
 
 
 def _sample(shard: Path, key: str, members: dict[str, tuple[tarfile.TarInfo, bytes]]) -> Sample:

@@ -1,0 +1,25 @@
+"""The `distap` command; each of its commands is a thin call."""
+
+import typer
+
+from distap.cli.bench import bench
+from distap.cli.data import data
+from distap.cli.training import eval_command, report_command, train_command
+from distap.train import run
+
+app = typer.Typer(
+    help="Train image-retrieval descriptors by optimising Average Precision over huge batches.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data, name="data")
+app.command("train")(train_command)
+app.command("eval")(eval_command)
+app.command("report")(report_command)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Run the command line."""
+    run(app, "distap")

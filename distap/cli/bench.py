@@ -1,0 +1,76 @@
+"""`distap bench`: measurements, side by side, on this machine."""
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(help="Measure, on this machine.", no_args_is_help=True)
+
+
+@bench.command("memory")
+def bench_memory(
+    batch: Annotated[list[int] | None, typer.Option(help="Images of a global batch; repeat for several.")] = None,
+    image_size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=32)] = 64,
+    micro_batch: Annotated[int, typer.Option(help="Images of a micro-batch.", min=1)] = 16,
+    backbone: Annotated[str, typer.Option(help="Any timm network, its weights random.")] = "tf_efficientnet_lite0",
+) -> None:
+    """Print a rank's peak memory by batch size: it should grow by pixels and descriptors only.
+
+    Each batch size runs in a process of its own, since a process never gives its peak back.
+    """
+    from distap.bench.memory import measure
+    from distap.telemetry.terminal import console
+
+    console.print(measure(batch or [256, 1024, 4096], image_size, micro_batch, backbone))
+
+
+@bench.command("ranking")
+def bench_ranking(
+    loss: Annotated[list[str] | None, typer.Option(help="A loss, by name; repeat for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Images of a global batch, B; repeat for several.")] = None,
+    dimensions: Annotated[list[int] | None, typer.Option(help="Dimensions, C; repeat for several.")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(help="Ranks on this machine; repeat for several.")] = None,
+    images_a_class: Annotated[int, typer.Option(help="Images of a class, P.", min=2)] = 8,
+    rounds: Annotated[int, typer.Option(help="Times that each is done; the median counts.", min=1)] = 3,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of all ranks; all cores by default.")] = None,
+    memory_mb: Annotated[
+        int | None, typer.Option(help="MB that ranking may use beside the descriptors; by the device by default.")
+    ] = None,
+    materialised_mb: Annotated[
+        int, typer.Option(help="MB up to which the materialised forms are measured too; 0 measures none.")
+    ] = 8000,
+    error_batch: Annotated[int, typer.Option(help="Greatest batch that is ranked in float64 as well.")] = 4096,
+    output: Annotated[Path | None, typer.Option(help="Folder to write ranking.json and ranking.html to.")] = None,
+) -> None:
+    """Print time, peak memory and error of every loss, beside one dense product and the materialised form.
+
+    By default all losses at B = 1,024 and 4,096, C = 512, on one rank.
+    """
+    from distap.bench.ranking import Figures, measure, table, write_results
+    from distap.ranking import LOSSES
+    from distap.telemetry.terminal import console, track
+
+    losses = loss or [name for name in LOSSES if name != "metric_learning"]
+    threads = threads or os.cpu_count() or 1
+    settings = (batch or [1024, 4096], dimensions or [512], ranks or [1])
+    megabyte = 10**6
+    measured = measure(
+        losses,
+        *settings,
+        images_a_class=images_a_class,
+        rounds=rounds,
+        threads=threads,
+        budget=None if memory_mb is None else memory_mb * megabyte,
+        materialised=materialised_mb * megabyte,
+        error_batch=error_batch,
+    )
+    figures: list[Figures] = []
+    for rows in track(measured, "settings", math.prod(map(len, settings))):
+        figures += rows
+    console.print(table(figures))
+    if output is not None:
+        facts = f"{threads} threads, classes of {images_a_class}, the median of {rounds} rounds"
+        console.print(f"{write_results(output, figures, facts)}", markup=False)

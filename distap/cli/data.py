@@ -1,0 +1,79 @@
+"""`distap data`: fetch, pack and index images."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from distap.data.index import Index
+    from distap.data.indexing import Skipped
+
+data = typer.Typer(help="Fetch, pack and index images.", no_args_is_help=True)
+fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
+data.add_typer(fetch, name="fetch")
+
+SHARDS = Annotated[Path, typer.Argument(help="Folder of WebDataset shards.", show_default=False)]
+
+
+@fetch.command("emoji")
+def fetch_emoji(
+    output: Annotated[Path, typer.Argument(help="Folder to write train/ and test/ into.")] = Path(
+        "data/emoji/images"
+    ),
+    size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=16)] = 128,
+) -> None:
+    """Fetch the emoji retrieval set: 1,591 emoji, each drawn by five to nine vendors, from the npm registry.
+
+    Needs npm. Writes OUTPUT/{train,test}/CLASS/VENDOR.png: 795 classes to train on and 796 unseen ones to test.
+    """
+    from distap.data.emoji import fetch as fetch_images
+    from distap.telemetry.terminal import console, track
+
+    record = fetch_images(output, size, track)
+    classes = record["classes"]
+    console.print(
+        f"{output}: {record['images']} images, {classes['train']} classes to train on, {classes['test']} to test"
+    )
+
+
+@data.command("pack")
+def pack(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A folder with a sub-folder a class, or a CSV of path,label.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.", show_default=False)],
+    images_per_shard: Annotated[int, typer.Option(help="Images in a shard.", min=1)] = 1000,
+) -> None:
+    """Pack images into WebDataset tar shards with an index beside them.
+
+    In a CSV, paths are relative to the file and labels are integers. Damaged images are left out and listed.
+    """
+    from distap.data.packing import pack as pack_images
+    from distap.telemetry.terminal import track
+
+    _say_indexed(output, *pack_images(source, output, images_per_shard, track))
+
+
+@data.command("index")
+def index(folder: SHARDS) -> None:
+    """Index the WebDataset shards of a folder that others made: reads every byte once, refuses damaged tars.
+
+    Each sample needs one image and a .cls member with its class number. A file classes.txt may name the classes.
+    """
+    from distap.data.indexing import index_shards
+    from distap.telemetry.terminal import track
+
+    _say_indexed(folder, *index_shards(folder, track))
+
+
+def _say_indexed(folder: Path, index: "Index", skipped: "list[Skipped]") -> None:
+    from distap.telemetry.terminal import console
+
+    for image in skipped:
+        console.print(f"left out: {image.name}: {image.reason}", markup=False)
+    console.print(
+        f"{folder}: {len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
+        + (f", {len(skipped)} damaged ones left out" if skipped else "")
+    )

@@ -1,0 +1,104 @@
+"""`distap train`, `eval` and `report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distap.errors import DistapError
+from distap.train import CONFIG, OVERRIDES, train
+
+
+def train_command(
+    config: CONFIG,
+    overrides: OVERRIDES = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine, by torchrun; one a GPU.", min=1)] = 1,
+) -> None:
+    """Train a recipe with the three-stage step; an interrupted run goes on from its newest checkpoint.
+
+    On several machines start `torchrun -m distap.train CONFIG` yourself.
+    """
+    if ranks == 1:
+        train(config, overrides)
+        return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    arguments = ["--standalone", "--nproc-per-node", str(ranks), "-m", "distap.train", str(config)]
+    try:
+        torchrun([*arguments, *(overrides or [])])
+    except ChildFailedError as error:
+        raise DistapError("a rank failed; its message is above") from error
+
+
+def eval_command(
+    config: Annotated[
+        Path | None, typer.Argument(help="A recipe: its network is evaluated as it is before training.")
+    ] = None,
+    overrides: OVERRIDES = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A run folder, or one of its checkpoints, to evaluate instead.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of shards; by default the recipe's validation set.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write result.json and each image's nearest neighbours to.")
+    ] = None,
+) -> None:
+    """Evaluate on a labelled set: every image queries all others; prints mAP, mAP@R and R@1, 5, 10 in percent.
+
+    Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one.
+    """
+    from distap.config import load_recipe
+    from distap.distributed import joined_world
+    from distap.evaluation import evaluate
+    from distap.telemetry.terminal import console, figures_table, set_up_logging
+    from distap.trainer import network_of, trained_network
+
+    if (config is None) == (checkpoint is None):
+        raise DistapError("give either a recipe or --checkpoint")
+    with joined_world() as world:
+        set_up_logging(world.rank)
+        if checkpoint is not None:
+            recipe, network = trained_network(checkpoint, world)
+        else:
+            assert config is not None
+            recipe = load_recipe(config, overrides or [])
+            network = network_of(recipe, world)
+        folder = data or recipe.data.validation
+        if folder is None:
+            raise DistapError("the recipe has no data.validation: name a data set with --data")
+        evaluation = evaluate(
+            network,
+            folder,
+            world,
+            image_size=recipe.data.image_size,
+            batch_size=recipe.evaluation.batch_size,
+            workers=recipe.data.workers,
+            max_pixels=recipe.data.max_pixels,
+            shown=world.rank == 0,
+        )
+        if world.rank == 0:
+            if output is not None:
+                evaluation.save(output, network=str(checkpoint or config))
+            console.print(figures_table({str(folder): evaluation.result.summary()}))
+
+
+def report_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.", show_default=False)],
+    before: Annotated[Path, typer.Option(help="What `distap eval --output` wrote before training.")],
+    after: Annotated[Path, typer.Option(help="The same after training.")],
+    output: Annotated[Path, typer.Option(help="Folder to write report.html and summary.json to.")],
+) -> None:
+    """Write a run's report page: curves, seconds by stage, figures and neighbours before and after."""
+    from distap.run_report import report
+    from distap.telemetry.terminal import console, figures_table
+
+    summary = report(run, before, after, output)
+    console.print(figures_table({when: summary[when] for when in ("before", "after")}))
+    console.print(
+        f"trained in {summary['train_seconds']:.0f} s, "
+        f"{100 * summary['outside_network_share']:.1f}% of a step outside the network"
+    )
+    console.print(f"report: {output / 'report.html'}", markup=False)
