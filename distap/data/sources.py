@@ -11,10 +11,11 @@ IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image to pack, and the name of its class."""
+    """An image to pack, the name of its class, and that of the super-category its class belongs to ("": none)."""
 
     path: Path
     class_name: str
+    group: str = ""
 
 
 def list_images(source: Path) -> list[ImageFile]:
