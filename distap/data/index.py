@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from distap.errors import DistapError
 
 INDEX_FILE = "index.npz"
-VERSION = 1
+VERSION = 2  # version 1 had no class_group
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Index:
     shard_size: NDArray[np.int64]  # (S,) bytes
     shard_sha256: NDArray[np.str_]  # (S,) hexadecimal
     class_name: NDArray[np.str_]  # (K,)
+    class_group: NDArray[np.str_]  # (K,) name of the class's super-category, or ""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -48,6 +49,8 @@ class Index:
         digest = hashlib.sha256()
         for column in fields(self):
             values = getattr(self, column.name)
+            if column.name == "class_group" and not any(values.tolist()):
+                continue  # a data set without groups is the one it was before there were any
             if values.dtype.kind == "U":
                 digest.update("\0".join(values.tolist()).encode())
             else:
@@ -82,11 +85,13 @@ def load_index(folder: Path) -> Index:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             version = int(arrays["version"])
-            columns = {column.name: arrays[column.name] for column in fields(Index)} if version == VERSION else {}
+            names = [column.name for column in fields(Index) if version == VERSION or column.name != "class_group"]
+            columns = {name: arrays[name] for name in names} if version in (1, VERSION) else {}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DistapError(f"{path}: not a readable index: {error}; make it anew with `distap data index`") from error
-    if version != VERSION:
+    if not columns:
         raise DistapError(f"{path}: version {version} of the index, expected {VERSION}; make it anew")
+    columns.setdefault("class_group", np.zeros(len(columns["class_name"]), dtype="<U1"))
     index = Index(**columns)
     if len(index) == 0:
         raise DistapError(f"{folder}: the data set is empty")

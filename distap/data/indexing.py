@@ -17,7 +17,7 @@ from distap.data.tar import read_members
 from distap.errors import DistapError
 
 LABEL_FIELD = "cls"
-NAMES_FILE = "classes.txt"  # line k is the name of class k
+NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category where it has one
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def index_shards(folder: Path, track: Track = untracked) -> tuple[Index, list[Sk
     numbers, samples = zip(*rows, strict=True)
     given = np.array([sample.label for sample in samples], dtype=np.int64)
     present = np.unique(given)
+    names, groups = _classes(folder / NAMES_FILE, present.tolist())
     index = Index(
         shard=np.array(numbers, dtype=np.int32),
         offset=np.array([sample.offset for sample in samples], dtype=np.int64),
@@ -75,7 +76,8 @@ def index_shards(folder: Path, track: Track = untracked) -> tuple[Index, list[Sk
         shard_name=np.array([shard.name for shard in shards]),
         shard_size=np.array([shard.stat().st_size for shard in shards], dtype=np.int64),
         shard_sha256=np.array([_sha256(shard) for shard in shards]),
-        class_name=np.array(_class_names(folder / NAMES_FILE, present.tolist())),
+        class_name=np.array(names),
+        class_group=np.array(groups),
     )
     index.save(folder)
     return index, skipped
@@ -131,14 +133,15 @@ def _sample(shard: Path, key: str, members: dict[str, tuple[tarfile.TarInfo, byt
     return Sample(key, int(text), member.offset_data, member.size, zlib.crc32(data), width, height)
 
 
-def _class_names(file: Path, present: list[int]) -> list[str]:
-    """Names of the classes that occur, in the order of their numbers."""
+def _classes(file: Path, present: list[int]) -> tuple[list[str], list[str]]:
+    """Names and super-categories of the classes that occur, in the order of their numbers."""
     if not file.is_file():
-        return [str(number) for number in present]
-    names = file.read_text(encoding="utf-8").splitlines()
-    if present[-1] >= len(names):
-        raise DistapError(f"{file}: {len(names)} names, but a shard has class {present[-1]}")
-    return [names[number] for number in present]
+        return [str(number) for number in present], [""] * len(present)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    if present[-1] >= len(lines):
+        raise DistapError(f"{file}: {len(lines)} names, but a shard has class {present[-1]}")
+    pairs = [lines[number].partition("\t") for number in present]
+    return [name for name, _, _ in pairs], [group for _, _, group in pairs]
 
 
 def _sha256(path: Path) -> str:
