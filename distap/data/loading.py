@@ -55,12 +55,12 @@ class SlotImages(Dataset[_Loaded]):
         failures: list[Failure] = []
         for candidate in self._candidates(step, slot, sample):
             try:
-                image = self.reader.image(candidate)
+                seed = seed_for(AUGMENTATION, self.plan.seed, step, slot)
+                pixels = seeded(self.transform, self.reader.encoded(candidate), seed)
             except DamagedImageError as error:
                 failures.append(Failure(self.reader.where(candidate), error.reason))
             else:
-                seed = seed_for(AUGMENTATION, self.plan.seed, step, slot)
-                return _Loaded(seeded(self.transform, image, seed), candidate, failures)
+                return _Loaded(pixels, candidate, failures)
         return _Loaded(_no_pixels(self.size), NO_SAMPLE, failures)
 
     def _candidates(self, step: int, slot: int, sample: int) -> Iterator[int]:
@@ -76,7 +76,7 @@ class OrderedImages(Dataset[_Loaded]):
 
     def __getitem__(self, sample: int) -> _Loaded:
         try:
-            return _Loaded(self.transform(self.reader.image(sample)), sample, [])
+            return _Loaded(self.transform(self.reader.encoded(sample)), sample, [])
         except DamagedImageError as error:
             return _Loaded(_no_pixels(self.size), NO_SAMPLE, [Failure(self.reader.where(sample), error.reason)])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from distap.data.decoding import MAX_PIXELS, DamagedImageError, decode
+from distap.data.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.index import Index
 from distap.errors import DistapError
 
@@ -33,7 +33,11 @@ class Reader:
             DamagedImageError: its bytes are not those that were indexed, or cannot be decoded.
             DistapError: the shard cannot be read at all.
         """
-        return decode(self.data(sample), self.max_pixels)
+        return self.encoded(sample).whole()
+
+    def encoded(self, sample: int) -> EncodedImage:
+        """The image before it is decoded; raises what `image` does."""
+        return EncodedImage(self.data(sample), self.max_pixels)
 
     def data(self, sample: int) -> bytes:
         """The image's encoded bytes, checked against the index."""

@@ -1,14 +1,15 @@
-"""From a decoded image to the pixels of the network's input, uint8."""
+"""From an encoded image to the pixels of the network's input, uint8."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-Transform = Callable[[Image.Image], Tensor]
+from distap.data.decoding import Box, EncodedImage
+
+Transform = Callable[[EncodedImage], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,32 +38,70 @@ class Augmentation:
             raise ValueError("crop is 0; expected a share of the image's area above 0")
 
 
-def training_transform(size: int, augmentation: Augmentation) -> Transform:
-    """A random crop, scaled to (3, size, size) uint8, flipped and coloured at random."""
-    crop: list[v2.Transform] = (
-        [v2.Resize(size, antialias=True), v2.CenterCrop(size)]
-        if augmentation.crop == 1
-        else [v2.RandomResizedCrop(size, scale=(augmentation.crop, 1.0), antialias=True)]
-    )
-    colour: list[v2.Transform] = []
+def training_transform(size: int, augmentation: Augmentation, scaled: bool = True) -> Transform:
+    """A random crop, scaled to (3, size, size) uint8, flipped and coloured at random.
+
+    The crop is drawn for the image's size alone, before anything is decoded; `scaled` says whether JPEG may then be
+    decoded at reduced scale.
+    """
+    is_central = augmentation.crop == 1
+    choose = central_box if is_central else RandomBox(augmentation.crop)
+    steps: list[v2.Transform] = []
+    if augmentation.flip:
+        steps.append(v2.RandomHorizontalFlip(augmentation.flip))
     if augmentation.colour:
         strength = augmentation.colour
-        colour = [v2.ColorJitter(strength, strength, strength, strength / 4)]
-    steps = [v2.ToImage(), *crop, v2.RandomHorizontalFlip(augmentation.flip), *colour]
-    return _composed([*steps, v2.RandomGrayscale(augmentation.grey)])
+        steps.append(v2.ColorJitter(strength, strength, strength, strength / 4))
+    if augmentation.grey:
+        steps.append(v2.RandomGrayscale(augmentation.grey))
+    return CropAndVary(size, choose, v2.Compose(steps) if steps else None, scaled)
 
 
-def evaluation_transform(size: int) -> Transform:
-    """The whole image scaled so that its shorter side is `size`, and the centre (3, size, size) of it, uint8."""
-    return _composed([v2.ToImage(), v2.Resize(size, antialias=True), v2.CenterCrop(size)])
+def evaluation_transform(size: int, scaled: bool = True) -> Transform:
+    """The central square of the image, scaled to (3, size, size) uint8."""
+    return CropAndVary(size, central_box, None, scaled)
 
 
-def _composed(steps: list[v2.Transform]) -> Transform:
-    transform: Transform = v2.Compose([*steps, v2.ToPureTensor()])
-    return transform
+@dataclass(frozen=True)
+class CropAndVary:
+    """Chooses a box of an image, decodes it at `size`, and varies the result."""
+
+    size: int
+    choose: Callable[[int, int], Box]
+    vary: Callable[[Tensor], Tensor] | None
+    scaled: bool
+
+    def __call__(self, image: EncodedImage) -> Tensor:
+        """(3, size, size) uint8."""
+        pixels = image.crop(self.choose(*image.size), self.size, self.scaled)
+        return self.vary(pixels) if self.vary else pixels
 
 
-def seeded(transform: Transform, image: Image.Image, seed: int) -> Tensor:
+def central_box(width: int, height: int) -> Box:
+    """The greatest square in the middle of an image."""
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+class RandomBox:
+    """A box as torchvision's RandomResizedCrop draws it, with torch's global random state.
+
+    Args:
+        area: smallest share of the image's area.
+    """
+
+    def __init__(self, area: float) -> None:
+        self._crop = v2.RandomResizedCrop(1, scale=(area, 1.0))
+
+    def __call__(self, width: int, height: int) -> Box:
+        """A box of an image of this size."""
+        drawn = self._crop.make_params([torch.empty(3, height, width, dtype=torch.uint8, device="meta")])
+        left, top = drawn["left"], drawn["top"]
+        return left, top, left + drawn["width"], top + drawn["height"]
+
+
+def seeded(transform: Transform, image: EncodedImage, seed: int) -> Tensor:
     """The transformed image with the randomness of `seed`; torch's global random state is left alone."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
