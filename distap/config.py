@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from distap.data.plan import PByKSampling, RandomSampling
+from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
 from distap.data.transforms import Augmentation
 from distap.errors import DistapError
 from distap.optimisation import GroupSettings
@@ -200,7 +200,9 @@ class Recipe(Section):
     engine: Literal["ddp"] = "ddp"
     timeout_seconds: PositiveFloat = Field(600, description="a collective that takes longer fails")
     data: DataSection
-    sampling: Annotated[RandomSampling | PByKSampling, Field(discriminator="name")] = RandomSampling()
+    sampling: Annotated[
+        RandomSampling | ClassesSampling | PByKSampling | SuperPByKSampling, Field(discriminator="name")
+    ] = RandomSampling()
     model: ModelSection = ModelSection()
     loss: Annotated[SingleLoss | SumOfLosses, Field(discriminator="name")] = QuantizedAP()
     memory: MemorySection = MemorySection()

@@ -54,7 +54,7 @@ class Trainer:
         self.is_first = world.rank == 0
         self.index = load_index(recipe.data.train)
         self.reader = Reader(recipe.data.train, self.index, recipe.data.max_pixels)
-        self.plan = Plan(Classes(self.index.label), recipe.sampling, recipe.seed)
+        self.plan = Plan(Classes(self.index.label, self.index.class_group), recipe.sampling, recipe.seed)
         self._check()
         self.network = network_of(recipe, world).train()
         self.engine = self._engine()

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from distap.config import Recipe, load_recipe, recipe_from
-from distap.data.plan import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.errors import DistapError
 from distap.ranking import Calibration, MetricLearning, QuantizedAP, SmoothAP, SupAP, WeightedSum
 
@@ -71,7 +71,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("loss={name: ap_t, form: complete}", "loss.form: 'complete': input should be 'simplified' or 'full'"),
         ("memory.sise=3", "memory.sise: unknown key; did you mean size"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: -1: input should be greater than 0"),
-        ("sampling.name=foo", "sampling.*'foo'.*'random', 'p_by_k'"),
+        ("sampling.name=foo", "sampling.*'foo'.*'random', 'classes', 'p_by_k'"),
         ("model.weights.name=file", "model.weights.path: missing"),
         ("data.augmentation.crop=0", "crop is 0"),
         ("evaluation.every=2", "data.validation names no data set"),

@@ -1,21 +1,20 @@
 """The plan of batches: which images make the global batch of a step.
 
-A pure function of (labels, sampling, seed, step): no rank, worker or history is in it. From that follow the same
+A pure function of (data set, sampling, seed, step): no rank, worker or history is in it. From that follow the same
 training on any number of ranks, and resuming at any step without losing or repeating an image.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.errors import DistapError
 from distap.randomness import permutation
 
-# First words of the keys that the plan draws with.
-EPOCH, WITHIN_CLASS, STAND_IN = 11, 12, 13
+STAND_IN = 13  # first word of the key that stand-ins are drawn with; sampling.py has the others
 
 Samples = NDArray[np.int64]
 
@@ -38,7 +37,7 @@ class Sampling(Protocol):
         ...
 
     def steps_per_epoch(self, classes: "Classes") -> int:
-        """Steps until every image, or class, had its turn."""
+        """Steps until every image, class or pair of super-categories had its turn."""
         ...
 
     def batch(self, classes: "Classes", seed: int, step: int) -> Samples:
@@ -47,17 +46,20 @@ class Sampling(Protocol):
 
 
 class Classes:
-    """Samples by class.
+    """Samples by class, and classes by super-category.
 
     Args:
         labels: (N,) class of each sample, 0 .. K-1.
+        groups: (K,) super-category of each class, "" where it has none; None where no class has one.
     """
 
-    def __init__(self, labels: NDArray[np.int64]) -> None:
+    def __init__(self, labels: NDArray[np.int64], groups: Sequence[str] | NDArray[np.str_] | None = None) -> None:
         self.labels = labels
         self.count = int(labels.max()) + 1
+        self.sizes = np.bincount(labels, minlength=self.count)
+        self.groups = np.full(self.count, "") if groups is None else np.asarray(groups)
         self._order = np.argsort(labels, kind="stable")
-        self._ends = np.cumsum(np.bincount(labels, minlength=self.count))
+        self._ends = np.cumsum(self.sizes)
 
     def __len__(self) -> int:
         """Number of samples, N."""
@@ -65,117 +67,19 @@ class Classes:
 
     def samples(self, label: int) -> Samples:
         """Numbers of the samples of a class, ascending."""
-        start = self._ends[label - 1] if label else 0
-        return self._order[start : self._ends[label]]
+        end = self._ends[label]
+        return self._order[end - self.sizes[label] : end]
 
     @cached_property
     def with_pairs(self) -> NDArray[np.int64]:
         """Classes of two samples or more: the others hold no query."""
-        return np.flatnonzero(np.bincount(self.labels, minlength=self.count) > 1)
+        return np.flatnonzero(self.sizes > 1)
 
-
-@dataclass(frozen=True)
-class RandomSampling:
-    """A new order of all images each epoch, cut into batches; the rest that fills no batch waits for the next.
-
-    Args:
-        batch_size: B, images of a global batch.
-    """
-
-    name: Literal["random"] = "random"
-    batch_size: int = 4096
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    @property
-    def size(self) -> int:
-        """B, images of a global batch."""
-        return self.batch_size
-
-    def check(self, classes: Classes) -> None:
-        """Refuse a batch larger than the data set."""
-        if self.batch_size < 2:
-            raise DistapError(f"sampling.batch_size is {self.batch_size}; ranking needs at least 2 images")
-        if self.batch_size > len(classes):
-            raise DistapError(
-                f"sampling.batch_size is {self.batch_size}, but the data set has only {len(classes)} images and no "
-                "image may be in a batch twice"
-            )
-
-    def steps_per_epoch(self, classes: Classes) -> int:
-        """Whole batches in the data set."""
-        return len(classes) // self.batch_size
-
-    def batch(self, classes: Classes, seed: int, step: int) -> Samples:
-        """(B,) sample numbers."""
-        epoch, turn = divmod(step, self.steps_per_epoch(classes))
-        order = _epoch_order(len(classes), seed, epoch)
-        return order[turn * self.batch_size : (turn + 1) * self.batch_size]
-
-
-@dataclass(frozen=True)
-class PByKSampling:
-    """P classes, K images of each, as Smooth-AP and ROADMAP train; a new order of classes each epoch.
-
-    Classes with fewer than K images give all they have, and the rest is filled from the classes that follow.
-
-    Args:
-        classes: P.
-        images: K, at least 2.
-    """
-
-    name: Literal["p_by_k"] = "p_by_k"
-    classes: int = 64
-    images: int = 4
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    @property
-    def size(self) -> int:
-        """B, images of a global batch."""
-        return self.classes * self.images
-
-    def check(self, classes: Classes) -> None:
-        """Refuse settings that the data set cannot fill."""
-        if self.classes < 1 or self.images < 2:
-            raise DistapError(
-                f"sampling needs classes of at least 1 and images of at least 2, not {self.classes} and {self.images}"
-            )
-        usable = classes.with_pairs
-        if self.classes > len(usable):
-            raise DistapError(
-                f"sampling.classes is {self.classes}, but only {len(usable)} classes have two images or more"
-            )
-        available = sum(min(self.images, len(classes.samples(label))) for label in usable)
-        if self.size > available:
-            raise DistapError(
-                f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch, but with at "
-                f"most {self.images} a class the data set has only {available}"
-            )
-
-    def steps_per_epoch(self, classes: Classes) -> int:
-        """Steps until each class had its turn, but for the few that fill no step."""
-        return len(classes.with_pairs) // self.classes
-
-    def batch(self, classes: Classes, seed: int, step: int) -> Samples:
-        """(B,) sample numbers, class by class."""
-        epoch, turn = divmod(step, self.steps_per_epoch(classes))
-        order = np.roll(_epoch_order(len(classes.with_pairs), seed, epoch), -turn * self.classes)
-        chosen: list[Samples] = []
-        missing = self.size
-        for label in classes.with_pairs[order].tolist():
-            own = classes.samples(label)
-            shuffled = own[permutation(len(own), WITHIN_CLASS, seed, step, label)]
-            chosen.append(shuffled[: min(self.images, missing)])
-            missing -= len(chosen[-1])
-            if missing == 0:
-                break
-        return np.concatenate(chosen)
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return permutation(count, EPOCH, seed, epoch)
+    @cached_property
+    def by_group(self) -> list[NDArray[np.int64]]:
+        """The classes of two samples or more of each super-category, super-categories by name."""
+        groups = self.groups[self.with_pairs]
+        return [self.with_pairs[groups == name] for name in np.unique(groups) if name]
 
 
 @dataclass(frozen=True)
@@ -199,8 +103,8 @@ class Plan:
         return self.sampling.size
 
     def batch(self, step: int) -> Samples:
-        """(B,) the sample in each slot of a step's global batch."""
-        return self.sampling.batch(self.classes, self.seed, step)
+        """(B,) the sample in each slot of a step's global batch; not to be written to."""
+        return _batch(self, step)
 
     def stand_ins(self, step: int, slot: int) -> Samples:
         """Samples to try, in order, where the one in `slot` is damaged: of its class, and not in the batch.
@@ -217,4 +121,9 @@ class Plan:
         return mine
 
 
-SAMPLING: dict[str, type[Sampling]] = {"random": RandomSampling, "p_by_k": PByKSampling}
+@lru_cache(maxsize=4)
+def _batch(plan: Plan, step: int) -> Samples:
+    """A worker that meets many damaged images of a step asks for its batch again and again."""
+    batch = plan.sampling.batch(plan.classes, plan.seed, step)
+    batch.flags.writeable = False
+    return batch

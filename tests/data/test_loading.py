@@ -5,8 +5,9 @@ import torch
 from distap.data.decoding import DamagedImageError, decode
 from distap.data.index import load_index
 from distap.data.loading import NO_SAMPLE, OrderedImages, SlotImages, evaluation_chunks, training_shares
-from distap.data.plan import Classes, Plan, RandomSampling
+from distap.data.plan import Classes, Plan
 from distap.data.reading import Reader
+from distap.data.sampling import RandomSampling
 from distap.data.transforms import Augmentation, evaluation_transform, training_transform
 from distap.stopwatch import Stopwatch
 

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distap.data.plan import Classes, PByKSampling, Plan, RandomSampling
+from distap.data.plan import Classes, Plan
+from distap.data.sampling import PByKSampling, RandomSampling
 from distap.errors import DistapError
 
 LABELS = np.array([c for c in range(40) for _ in range(1 + c % 7)])

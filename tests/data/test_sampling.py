@@ -1,0 +1,223 @@
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from distap.data.plan import Classes, Plan
+from distap.data.sampling import SAMPLING, ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
+from distap.errors import DistapError
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=9)
+
+
+def labels_of(sizes):
+    """Labels of classes of these sizes, mixed."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    return labels[np.random.default_rng(len(labels)).permutation(len(labels))]
+
+
+def by_classes(sizes, batch_size, seed=0):
+    return Plan(Classes(labels_of(sizes)), ClassesSampling(batch_size=batch_size), seed)
+
+
+@st.composite
+def plans_by_classes(draw):
+    sizes = draw(SIZES.filter(lambda sizes: sum(sizes) >= 2 * len(sizes)))
+    return by_classes(sizes, draw(st.integers(2 * len(sizes), sum(sizes))), draw(st.integers(0, 3)))
+
+
+def even_shares(sizes, total):
+    """One image at a time to the class that has been given fewest, while it has any left."""
+    given = [0] * len(sizes)
+    for _ in range(total):
+        label = min((c for c in range(len(sizes)) if given[c] < sizes[c]), key=lambda c: given[c])
+        given[label] += 1
+    return sorted(given)
+
+
+@given(plan=plans_by_classes(), step=st.integers(0, 100))
+def test_by_classes_every_class_gives_as_even_a_share_as_can_be(plan, step):
+    batch = plan.batch(step)
+    sizes = plan.classes.sizes.tolist()
+    taken = np.bincount(plan.classes.labels[batch], minlength=len(sizes))
+    assert len(batch) == len(set(batch.tolist())) == plan.size
+    assert sorted(taken.tolist()) == even_shares(sizes, plan.size)
+    assert all(count >= min(2, size) for count, size in zip(taken, sizes, strict=True))
+
+
+@given(plan=plans_by_classes())
+def test_by_classes_every_image_of_a_class_is_used_before_any_is_used_again(plan):
+    used = Counter()
+    for step in range(40):
+        used.update(plan.batch(step).tolist())
+        for label in range(plan.classes.count):
+            uses = [used[sample] for sample in plan.classes.samples(label).tolist()]
+            assert max(uses) - min(uses) <= 1
+
+
+def test_by_classes_the_larger_share_goes_round():
+    plan = by_classes([12, 12, 3, 12, 12], 17)  # shares of 3 and 4, where there are 4
+    taken = sum(np.bincount(plan.classes.labels[plan.batch(step)]) for step in range(8))
+    assert taken.tolist() == [28, 28, 24, 28, 28]
+
+
+def test_by_classes_the_order_within_a_large_class_is_new_each_turn():
+    plan = by_classes([12, 12, 12], 9)
+    turns = [tuple(s for b in range(t, t + 4) for s in plan.batch(b).tolist()) for t in (0, 4, 8)]
+    assert len({frozenset(turn) for turn in turns}) == 1
+    assert len(set(turns)) == 3
+
+
+def super_labels(groups):
+    """Classes over super-categories: for each group, the sizes of its classes."""
+    sizes = [size for group in groups for size in group]
+    names = [f"group-{number}" for number, group in enumerate(groups) for _ in group]
+    return Classes(labels_of(sizes), names)
+
+
+@st.composite
+def plans_within_pairs(draw):
+    groups = draw(st.lists(st.lists(st.integers(1, 6), min_size=4, max_size=12), min_size=2, max_size=5))
+    groups = [[2, 3, *group] for group in groups]  # so that each has two classes with pairs
+    sampling = SuperPByKSampling(classes=draw(st.integers(2, 4)), images=draw(st.integers(2, 4)))
+    try:
+        return Plan(super_labels(groups), sampling, draw(st.integers(0, 3)))
+    except DistapError:
+        reject()
+
+
+def available(plan, group):
+    return int(np.minimum(plan.classes.sizes[plan.classes.by_group[group]], plan.sampling.images).sum())
+
+
+def groups_in(plan, batch):
+    return Counter(plan.classes.groups[plan.classes.labels[batch]].tolist())
+
+
+@given(plan=plans_within_pairs(), step=st.integers(0, 60))
+def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_there_are_as_many(plan, step):
+    batch = plan.batch(step)
+    assert len(batch) == len(set(batch.tolist())) == plan.size
+    counts = groups_in(plan, batch)
+    assert len(counts) == 2
+    taken = np.bincount(plan.classes.labels[batch], minlength=plan.classes.count)
+    assert taken.max() <= plan.sampling.images
+    assert not taken[plan.classes.sizes == 1].any()
+    names = np.unique(plan.classes.groups).tolist()
+    least = plan.sampling.classes // 2 * plan.sampling.images
+    for name, count in counts.items():
+        assert count >= min(least, available(plan, names.index(name)))
+
+
+@given(plan=plans_within_pairs())
+def test_an_epoch_of_pairs_has_each_pair_that_can_fill_a_batch_once(plan):
+    steps = plan.sampling.steps_per_epoch(plan.classes)
+    for epoch in range(2):
+        pairs = {frozenset(groups_in(plan, plan.batch(epoch * steps + turn))) for turn in range(steps)}
+        assert len(pairs) == steps
+
+
+def test_the_classes_of_a_super_category_have_their_turn_one_after_the_other():
+    plan = Plan(super_labels([[4] * 8, [4] * 8, [4] * 8]), SuperPByKSampling(classes=4, images=4), 0)
+    batches = [set(plan.classes.labels[plan.batch(step)].tolist()) for step in range(6)]
+    of_first = [{label for label in batch if label < 8} for batch in batches]
+    turns = [labels for labels in of_first if labels]
+    assert len(turns) == 4  # each super-category is in two of an epoch's three pairs
+    assert set.union(*turns) == set(range(8))
+
+
+ALL = [
+    RandomSampling(batch_size=24),
+    ClassesSampling(batch_size=24),
+    PByKSampling(classes=6, images=4),
+    SuperPByKSampling(classes=6, images=4),
+]
+
+
+def mixed_plan(sampling, seed=0):
+    return Plan(super_labels([[3, 4, 9, 5], [2, 7, 6, 5], [4, 4, 8, 8]]), sampling, seed)
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=lambda sampling: sampling.name)
+def test_every_sampling_is_a_function_of_seed_and_step_alone(sampling):
+    in_order = [mixed_plan(sampling).batch(step) for step in range(30)]
+    one_plan = mixed_plan(sampling)
+    backwards = [one_plan.batch(step) for step in reversed(range(30))][::-1]
+    assert all(np.array_equal(a, b) for a, b in zip(in_order, backwards, strict=True))
+    assert any(not np.array_equal(a, mixed_plan(sampling, 1).batch(s)) for s, a in enumerate(in_order))
+    assert all(not np.array_equal(a, b) for a, b in pairwise(in_order))
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=lambda sampling: sampling.name)
+def test_stand_ins_of_every_sampling_are_of_the_class_and_of_one_slot_only(sampling):
+    plan = mixed_plan(sampling)
+    for step in range(10):
+        batch = plan.batch(step)
+        offered = [plan.stand_ins(step, slot).tolist() for slot in range(24)]
+        everything = [sample for some in offered for sample in some]
+        assert len(everything) == len(set(everything))
+        assert not set(everything) & set(batch.tolist())
+        for slot, some in enumerate(offered):
+            assert all(plan.classes.labels[sample] == plan.classes.labels[batch[slot]] for sample in some)
+
+
+def test_these_plans_never_change_either():
+    """A training that goes on with a newer distap, numpy or machine must see the same batches."""
+    classes = Classes(np.repeat(np.arange(6), 7), [*"aabbcc"])
+    assert Plan(classes, ClassesSampling(batch_size=14), 0).batch(9).tolist() == [
+        1,
+        3,
+        2,
+        13,
+        12,
+        15,
+        14,
+        26,
+        21,
+        28,
+        30,
+        33,
+        36,
+        39,
+    ]
+    assert Plan(classes, SuperPByKSampling(classes=4, images=3), 0).batch(9).tolist() == [
+        19,
+        16,
+        15,
+        25,
+        23,
+        26,
+        39,
+        38,
+        35,
+        34,
+        29,
+        30,
+    ]
+
+
+def test_the_registry_has_each_sampling_by_its_name():
+    assert {name: SAMPLING[name]().name for name in SAMPLING} == {name: name for name in SAMPLING}
+
+
+@pytest.mark.parametrize(
+    ("classes", "sampling", "message"),
+    [
+        (labels_of([5] * 8), ClassesSampling(batch_size=15), "8 classes: set it to 16 or more, or choose p_by_k"),
+        (labels_of([1] * 7), ClassesSampling(batch_size=14), "the data set has only 7 images"),
+        (labels_of([5] * 8), SuperPByKSampling(), "the index has 0, and 8 classes without"),
+        (super_labels([[3, 3], [4, 4]]), SuperPByKSampling(classes=1, images=4), "classes of at least 2"),
+        (super_labels([[3, 3]]), SuperPByKSampling(classes=2, images=2), "the index has 1, and 0 classes without"),
+        (
+            super_labels([[3, 3], [4, 4]]),
+            SuperPByKSampling(classes=4, images=4),
+            r"4 classes x 4 images = 16 a batch .* 'group-0' has only 6, and with no other one enough",
+        ),
+    ],
+)
+def test_what_a_data_set_cannot_give_is_refused(classes, sampling, message):
+    with pytest.raises(DistapError, match=message):
+        Plan(classes if isinstance(classes, Classes) else Classes(classes), sampling, 0)
