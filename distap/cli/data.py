@@ -14,6 +14,7 @@ fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_ar
 data.add_typer(fetch, name="fetch")
 
 SHARDS = Annotated[Path, typer.Argument(help="Folder of WebDataset shards.", show_default=False)]
+WORKERS = Annotated[int | None, typer.Option(help="Processes that work.", min=1, show_default="one a core")]
 
 
 @fetch.command("emoji")
@@ -44,16 +45,45 @@ def pack(
         typer.Argument(help="A folder with a sub-folder a class, or a CSV of path,label.", show_default=False),
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.", show_default=False)],
-    images_per_shard: Annotated[int, typer.Option(help="Images in a shard.", min=1)] = 1000,
+    images_per_shard: Annotated[int, typer.Option(help="Images in a shard, at most.", min=1)] = 1000,
+    max_shard_mb: Annotated[
+        float | None, typer.Option(help="Size of a shard, at most, megabytes.", min=0.001, show_default="no limit")
+    ] = None,
+    shuffle: Annotated[
+        int | None,
+        typer.Option(
+            help="Seed of a random order; streamed reading needs classes mixed, reading by the index does not.",
+            min=0,
+            show_default="as listed, class by class",
+        ),
+    ] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Decode every image to find damage, instead of reading its header only.")
+    ] = False,
+    workers: WORKERS = None,
 ) -> None:
     """Pack images into WebDataset tar shards with an index beside them.
 
-    In a CSV, paths are relative to the file and labels are integers. Damaged images are left out and listed.
+    A CSV has the columns path,label or path,class (said by its first line) and may have a third, group, the
+    super-category of the class; paths are relative to the file, labels are integers, classes are any names. Images
+    are packed byte for byte. Damaged ones are left out and listed. After an interruption or a full disk the same
+    command goes on from the shards that are whole.
     """
     from distap.data.packing import pack as pack_images
+    from distap.data.parallel import usable_cores
     from distap.telemetry.terminal import track
 
-    _say_indexed(output, *pack_images(source, output, images_per_shard, track))
+    index, skipped = pack_images(
+        source,
+        output,
+        images_per_shard,
+        track,
+        max_shard_bytes=None if max_shard_mb is None else int(max_shard_mb * 1e6),
+        shuffle=shuffle,
+        decode=decode,
+        workers=workers or usable_cores(),
+    )
+    _say_indexed(output, index, skipped)
 
 
 @data.command("index")

@@ -8,8 +8,6 @@ from PIL import Image
 
 from distap.data.index import load_index
 from distap.data.indexing import index_shards
-from distap.data.packing import pack
-from distap.data.reading import Reader
 from distap.errors import DistapError
 
 
@@ -27,27 +25,6 @@ def write_tar(path, members):
             tar.addfile(info, io.BytesIO(data))
 
 
-def test_packing_keeps_every_image_and_its_class(shards, image_folder):
-    index = load_index(shards)
-    reader = Reader(shards, index)
-    assert index.class_name.tolist() == ["apple", "bear", "car"]
-    assert np.bincount(index.label).tolist() == [4, 3, 2]
-    files = sorted(image_folder.rglob("*.png"))
-    assert [reader.data(sample) for sample in range(len(index))] == [file.read_bytes() for file in files]
-    assert set(zip(index.width.tolist(), index.height.tolist(), strict=True)) == {(24, 24)}
-
-
-# webdataset leaves the files that it reads to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_plain_webdataset_reads_our_shards(shards):
-    index = load_index(shards)
-    tars = [str(shards / name) for name in index.shard_name]
-    samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode("pil"))
-    assert [sample["__key__"] for sample in samples] == index.key.tolist()
-    assert [sample["cls"] for sample in samples] == index.label.tolist()
-    assert all(sample["png"].size == (24, 24) for sample in samples)
-
-
 def test_shards_that_webdataset_writes_are_indexed(tmp_path):
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         for number in range(3):
@@ -57,72 +34,6 @@ def test_shards_that_webdataset_writes_are_indexed(tmp_path):
     assert index.class_name.tolist() == ["0", "5", "10"]
     assert index.label.tolist() == [0, 1, 2]
     assert not skipped
-
-
-def test_packing_twice_gives_the_same_fingerprint(tmp_path, image_folder):
-    first, _ = pack(image_folder, tmp_path / "a")
-    again, _ = pack(image_folder, tmp_path / "b")
-    other, _ = pack(image_folder, tmp_path / "c", images_per_shard=2)
-    assert first.fingerprint == again.fingerprint != other.fingerprint
-    assert load_index(tmp_path / "a").fingerprint == first.fingerprint
-
-
-def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
-    table = image_folder / "list.csv"
-    table.write_text("path,label\napple/0.png,10\napple/1.png,9\ncar/0.png,9\n")
-    index, _ = pack(table, tmp_path / "out")
-    assert [index.class_name[label] for label in index.label] == ["10", "9", "9"]
-    assert index.class_name.tolist() == ["9", "10"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("apple/0.png,cat", r"line 2: label 'cat' is no integer"),
-        ("apple/0.png,-1", r"line 2: label '-1' is no integer"),
-        ("apple/0.png", r"line 2: 1 columns, expected two"),
-        ("apple/99.png,1", r"line 2: no such image: .*99.png"),
-    ],
-)
-def test_a_wrong_line_of_a_csv_is_named(tmp_path, image_folder, line, message):
-    table = image_folder / "list.csv"
-    table.write_text(f"path,label\n{line}\n")
-    with pytest.raises(DistapError, match=message):
-        pack(table, tmp_path / "out")
-
-
-def test_damaged_images_are_left_out_and_listed(tmp_path, image_folder):
-    (image_folder / "apple" / "0.png").write_bytes(b"no image")
-    index, skipped = pack(image_folder, tmp_path / "out")
-    assert len(index) == 8
-    assert [s.name.endswith("apple/0.png") for s in skipped] == [True]
-
-
-def test_an_empty_source_is_an_error(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DistapError, match="empty: the data set is empty"):
-        pack(tmp_path / "empty", tmp_path / "out")
-    with pytest.raises(DistapError, match="missing: no such folder"):
-        pack(tmp_path / "missing", tmp_path / "out")
-
-
-def test_nothing_is_packed_over(tmp_path, image_folder, shards):
-    with pytest.raises(DistapError, match="there is something already"):
-        pack(image_folder, shards)
-
-
-def test_an_interrupted_packing_leaves_nothing_that_looks_whole(tmp_path, image_folder):
-    def interrupt(items, description, total):
-        for item in items:
-            if description.startswith("packing"):
-                raise KeyboardInterrupt
-            yield item
-
-    with pytest.raises(KeyboardInterrupt):
-        pack(image_folder, tmp_path / "out", track=interrupt)
-    assert not (tmp_path / "out").exists()
-    index, _ = pack(image_folder, tmp_path / "out")
-    assert len(index) == 9
 
 
 @pytest.mark.parametrize(

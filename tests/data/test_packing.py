@@ -1,0 +1,393 @@
+import fcntl
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import textwrap
+
+import numpy as np
+import pytest
+import webdataset
+from conftest import write_images
+from PIL import Image
+
+from distap.data.index import load_index
+from distap.data.packing import pack, pack_images
+from distap.data.reading import Reader
+from distap.data.sources import ImageFile, list_images
+from distap.errors import DistapError
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def keys_and_files(folder):
+    """What plain tarfile finds in the shards: (key, class number, image bytes)."""
+    found = []
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            files = {member.name: tar.extractfile(member).read() for member in tar}
+        for name, data in files.items():
+            if not name.endswith(".cls"):
+                key = name.partition(".")[0]
+                found.append((key, int(files[f"{key}.cls"]), data))
+    return found
+
+
+def interrupted(at):
+    """A Track that is interrupted, as by Ctrl-C, after `at` shards."""
+
+    def track(items, description, total):
+        for number, item in enumerate(items):
+            if description.startswith("packing") and number == at:
+                raise KeyboardInterrupt
+            yield item
+
+    return track
+
+
+def test_packing_keeps_every_image_and_its_class(shards, image_folder):
+    index = load_index(shards)
+    reader = Reader(shards, index)
+    assert index.class_name.tolist() == ["apple", "bear", "car"]
+    assert np.bincount(index.label).tolist() == [4, 3, 2]
+    files = sorted(image_folder.rglob("*.png"))
+    assert [reader.data(sample) for sample in range(len(index))] == [file.read_bytes() for file in files]
+    assert set(zip(index.width.tolist(), index.height.tolist(), strict=True)) == {(24, 24)}
+
+
+# webdataset leaves the files that it reads to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_plain_webdataset_reads_our_shards(shards):
+    index = load_index(shards)
+    tars = [str(shards / name) for name in index.shard_name]
+    samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode("pil"))
+    assert [sample["__key__"] for sample in samples] == index.key.tolist()
+    assert [sample["cls"] for sample in samples] == index.label.tolist()
+    assert all(sample["png"].size == (24, 24) for sample in samples)
+
+
+def test_packing_twice_gives_the_same_fingerprint(tmp_path, image_folder):
+    first, _ = pack(image_folder, tmp_path / "a")
+    again, _ = pack(image_folder, tmp_path / "b")
+    other, _ = pack(image_folder, tmp_path / "c", images_per_shard=2)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert load_index(tmp_path / "a").fingerprint == first.fingerprint
+
+
+def test_the_number_of_workers_changes_no_byte(tmp_path, image_folder):
+    (image_folder / "bear" / "1.png").write_bytes(b"no image")
+    _, skipped = pack(image_folder, tmp_path / "one", images_per_shard=2, shuffle=3)
+    for workers in (2, 3):
+        output = tmp_path / f"{workers}"
+        assert pack(image_folder, output, images_per_shard=2, shuffle=3, workers=workers)[1] == skipped
+        assert contents(output) == contents(tmp_path / "one")
+
+
+def test_groups_of_classes_are_kept(tmp_path, image_folder):
+    images = [
+        ImageFile(path, path.parent.name, {"apple": "food", "bear": "animal"}.get(path.parent.name, ""))
+        for path in sorted(image_folder.rglob("*.png"))
+    ]
+    index, _ = pack_images(images, tmp_path / "out")
+    assert (tmp_path / "out" / "classes.txt").read_text() == "apple\tfood\nbear\tanimal\ncar\n"
+    assert index.class_group.tolist() == ["food", "animal", ""]
+    with pytest.raises(DistapError, match=r"1\.png: class 'apple' is in group 'tool', but in 'food' before"):
+        pack_images([images[0], ImageFile(images[1].path, "apple", "tool")], tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x85b", " a", "a\udcff", ""])
+def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name):
+    with pytest.raises(DistapError, match="name"):
+        pack_images([ImageFile(image_folder / "apple" / "0.png", name)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
+    table = image_folder / "list.csv"
+    table.write_text("path,label\napple/0.png,10\napple/1.png,9\ncar/0.png,009\n")
+    index, _ = pack(table, tmp_path / "out")
+    assert [index.class_name[label] for label in index.label] == ["10", "9", "9"]
+    assert index.class_name.tolist() == ["9", "10"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("apple/0.png,3\n\ncar/0.png,1\n", [("3", ""), ("1", "")]),
+        ("apple/0.png,3,food\ncar/0.png,1,\n", [("3", "food"), ("1", "")]),
+        ("path,class\napple/0.png,an apple\ncar/0.png,1\n", [("an apple", ""), ("1", "")]),
+        ('\ufeffpath, class, group\napple/0.png,"a, b",food\ncar/0.png,c,\n', [("a, b", "food"), ("c", "")]),
+    ],
+)
+def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
+    table = image_folder / "list.csv"
+    table.write_text(text, encoding="utf-8")
+    assert [(image.class_name, image.group) for image in list_images(table)] == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("apple/0.png,cat", r"line 2: label 'cat' is no integer .*path,class allows any names"),
+        ("apple/0.png,-1", r"line 2: label '-1' is no integer"),
+        ("apple/0.png", r"line 2: 1 columns, expected 2: path,label"),
+        ("apple/0.png,1,food", r"line 2: 3 columns, expected 2: path,label"),
+        ("apple/99.png,1", r"line 2: no such image: .*99.png"),
+        ("apple/0.png,1\napple/0.png,2", r"line 3: .*0\.png is on line 2 already"),
+        ("apple/\0.png,1", r"line 2: "),
+        ('"apple/0.png,1', r"line 3: not a CSV file"),
+        ("apple/0.png,\udcff", r"line \d: not a CSV file in UTF-8"),
+    ],
+)
+def test_a_wrong_line_of_a_csv_is_named(tmp_path, image_folder, line, message):
+    table = image_folder / "list.csv"
+    table.write_text(f"path,label\n{line}\n", encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(DistapError, match=message):
+        pack(table, tmp_path / "out")
+
+
+def test_shards_keep_to_the_size_that_they_may_have(tmp_path):
+    images = write_images(tmp_path / "images", {"a": 9}, size=80)
+    limit = 3 * max(path.stat().st_size for path in images.rglob("*.png"))
+    pack(images, tmp_path / "out", max_shard_bytes=limit)
+    sizes = [shard.stat().st_size for shard in sorted((tmp_path / "out").glob("*.tar"))]
+    assert len(sizes) == 5
+    assert all(size <= limit + tarfile.RECORDSIZE for size in sizes)
+    pack(images, tmp_path / "single", max_shard_bytes=1)
+    assert len(list((tmp_path / "single").glob("*.tar"))) == 9
+
+
+def test_shuffling_mixes_classes_and_loses_nothing(tmp_path):
+    images = write_images(tmp_path / "images", {"a": 8, "b": 8})
+    for name, options in {"listed": {}, "mixed": {"shuffle": 1}, "again": {"shuffle": 1}}.items():
+        pack(images, tmp_path / name, images_per_shard=8, **options)
+    listed, mixed = (keys_and_files(tmp_path / name) for name in ("listed", "mixed"))
+    assert sorted(entry[1:] for entry in listed) == sorted(entry[1:] for entry in mixed)
+    assert {label for _, label, _ in listed[:8]} == {0}
+    assert {label for _, label, _ in mixed[:8]} == {0, 1}
+    assert contents(tmp_path / "mixed") == contents(tmp_path / "again")
+
+
+def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_folder):
+    (image_folder / "apple" / "0.png").write_bytes(b"no image")
+    whole = (image_folder / "apple" / "1.png").read_bytes()
+    (image_folder / "apple" / "1.png").write_bytes(whole[:-200])
+    index, skipped = pack(image_folder, tmp_path / "headers")
+    assert len(index) == 8
+    assert [(s.name, s.reason.partition(":")[0]) for s in skipped] == [
+        (str(image_folder / "apple" / "0.png"), "decode_error")
+    ]
+    index, skipped = pack(image_folder, tmp_path / "decoded", decode=True)
+    assert len(index) == 7
+    assert [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped] == [
+        ("0.png", "decode_error"),
+        ("1.png", "truncated"),
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_class_without_a_sound_image_gets_no_number(tmp_path, image_folder, workers):
+    (image_folder / "aardvark").mkdir()
+    (image_folder / "aardvark" / "0.png").write_bytes(b"no image")
+    index, skipped = pack(image_folder, tmp_path / "out", images_per_shard=3, workers=workers)
+    assert len(skipped) == 1
+    assert index.class_name.tolist() == ["apple", "bear", "car"]
+    assert [label for _, label, _ in keys_and_files(tmp_path / "out")] == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    shutil.rmtree(image_folder / "aardvark")
+    pack(image_folder, tmp_path / "without", images_per_shard=3)
+    assert contents(tmp_path / "out") == contents(tmp_path / "without")
+
+
+def test_a_shard_without_a_sound_image_leaves_no_gap(tmp_path, image_folder):
+    for number in (0, 1):
+        (image_folder / "apple" / f"{number}.png").write_bytes(b"no image")
+    index, skipped = pack(image_folder, tmp_path / "out", images_per_shard=2)
+    assert len(skipped) == 2
+    assert index.shard_name.tolist() == [f"{number:06d}.tar" for number in range(4)]
+
+
+def test_a_source_without_a_sound_image_is_an_error(tmp_path, image_folder):
+    for path in image_folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(DistapError, match=r"none of the 9 images can be read; first: .*apple/0\.png: decode_error"):
+        pack(image_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_source_is_an_error(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DistapError, match="empty: the data set is empty"):
+        pack(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(DistapError, match="missing: no such folder"):
+        pack(tmp_path / "missing", tmp_path / "out")
+    with pytest.raises(DistapError, match="there are no images"):
+        pack_images([], tmp_path / "out")
+
+
+def test_nothing_is_packed_over(image_folder, shards):
+    before = contents(shards)
+    with pytest.raises(DistapError, match="there is something already"):
+        pack(image_folder, shards)
+    assert contents(shards) == before
+
+
+def test_an_image_that_vanishes_is_named(tmp_path, image_folder):
+    images = list_images(image_folder)
+    images[3].path.unlink()
+    with pytest.raises(DistapError, match=r"apple/3\.png: the image cannot be read: No such file"):
+        pack_images(images, tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupted_packing_goes_on_from_its_whole_shards(tmp_path, image_folder, workers):
+    pack(image_folder, tmp_path / "straight", images_per_shard=2)
+    with pytest.raises(KeyboardInterrupt):
+        pack(image_folder, tmp_path / "out", images_per_shard=2, track=interrupted(at=3), workers=workers)
+    assert not (tmp_path / "out").exists()
+    aside = tmp_path / ".out.packing" / "shards"
+    before = {path.name: path.stat().st_mtime_ns for path in aside.glob("*.tar")}
+    assert len(before) >= 3
+    assert not list(aside.glob("*.part"))
+    pack(image_folder, tmp_path / "out", images_per_shard=2, workers=workers)
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    assert before.items() <= after.items()
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+    assert not (tmp_path / ".out.packing").exists()
+
+
+@pytest.mark.parametrize("change", ["image", "label", "layout", "plan", "record"])
+def test_what_an_interruption_left_of_another_list_is_not_used(tmp_path, image_folder, change):
+    table = image_folder / "list.csv"
+    lines = [
+        f"{path.relative_to(image_folder)},{n % 3}" for n, path in enumerate(sorted(image_folder.rglob("*.png")))
+    ]
+    table.write_text("\n".join(lines))
+    layout = {"images_per_shard": 2}
+    with pytest.raises(KeyboardInterrupt):
+        pack(table, tmp_path / "out", track=interrupted(at=3), **layout)
+    aside = tmp_path / ".out.packing"
+    if change == "image":
+        path = image_folder / "apple" / "0.png"
+        Image.new("RGB", (8, 8)).save(path)
+        os.utime(path, ns=(1, 1))
+    elif change == "label":
+        table.write_text("\n".join(["apple/0.png,2", *lines[1:]]))
+    elif change == "layout":
+        layout = {"images_per_shard": 3}
+    elif change == "plan":
+        (aside / "plan.json").write_text("[]")
+    else:
+        (aside / "records" / "000001.json").write_text('{"images": 2}')
+    pack(table, tmp_path / "out", **layout)
+    pack(table, tmp_path / "straight", **layout)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_a_shard_that_reads_back_otherwise_is_found_and_written_again(tmp_path, image_folder):
+    with pytest.raises(KeyboardInterrupt):
+        pack(image_folder, tmp_path / "out", images_per_shard=3, track=interrupted(at=2))
+    shard = tmp_path / ".out.packing" / "shards" / "000001.tar"
+    data = bytearray(shard.read_bytes())
+    at = data.index(b"IDAT") + 20
+    data[at] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DistapError, match=r"000001\.tar: reads back otherwise than it was written"):
+        pack(image_folder, tmp_path / "out", images_per_shard=3)
+    assert not (tmp_path / "out").exists()
+    pack(image_folder, tmp_path / "out", images_per_shard=3)
+    pack(image_folder, tmp_path / "straight", images_per_shard=3)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_two_packings_of_one_output_do_not_mix(tmp_path, image_folder):
+    aside = tmp_path / ".out.packing"
+    aside.mkdir()
+    with (aside / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DistapError, match="another process is packing there"):
+            pack(image_folder, tmp_path / "out")
+    pack(image_folder, tmp_path / "out")
+
+
+PACKER = """
+    import os, signal, sys
+    from pathlib import Path
+    from distap.data.packing import pack
+
+    def track(items, description, total):
+        for number, item in enumerate(items):
+            if description.startswith("packing") and number == 2:
+                # Ctrl-C reaches every process of the terminal.
+                send = os.killpg if sys.argv[3] == "SIGINT" else os.kill
+                send(os.getpid(), signal.Signals[sys.argv[3]])
+            yield item
+
+    if __name__ == "__main__":
+        pack(Path(sys.argv[1]), Path(sys.argv[2]), images_per_shard=1, workers=2, track=track)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+def test_a_packing_that_is_stopped_leaves_no_process_and_nothing_that_looks_whole(tmp_path, image_folder, name):
+    script = tmp_path / "packer.py"
+    script.write_text(textwrap.dedent(PACKER))
+    command = [sys.executable, str(script), str(image_folder), str(tmp_path / "out"), name]
+    # Every process inherits the pipe: reading it to its end waits until the last one is gone.
+    stopped = subprocess.run(command, start_new_session=True, capture_output=True, timeout=60)
+    assert stopped.returncode == -signal.Signals[name]
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / ".out.packing" / "shards").glob("*.tar"))
+    pack(image_folder, tmp_path / "out", images_per_shard=1)
+    pack(image_folder, tmp_path / "straight", images_per_shard=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 128 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_named_and_packing_goes_on_once_there_is_space(tmp_path, small_disk, workers):
+    images = write_images(tmp_path / "images", {"a": 6, "b": 6}, size=60)
+    pack(images, tmp_path / "straight", images_per_shard=2)
+    with pytest.raises(DistapError, match=r"small/\.out\.packing: No space left on device; .* whole are kept"):
+        pack(images, small_disk / "out", images_per_shard=2, workers=workers)
+    assert not (small_disk / "out").exists()
+    kept = {p.name: p.stat().st_mtime_ns for p in (small_disk / ".out.packing" / "shards").glob("*.tar")}
+    assert kept
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    pack(images, small_disk / "out", images_per_shard=2, workers=workers)
+    assert kept.items() <= {p.name: p.stat().st_mtime_ns for p in (small_disk / "out").glob("*.tar")}.items()
+    assert contents(small_disk / "out") == contents(tmp_path / "straight")
+
+
+def test_a_mount_point_is_refused_before_any_work(image_folder, small_disk):
+    with pytest.raises(DistapError, match="the root of a file system"):
+        pack(image_folder, small_disk)
+
+
+def test_packing_takes_what_pillow_reads_under_any_suffix_case(tmp_path):
+    folder = tmp_path / "images" / "a" / "deeper"
+    folder.mkdir(parents=True)
+    for name, kind in {"x.JPG": "JPEG", "y.webp": "WEBP", "z.tiff": "TIFF"}.items():
+        buffer = io.BytesIO()
+        Image.new("RGB", (5, 4)).save(buffer, kind)
+        (folder / name).write_bytes(buffer.getvalue())
+    (folder / "notes.txt").write_text("no image")
+    (folder / "folder.png").mkdir()
+    index, skipped = pack(tmp_path / "images", tmp_path / "out")
+    assert index.key.tolist() == ["00000000-x", "00000001-y", "00000002-z"]
+    assert not skipped
