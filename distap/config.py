@@ -155,6 +155,9 @@ class StepSection(Section):
         None, description="bytes that ranking may use beside the descriptors; none takes what suits the device"
     )
     max_replay_drift: PositiveFloat = Field(1e-3, description="greatest difference between an image's descriptors")
+    max_not_finite: PositiveInt = Field(
+        5, description="steps in a row with a loss or gradient that is not finite, after which training stops"
+    )
 
 
 class OptimizerSection(Section):
@@ -175,6 +178,15 @@ class CheckpointSection(Section):
 
     every: PositiveInt = Field(100, description="steps between checkpoints; the last step always has one")
     keep: PositiveInt = Field(2, description="checkpoints that stay, the newest")
+    keep_best: bool = Field(True, description="the one with the highest validation mAP stays as well")
+
+
+class StopSection(Section):
+    """What happens on SIGTERM or SIGINT: all ranks finish the step, write a checkpoint and leave."""
+
+    grace_seconds: PositiveFloat = Field(
+        300, description="from the signal to the end of the process, whatever it does; less than the scheduler gives"
+    )
 
 
 class EvaluationSection(Section):
@@ -209,6 +221,7 @@ class Recipe(Section):
     step: StepSection = StepSection()
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    stop: StopSection = StopSection()
     evaluation: EvaluationSection = EvaluationSection()
     metrics: MetricsSection = MetricsSection()
 

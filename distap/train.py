@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from distap.errors import DistapError
+from distap.exits import FAILED, FINISHED, MISTAKE, record_outcome
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 OVERRIDES = Annotated[
@@ -18,7 +19,9 @@ OVERRIDES = Annotated[
 def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     """Train on this process's rank: alone, or as one of those that torchrun starts.
 
-    The run goes on from its newest checkpoint where it has one.
+    The run goes on from its newest checkpoint where it has one. Asked to stop by SIGTERM or SIGINT, it finishes the
+    step, writes a checkpoint and leaves with status 75: start it again. Other statuses: 0 all steps are done, 2 a
+    mistake that needs a person, 1 a failure.
     """
     # Imported here, so that --help does not wait for torch.
     from distap.config import load_recipe
@@ -29,18 +32,27 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     recipe = load_recipe(config, overrides or [])
     with joined_world(recipe.timeout_seconds) as world:
         set_up_logging(world.rank)
-        Trainer(recipe, world).train()
+        status = Trainer(recipe, world).train()
+    sys.exit(status)
 
 
 def run(command: typer.Typer, name: str) -> None:
     """Run the command line called `name`; an error that is meant for a person is printed, with exit status 2."""
+    status = FAILED
     try:
         command(prog_name=name)
+        status = FINISHED
     except DistapError as error:
         from rich.console import Console
 
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False, style="red")
-        sys.exit(2)
+        status = MISTAKE
+        sys.exit(status)
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else FINISHED if leaving.code is None else FAILED
+        raise
+    finally:
+        record_outcome(status)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from conftest import write_images
 from ranks import on_ranks
 
-from distap.checkpoint import list_checkpoints, load_checkpoint
+from distap.checkpoint import find_checkpoint, list_checkpoints
 from distap.config import Recipe, recipe_from
 from distap.data.index import load_index
 from distap.data.packing import pack
@@ -56,7 +56,7 @@ def losses(run):
 
 
 def parameters(run):
-    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["engine"]["network"]
+    return find_checkpoint(run).tensors("network.")
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_memory_is_restored_with_the_checkpoint(tmp_path, training_shards):
     whole, resumed, without = tmp_path / "whole", tmp_path / "resumed", tmp_path / "without"
     train(World(), whole, training_shards, **WITH_MEMORY)
     checkpoint = Path("checkpoints") / "step-00000004"
-    assert len(load_checkpoint(whole / checkpoint)["memory"]["labels"]) == 50
+    assert len(find_checkpoint(whole / checkpoint).tensors("memory.")["memory.labels"]) == 50
     shutil.copytree(whole / checkpoint, resumed / checkpoint)
     train(World(), resumed, training_shards, **WITH_MEMORY)
     assert losses(resumed) == losses(whole)[4:]
@@ -164,19 +164,26 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, training_shards):
         train(World(), tmp_path, training_shards[::-1], steps=2)
 
 
-def test_a_corrupt_checkpoint_is_an_error_that_names_it(tmp_path, training_shards):
-    train(World(), tmp_path, training_shards, steps=1)
-    state = tmp_path / "checkpoints" / "step-00000001" / "state.pt"
+def test_a_damaged_checkpoint_is_passed_over_and_kept_under_another_name(tmp_path, training_shards, caplog):
+    train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
+    whole = parameters(tmp_path)
+    state = tmp_path / "checkpoints" / "step-00000004" / "__0_0.distcp"
     state.write_bytes(state.read_bytes()[:-1])
-    with pytest.raises(DistapError, match=r"step-00000001: corrupt checkpoint"):
-        train(World(), tmp_path, training_shards, steps=2)
+    caplog.clear()
+    train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
+    assert "step-00000004: damaged checkpoint: __0_0.distcp is not the file that was written" in caplog.text
+    assert f"going on from {tmp_path / 'checkpoints' / 'step-00000002'}" in caplog.text
+    assert all(torch.equal(whole[name], again) for name, again in parameters(tmp_path).items())
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["damaged-step-00000004", "step-00000002", "step-00000004"]
 
 
 def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
     train(World(), tmp_path, training_shards, steps=1, model__projection=8)
     loaded, network = trained_network(tmp_path, World())
     assert loaded.model.projection == 8
-    assert all(torch.equal(value, parameters(tmp_path)[name]) for name, value in network.state_dict().items())
+    saved = parameters(tmp_path)
+    assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
 
 
 def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_shards):

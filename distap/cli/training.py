@@ -39,6 +39,7 @@ def eval_command(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A run folder, or one of its checkpoints, to evaluate instead.")
     ] = None,
+    best: Annotated[bool, typer.Option(help="With a run folder: its best checkpoint, not its newest.")] = False,
     data: Annotated[
         Path | None, typer.Option(help="Folder of shards; by default the recipe's validation set.")
     ] = None,
@@ -61,7 +62,7 @@ def eval_command(
     with joined_world() as world:
         set_up_logging(world.rank)
         if checkpoint is not None:
-            recipe, network = trained_network(checkpoint, world)
+            recipe, network = trained_network(checkpoint, world, best)
         else:
             assert config is not None
             recipe = load_recipe(config, overrides or [])

@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -91,14 +97,27 @@ class DDPEngine:
         """Forget the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Network and optimiser, the same on every rank."""
-        return {"network": self.network.state_dict(), "optimizer": self._optimizer.state_dict()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Network and optimiser by the names of their parameters, the same on every rank."""
+        state = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
+        if self._optimizer.state:  # none before the first update
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            optimizer: dict[str, Any] = dict(get_optimizer_state_dict(self.network, self._optimizer, options=options))
+            # Its settings are the recipe's, and the rate is given with every update.
+            state |= {f"optimizer.{name}": value for name, value in optimizer.items() if isinstance(value, Tensor)}
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.network.load_state_dict(state["network"])
-        self._optimizer.load_state_dict(state["optimizer"])
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` of any engine gave."""
+        parts: dict[str, dict[str, Any]] = {"network": {}, "optimizer": {}}
+        for name, tensor in state.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+        self.network.load_state_dict(parts["network"])
+        if parts["optimizer"]:
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            settings = get_optimizer_state_dict(self.network, self._optimizer, options=options)
+            set_optimizer_state_dict(self.network, self._optimizer, settings | parts["optimizer"], options=options)
 
 
 class _Reductions:

@@ -1,7 +1,8 @@
 """What stage three asks of an engine."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -50,10 +51,10 @@ class Engine(Protocol):
         """Forget the gradients: the step is skipped."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Network and optimiser, the same on every rank."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors of `network.` and `optimizer.`, named by parameter, so that another engine can go on from them."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` gave, on any number of ranks."""
         ...

@@ -1,7 +1,7 @@
 """Descriptors of earlier steps as more of a gallery (cross-batch memory, Wang et al. 2020)."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -65,13 +65,16 @@ class CrossBatchMemory:
     def _again(self, images: Int64[Tensor, " B"]) -> Tensor:
         return torch.isin(self.images, images) & (self.images >= 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `load_state_dict` takes; nothing where nothing is remembered."""
+        if self.descriptors is None:
+            return {}
         return {"descriptors": self.descriptors, "labels": self.labels, "images": self.images}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Remember what was saved, the newest of it where the size is smaller now."""
+        if not state:
+            return
         newest = slice(max(0, len(state["labels"]) - self.size), None)
-        descriptors = state["descriptors"]
-        self.descriptors = None if descriptors is None else descriptors[newest]
+        self.descriptors = state["descriptors"][newest]
         self.labels, self.images = state["labels"][newest], state["images"][newest]

@@ -2,12 +2,13 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 from distap.errors import DistapError
 
-RUN_LOG = "metrics.jsonl"
+RUN_LOG, NOT_FINITE_LOG = "metrics.jsonl", "not_finite.jsonl"
 
 
 class RunLog:
@@ -33,6 +34,21 @@ class RunLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class NotFiniteLog:
+    """Appends to folder/not_finite.jsonl: the steps that were not applied, and the images in them.
+
+    It keeps what earlier attempts at a step met, since that is what one looks for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NOT_FINITE_LOG
+
+    def write(self, step: int, what: str, keys: list[str]) -> None:
+        """Add a step: `what` was not finite, and shard and key of each image in slot order."""
+        with self.path.open("a") as file:
+            file.write(_line({"step": step, "time": time.time(), "what": what, "samples": keys}))
 
 
 def read_run_log(folder: Path) -> list[dict[str, Any]]:

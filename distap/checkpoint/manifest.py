@@ -1,0 +1,103 @@
+"""The manifest of a checkpoint: what its files are, so that damage is found before anything is loaded.
+
+torch.distributed.checkpoint has no checksums: a file with flipped bits loads without a word.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distap.errors import DistapError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 2
+
+
+class DamagedCheckpointError(DistapError):
+    """A checkpoint that is not what was written."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(f"{path}: damaged checkpoint: {detail}")
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """What a file must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of, and of which training it is."""
+
+    step: int  # steps behind the state
+    ranks: int  # that wrote it
+    files: dict[str, FileIdentity]
+    about: dict[str, Any] = field(default_factory=dict)  # hashes of configuration and data
+    score: float | None = None  # validation mAP of this state, where it was evaluated
+
+
+def file_identity(path: Path) -> FileIdentity:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        return FileIdentity(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write folder/manifest.json, through to the disk."""
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        file.write(_text(asdict(manifest), FORMAT))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, after its own checksum has been verified.
+
+    Raises:
+        DamagedCheckpointError: there is none, or it is not the one that was written.
+        DistapError: another version of distap wrote it.
+    """
+    if (folder / "state.pt").exists():
+        raise DistapError(f"{folder}: an earlier version of distap wrote this checkpoint; this one cannot read it")
+    try:
+        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+        content = json.loads(text)
+        del content["sha256"]
+        written = content.pop("format")
+        if _text(content, written) != text:  # any other byte is damage, in white space as well
+            raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is not the file that was written")
+        if written != FORMAT:
+            raise DistapError(f"{folder}: format {written!r} of checkpoints, expected {FORMAT}: another distap's")
+        files = {name: FileIdentity(**identity) for name, identity in content.pop("files").items()}
+        return Manifest(files=files, **content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
+
+
+def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compare some of the checkpoint's files with the manifest, byte for byte.
+
+    Raises:
+        DamagedCheckpointError: one is missing, unreadable or another.
+    """
+    for name in names:
+        try:
+            found = file_identity(folder / name)
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(folder, f"{name} cannot be read: {error}") from error
+        if found != manifest.files[name]:
+            raise DamagedCheckpointError(folder, f"{name} is not the file that was written (size or SHA-256 differ)")
+
+
+def _text(content: dict[str, Any], written: Any) -> str:
+    """The one way in which a manifest is written, its own checksum included."""
+    body = json.dumps({"format": written, **content}, sort_keys=True)
+    checksum = hashlib.sha256(body.encode()).hexdigest()
+    return json.dumps({"format": written, **content, "sha256": checksum}, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,205 @@
+"""Writing checkpoints beside the training."""
+
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from distap.checkpoint.folder import STATE_FILE, UNFINISHED, remove_old, remove_unfinished
+from distap.checkpoint.manifest import FileIdentity, Manifest, file_identity, write_manifest
+from distap.checkpoint.tensors import METADATA_FILE, files_of_rank, write_tensors
+from distap.distributed import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a checkpoint; `error` says why there is none."""
+
+    step: int
+    path: Path
+    seconds: float  # of writing, beside the training
+    blocked_seconds: float  # in which training waited, for the copy and the checkpoint before
+    bytes: int = 0  # of all ranks
+    error: str | None = None
+
+
+@dataclass
+class _Job:
+    """A checkpoint that is being written."""
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    blocked_seconds: float
+    thread: threading.Thread | None = None
+    written: Written | None = None
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, while training goes on; every rank has one and calls it alike.
+
+    Args:
+        folder: of the run's checkpoints, which all hosts see.
+        world: the ranks; they talk over a process group of their own here.
+        keep: checkpoints that stay, the newest.
+        keep_best: the one with the highest validation mAP stays as well.
+        timeout_seconds: for the ranks' talk about a checkpoint.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, keep: int, keep_best: bool = True, timeout_seconds: float = 600
+    ) -> None:
+        self.folder, self.world = folder, world
+        self.keep, self.keep_best = keep, keep_best
+        # Collectives of two threads must not meet in one group; on the CPU, whatever trains.
+        self._group: dist.ProcessGroup | None = None
+        if world.size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+        self._job: _Job | None = None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: dict[str, Any],
+        about: dict[str, Any],
+        score: float | None = None,
+    ) -> Written | None:
+        """Copy the state and start to write it; waits for the checkpoint before this one.
+
+        Args:
+            step: steps behind the state.
+            tensors: by name; those that ranks hold alike are written once.
+            state: what JSON can hold, the same on every rank.
+            about: hashes that tell of which training it is.
+            score: validation mAP of this state, where it has been evaluated.
+        Returns:
+            What became of the checkpoint before this one, unless `poll` has told.
+        """
+        started = time.perf_counter()
+        before = self.wait()
+        # One tensor is one object: a copy for each name, so that training may move on.
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        blocked = time.perf_counter() - started
+        job = _Job(Manifest(step, self.world.size, {}, about, score), copies, state, blocked)
+        # A daemon, since a collective that hangs must not keep a failed rank from ending.
+        job.thread = threading.Thread(target=self._run, args=(job,), name="distap-checkpoint", daemon=True)
+        job.thread.start()
+        self._job = job
+        return before
+
+    def poll(self) -> Written | None:
+        """What became of the last checkpoint, once, when it is known."""
+        if self._job is None or self._job.written is None:
+            return None
+        written = self._job.written
+        self._job = None
+        return written
+
+    def wait(self) -> Written | None:
+        """Wait for the checkpoint that is being written; what became of it."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+        return self.poll()
+
+    def _run(self, job: _Job) -> None:
+        started = time.perf_counter()
+        path = self.folder / f"step-{job.manifest.step:08d}"
+        size, problem = 0, None
+        try:
+            size = self._write(job, path)
+        except Exception as error:  # whatever it was, training goes on, and poll tells of it
+            # torch's writer hides a full disk behind an error of its own.
+            free = shutil.disk_usage(self.folder).free / 1e6 if self.folder.is_dir() else float("nan")
+            needed = sum(tensor.nbytes for tensor in job.tensors.values()) / 1e6
+            problem = f"{str(error) or type(error).__name__} (it takes {needed:,.1f} MB; {free:,.1f} MB are free)"
+        seconds = time.perf_counter() - started
+        job.written = Written(job.manifest.step, path, seconds, job.blocked_seconds, size, problem)
+
+    def _write(self, job: _Job, path: Path) -> int:
+        """Write aside, describe the files, rename; returns the bytes of all ranks. Fails on all ranks or on none."""
+        aside = self._agreed(lambda: self._new_folder(path), only_first=True)[0]
+        try:
+            write_tensors(aside, job.tensors, self._group)
+            shares = self._agreed(lambda: self._finished_files(aside, job))
+            files: dict[str, FileIdentity] = {}
+            for share in shares:
+                files |= share
+            manifest = replace(job.manifest, files=files)
+            self._agreed(lambda: self._publish(aside, path, manifest), only_first=True)
+        except Exception:
+            if self.world.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return sum(identity.bytes for identity in files.values())
+
+    def _new_folder(self, path: Path) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.folder)
+        # Not a fixed name: a writer that was thought dead, on another host, would write into the same files.
+        aside = self.folder / f"{UNFINISHED}{path.name[5:]}.tmp-{uuid.uuid4().hex[:8]}"
+        aside.mkdir()
+        return aside
+
+    def _finished_files(self, aside: Path, job: _Job) -> dict[str, FileIdentity]:
+        """This rank's files, with what they are; they are on the disk already."""
+        names = files_of_rank(aside, self.world.rank)
+        if self.world.rank == 0:
+            with (aside / STATE_FILE).open("w", encoding="utf-8") as file:
+                json.dump(job.state, file, indent=2)
+                file.flush()
+                os.fsync(file.fileno())
+            names += [METADATA_FILE, STATE_FILE]
+        return {name: file_identity(aside / name) for name in names}
+
+    def _publish(self, aside: Path, path: Path, manifest: Manifest) -> None:
+        write_manifest(aside, manifest)
+        _sync_folder(aside)
+        if path.exists():  # a run that was started again from an older checkpoint
+            shutil.rmtree(path)
+        aside.rename(path)
+        _sync_folder(self.folder)
+        remove_old(self.folder, self.keep, self.keep_best)
+
+    def _agreed(self, work: Callable[[], T], only_first: bool = False) -> list[T]:
+        """Do the work on every rank, or on rank 0 only; all ranks get the results, or the same error.
+
+        Raises:
+            OSError: it failed on a rank.
+        """
+        result, error = None, ""
+        if not only_first or self.world.rank == 0:
+            try:
+                result = work()
+            except Exception as failure:
+                error = f"rank {self.world.rank}: {failure}"
+        answers: list[Any] = [(result, error)]
+        if self._group is not None:
+            answers = [None] * self.world.size
+            dist.all_gather_object(answers, (result, error), group=self._group)
+        errors = [error for _, error in answers if error]
+        if errors:
+            raise OSError("; ".join(errors))
+        return [result for result, _ in answers]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""What a run tells while it trains: metrics, the run's log, the terminal."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import yaml
+
+from distap.checkpoint import Written
+from distap.config import Recipe
+from distap.data.decoding import REASONS
+from distap.data.loading import Failure
+from distap.distributed import World
+from distap.ranking import AP_LOSSES
+from distap.step import StepResult
+from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
+from distap.telemetry.runlog import NotFiniteLog, RunLog
+from distap.telemetry.terminal import training_progress
+
+logger = logging.getLogger("distap")
+
+
+class RunReport:
+    """One rank's account of a run; rank 0 writes the run folder's files.
+
+    Args:
+        recipe: of the run.
+        world: the ranks.
+        batch: B, images of a global batch.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, batch: int) -> None:
+        self.recipe, self.world, self.batch = recipe, world, batch
+        self.metrics = TrainingMetrics(world.rank == 0, world.size, batch, REASONS)
+        self.damaged: set[str] = set()  # images and why, on this rank
+        self.skipped_images = 0  # on all ranks, since this process started; one met again counts again
+        self._log: RunLog | None = None
+        self._not_finite: NotFiniteLog | None = None
+
+    @contextmanager
+    def opened(self, step: int) -> Iterator[None]:
+        """Tell of a run that goes on from `step`, until left."""
+        recipe, is_first = self.recipe, self.world.rank == 0
+        with ExitStack() as stack:
+            if is_first:
+                recipe.run.mkdir(parents=True, exist_ok=True)
+                (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+                self._log = stack.enter_context(closing(RunLog(recipe.run, step)))
+                self._not_finite = NotFiniteLog(recipe.run)
+            if recipe.metrics.port is not None:
+                server = self.metrics.serve(recipe.metrics.port + self.world.local_rank, recipe.metrics.address)
+                stack.callback(server.server_close)
+                stack.callback(server.shutdown)
+            self._progress = stack.enter_context(training_progress(recipe.steps, step, is_first))
+            yield
+
+    def step(self, step: int, result: StepResult, images: int, parts: dict[str, float], seconds: float) -> None:
+        """A step was done.
+
+        Args:
+            step: steps behind the present state.
+            result: what the step did.
+            images: of this rank.
+            parts: seconds by stage.
+            seconds: of the whole step.
+        """
+        network = parts.pop("network")
+        times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
+        figures = {
+            "loss": result.loss,
+            "batch_mAP": 1 - result.loss if self.recipe.listwise_loss.name in AP_LOSSES else math.nan,
+            "learning_rate": result.learning_rate,
+            "gradient_norm": result.gradient_norm,
+            "replay_drift": result.replay_drift,
+            "skipped_queries": result.skipped_queries,
+        }
+        self.metrics.observe_step(step, images, times, figures, result.skipped)
+        speed = self.batch / seconds
+        self._write(
+            step,
+            **figures,
+            images=self.batch,
+            ranks=self.world.size,
+            images_per_second=speed,
+            skipped_images=self.skipped_images,
+            memory_peak_bytes=host_memory_peak(),
+            seconds={name: round(value, 6) for name, value in times.items()},
+        )
+        self._progress.show(step, f"loss {result.loss:.4f}  {speed:.0f} images/s")
+
+    def damage(self, step: int, failures: list[Failure]) -> None:
+        """Images of this rank could not be used."""
+        for failure in failures:
+            name = f"{failure.where}: {failure.reason}"
+            self.metrics.skipped.labels(failure.reason).inc()
+            if name not in self.damaged:
+                logger.warning("step %d: %s left out", step, name)
+            self.damaged.add(name)
+
+    def not_finite(self, step: int, what: str, keys: list[str]) -> None:
+        """A step was not applied, since its loss or gradient is not finite; `keys` name its images, on rank 0."""
+        logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
+        if self._not_finite is not None:
+            self._not_finite.write(step, what, keys)
+
+    def checkpoint(self, written: Written | None) -> None:
+        """A checkpoint was written, or could not be."""
+        if written is None or self.world.rank != 0:
+            return
+        if written.error is not None:
+            self.metrics.checkpoint_failures.inc()
+            logger.error(
+                "%s: the checkpoint cannot be written: %s; the one before stays the newest",
+                written.path,
+                written.error,
+            )
+            return
+        self.metrics.observe_checkpoint(written.seconds, written.bytes)
+        self._write(
+            written.step,
+            seconds={"checkpoint": written.blocked_seconds},
+            writing_seconds=written.seconds,
+            bytes=written.bytes,
+        )
+
+    def validation(self, step: int, figures: dict[str, float], seconds: float) -> None:
+        """The network was evaluated."""
+        self.metrics.validation.labels(str(self.recipe.data.validation)).set(figures["mAP"])
+        shown = "  ".join(f"{name} {100 * figure:.1f}" for name, figure in figures.items())
+        logger.info("step %d: validation %s", step, shown)
+        self._write(step, validation=figures, seconds={"evaluation": seconds})
+
+    def _write(self, step: int, **entry: Any) -> None:
+        if self._log is not None:
+            self._log.write({"step": step, "time": time.time(), **entry})

@@ -1,0 +1,135 @@
+"""What survives an interruption of a run: saving its state, and going on from it."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distap.checkpoint import Checkpoint, CheckpointWriter, Written, best_checkpoint, newest_checkpoint
+from distap.checkpoint.folder import set_aside
+from distap.checkpoint.manifest import read_manifest
+from distap.config import Recipe
+from distap.distributed import World
+from distap.engine import Engine
+from distap.errors import DistapError
+from distap.optimisation import LinearDecay
+from distap.ranking import CrossBatchMemory
+
+PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
+logger = logging.getLogger("distap")
+
+
+class RunState:
+    """The state of a training on one rank, in memory and in the run's folder of checkpoints.
+
+    Args:
+        recipe: of the run.
+        world: the ranks.
+        fingerprint: of the training data's index.
+        engine: network and optimiser.
+        memory: descriptors of earlier steps.
+        schedule: of the learning rate.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        fingerprint: str,
+        engine: Engine,
+        memory: CrossBatchMemory,
+        schedule: LinearDecay,
+    ) -> None:
+        self.recipe, self.world, self.fingerprint = recipe, world, fingerprint
+        self.engine, self.memory, self.schedule = engine, memory, schedule
+        self.folder = recipe.run / "checkpoints"
+        self.best = float("-inf")  # highest validation mAP of a checkpoint
+        section = recipe.checkpoint
+        self._writer = CheckpointWriter(self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds)
+
+    def resume(self) -> int:
+        """Take over the newest good checkpoint, where there is one; returns the number of steps behind it.
+
+        Raises:
+            DistapError: it is of another training, the ranks see different ones, or none is undamaged.
+        """
+        checkpoint, damaged = newest_checkpoint(self.folder, self.world)
+        if checkpoint is None:
+            return 0
+        self._take_over(checkpoint)
+        score = float("-inf")
+        if self.world.rank == 0:
+            for path in damaged:
+                logger.warning("%s is damaged and was renamed to %s", path, set_aside(path).name)
+            best = best_checkpoint(self.folder)
+            score = score if best is None else read_manifest(best).score or score
+        self.best = float(self.world.broadcast(torch.tensor(score, dtype=torch.float64, device=self.world.device)))
+        return checkpoint.step
+
+    def save(self, step: int, score: float | None = None) -> Written | None:
+        """Start to write a checkpoint; what became of the one before, unless `poll` has told."""
+        if score is not None:
+            self.best = max(self.best, score)
+        recipe = self.recipe.model_dump(mode="json")
+        state = {
+            "step": step,
+            "schedule": dataclasses.asdict(self.schedule),
+            "identity": self._identity(),
+            "recipe": recipe,
+        }
+        about = {"configuration": _hash(recipe), "data": self.fingerprint}
+        return self._writer.save(step, self._tensors(), state, about, score)
+
+    def is_best(self, score: float | None) -> bool:
+        """Whether a state with this validation mAP deserves a checkpoint of its own."""
+        return score is not None and self.recipe.checkpoint.keep_best and score > self.best
+
+    def poll(self) -> Written | None:
+        """What became of the last checkpoint, once, when it is known."""
+        return self._writer.poll()
+
+    def wait(self) -> Written | None:
+        """Wait for the checkpoint that is being written; what became of it."""
+        return self._writer.wait()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        memory = {f"memory.{name}": tensor for name, tensor in self.memory.state_dict().items()}
+        return self.engine.state_dict() | memory
+
+    def _take_over(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state()
+        for name, value in self._identity().items():
+            if state["identity"].get(name) != value:
+                raise DistapError(
+                    f"{checkpoint.path}: the run was started with another {name}: {state['identity'].get(name)}, now "
+                    f"{value}; choose another run folder, or go back to it"
+                )
+        tensors = checkpoint.tensors()
+        prefix = "memory."
+        memory = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        self.engine.load_state_dict(tensors)
+        self.memory.load_state_dict(memory)
+        if state["schedule"] != dataclasses.asdict(self.schedule):
+            logger.warning("%s: the schedule has changed since: it was %s", checkpoint.path, state["schedule"])
+        logger.info("going on from %s", checkpoint.path)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change within a run, since the state would mean something else."""
+        recipe = self.recipe.model_dump(mode="json")
+        return {
+            "data.train": self.fingerprint,
+            "seed": recipe["seed"],
+            "sampling": recipe["sampling"],
+            "model": recipe["model"],
+            "loss": recipe["loss"],
+            # The optimiser's state brings these along; rate, warm-up and steps may change.
+            **{f"optimizer.{key}": recipe["optimizer"][key] for key in ("name", "betas", *PARTS)},
+        }
+
+
+def _hash(recipe: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

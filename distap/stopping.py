@@ -1,0 +1,108 @@
+"""A request to stop, by SIGTERM or SIGINT.
+
+Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
+with the others, which only the ranks together can decide; this is the ear of one of them.
+
+Python runs a signal's handler when the main thread comes back from what it does, which is too late where that is a
+collective that hangs. So the signals are read by a thread of their own, which C code wakes at once.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+
+from distap.exits import RESTART, record_outcome
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_REQUEST_SECONDS = 1.0  # a launcher passes on what its whole process group was sent: that is no second request
+logger = logging.getLogger("distap")
+
+
+class StopRequest:
+    """Listens while it is entered, in the main thread.
+
+    The first signal is a request: `requested` becomes true. A second one, a second or more after it, ends the
+    process at once, and so does the end of the grace time, with the status that says `restart me`.
+
+    Args:
+        grace_seconds: time from the first signal to the end of the process, whatever it does.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.requested = False
+        self._pid = os.getpid()
+        self._first = 0.0
+        self._handlers: dict[int, object] = {}
+        self._limit: threading.Timer | None = None
+
+    def __enter__(self) -> "StopRequest":
+        self._inbox, outbox = os.pipe()
+        os.set_blocking(outbox, False)
+        self._outbox = outbox
+        self._wakeup_before = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._handlers[number] = signal.signal(number, _left_to_the_thread)
+        os.register_at_fork(after_in_child=self._leave_in_child)
+        threading.Thread(target=self._listen, name="distap-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
+        self._handlers.clear()
+        if self._limit is not None:
+            self._limit.cancel()
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._outbox)  # ends the thread
+
+    def _listen(self) -> None:
+        while number := os.read(self._inbox, 1):
+            if number[0] in SIGNALS:
+                self._heard(signal.Signals(number[0]))
+        os.close(self._inbox)
+
+    def _heard(self, number: signal.Signals) -> None:
+        if not self.requested:
+            self._first = time.monotonic()
+            self.requested = True
+            logger.warning(
+                "%s: stopping after this step, with a checkpoint, within %.0f s; a second %s stops at once",
+                number.name,
+                self.grace_seconds,
+                number.name,
+            )
+            self._limit = threading.Timer(self.grace_seconds, self._out_of_time)
+            self._limit.daemon = True
+            self._limit.start()
+        elif time.monotonic() - self._first >= ONE_REQUEST_SECONDS:
+            logger.warning("%s again: stopping at once; what came after the last checkpoint is lost", number.name)
+            _end(128 + number)
+
+    def _out_of_time(self) -> None:
+        logger.error(
+            "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last checkpoint is lost",
+            self.grace_seconds,
+        )
+        _end(RESTART)
+
+    def _leave_in_child(self) -> None:
+        """A loader worker, forked off, must not speak for this rank: the pipe is shared."""
+        if self._handlers and os.getpid() != self._pid:
+            signal.set_wakeup_fd(-1)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
+    """Take the signal without dying of it."""
+
+
+def _end(status: int) -> None:
+    record_outcome(status)
+    os._exit(status)

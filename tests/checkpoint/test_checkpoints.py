@@ -1,0 +1,302 @@
+import json
+import os
+import pickle
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+
+from distap.checkpoint import (
+    CheckpointWriter,
+    DamagedCheckpointError,
+    best_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+)
+from distap.checkpoint.folder import set_aside
+from distap.checkpoint.manifest import read_manifest, write_manifest
+from distap.distributed import World
+from distap.errors import DistapError
+
+TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "network.b": torch.tensor(7), "memory.labels": torch.arange(4)}
+STATE = {"step": 3, "names": ["x"]}
+
+
+def save(folder, *steps, keep=99, scores=(), tensors=TENSORS, world=None):
+    writer = CheckpointWriter(folder, world or World(), keep)
+    for step, score in zip(steps, [*scores, *[None] * len(steps)], strict=False):
+        writer.save(step, tensors, STATE, {"data": "d"}, score)
+        written = writer.wait()
+    return written
+
+
+def names(folder):
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def flip(path, bit):
+    damaged = bytearray(path.read_bytes())
+    damaged[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+
+
+def rewrite_manifest(path):
+    """Make the manifest fit what is in the folder, as someone who means harm would."""
+    from dataclasses import replace
+
+    from distap.checkpoint.manifest import file_identity
+
+    manifest = read_manifest(path)
+    write_manifest(path, replace(manifest, files={name: file_identity(path / name) for name in manifest.files}))
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    written = save(tmp_path / "checkpoints", 3)
+    checkpoint = find_checkpoint(tmp_path)
+    assert checkpoint.path == written.path == find_checkpoint(written.path).path
+    assert written.error is None
+    assert written.bytes == sum(
+        file.stat().st_size for file in written.path.iterdir() if file.name != "manifest.json"
+    )
+    loaded = checkpoint.tensors()
+    assert loaded.keys() == TENSORS.keys()
+    assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
+    assert checkpoint.state() == STATE
+    assert checkpoint.tensors("memory.").keys() == {"memory.labels"}
+
+
+def test_tensors_are_filled_in_where_they_are(tmp_path):
+    checkpoint = find_checkpoint(save(tmp_path, 1).path)
+    mine = torch.zeros(2, 3)
+    checkpoint.tensors("network.", into={"network.a": mine})
+    assert torch.equal(mine, TENSORS["network.a"])
+
+
+def test_training_may_change_the_state_while_it_is_written(tmp_path):
+    changing = {"a": torch.zeros(1000, 1000)}
+    writer = CheckpointWriter(tmp_path, World(), keep=1)
+    writer.save(1, changing, STATE, {})
+    changing["a"] += 1
+    writer.wait()
+    assert not find_checkpoint(list_checkpoints(tmp_path)[0]).tensors()["a"].any()
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    save(tmp_path, 1, 2, 3, 10, 20, keep=2, scores=(0.1, 0.5, 0.3))
+    assert names(tmp_path) == ["step-00000002", "step-00000010", "step-00000020"]
+    assert best_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_the_best_of_a_run_is_found(tmp_path):
+    save(tmp_path / "checkpoints", 1, 2, 3, scores=(0.1, 0.5, 0.3))
+    assert find_checkpoint(tmp_path, best=True).step == 2
+    with pytest.raises(DistapError, match="no checkpoint there has been evaluated"):
+        find_checkpoint(tmp_path.parent, best=True)
+
+
+def test_an_unfinished_checkpoint_is_no_checkpoint_and_the_next_one_removes_it(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / ".step-00000002.tmp-1234abcd").mkdir()
+    assert names(tmp_path) == ["step-00000001"]
+    save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_thirty_flipped_bits_are_found_and_the_checkpoint_before_is_used(tmp_path, caplog):
+    save(tmp_path, 1, 2)
+    newest = tmp_path / "step-00000002"
+    files = sorted(newest.iterdir())
+    whole = {file: file.read_bytes() for file in files}
+    sizes = np.array([len(whole[file]) for file in files], dtype=float)
+    generator = np.random.default_rng(0)
+    # Every file has its turn, the small ones too.
+    chosen = [*files, *generator.choice(np.array(files, dtype=object), 30 - len(files), p=sizes / sizes.sum())]
+    for file in chosen:
+        flip(file, int(generator.integers(8 * len(whole[file]))))
+        caplog.clear()
+        checkpoint, passed_over = newest_checkpoint(tmp_path, World())
+        assert checkpoint.step == 1
+        assert passed_over == [newest]
+        assert "step-00000002: damaged checkpoint" in caplog.text
+        with pytest.raises(DamagedCheckpointError, match="step-00000002: damaged checkpoint"):
+            find_checkpoint(newest)
+        file.write_bytes(whole[file])
+    assert newest_checkpoint(tmp_path, World())[0].step == 2
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["removed", "cut", "empty"])
+def test_a_missing_or_cut_file_is_found(tmp_path, file, damage):
+    save(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002" / file
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else b"")
+    assert newest_checkpoint(tmp_path, World())[0].step == 1
+
+
+def test_when_all_are_damaged_training_does_not_start_anew(tmp_path):
+    save(tmp_path, 1, 2)
+    for path in list_checkpoints(tmp_path):
+        (path / "manifest.json").unlink()
+    with pytest.raises(DistapError, match=r"none of its 2 checkpoints can be used.*step-00000002.*manifest\.json"):
+        newest_checkpoint(tmp_path, World())
+
+
+def test_a_damaged_checkpoint_is_set_aside(tmp_path):
+    save(tmp_path, 1, 2)
+    set_aside(tmp_path / "step-00000002")
+    save(tmp_path, 2)
+    set_aside(tmp_path / "step-00000002")
+    assert names(tmp_path) == ["step-00000001"]
+    assert (tmp_path / "damaged-step-00000002" / "state.json").exists()
+
+
+class Evil:
+    """A pickle that writes a file where it is loaded."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_evil_metadata_run_no_code(tmp_path):
+    path = save(tmp_path, 1).path
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "written")))
+    rewrite_manifest(path)
+    with pytest.raises(DamagedCheckpointError, match=r"io\.open is no part of a checkpoint's metadata"):
+        find_checkpoint(path).tensors()
+    assert not (tmp_path / "written").exists()
+
+
+def test_evil_tensor_files_run_no_code(tmp_path):
+    path = save(tmp_path, 1, tensors={"a": torch.zeros(3)}).path
+    torch.save({"a": Evil(tmp_path / "written")}, path / "__0_0.distcp")
+    rewrite_manifest(path)
+    with pytest.raises(DamagedCheckpointError):
+        find_checkpoint(path).tensors()
+    assert not (tmp_path / "written").exists()
+
+
+def test_pickled_bytes_among_the_tensors_are_not_loaded(tmp_path):
+    """torch.distributed.checkpoint would unpickle what is no tensor without asking."""
+    path = save(tmp_path, 1).path
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+    (path / ".metadata").unlink()
+    dcp_save({"a": Evil(tmp_path / "written")}, storage_writer=FileSystemWriter(path), no_dist=True)
+    (tmp_path / "written").unlink(missing_ok=True)
+    rewrite_manifest(path)
+    with pytest.raises(DamagedCheckpointError, match=r"something else than tensors|no part of a checkpoint"):
+        find_checkpoint(path).tensors()
+    assert not (tmp_path / "written").exists()
+
+
+def test_metadata_lead_to_no_file_outside_the_checkpoint(tmp_path):
+    save(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002"
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    for place in metadata.storage_data.values():
+        place.relative_path = "../step-00000001/__0_0.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite_manifest(path)
+    with pytest.raises(DamagedCheckpointError, match="names a foreign file"):
+        find_checkpoint(path).tensors()
+
+
+def test_a_checkpoint_of_an_earlier_distap_is_refused_as_such(tmp_path):
+    path = tmp_path / "step-00000005"
+    path.mkdir()
+    (path / "state.pt").touch()
+    with pytest.raises(DistapError, match="an earlier version of distap"):
+        find_checkpoint(path)
+
+
+def test_a_manifest_of_another_format_is_refused_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr("distap.checkpoint.manifest.FORMAT", 3)
+    path = save(tmp_path, 1).path
+    text = (path / "manifest.json").read_text()
+    monkeypatch.undo()
+    assert json.loads(text)["format"] == 3
+    with pytest.raises(DistapError, match="format 3 of checkpoints"):
+        find_checkpoint(path)
+
+
+def test_no_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(DistapError, match="no checkpoint there"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(DistapError, match="no such checkpoint"):
+        find_checkpoint(tmp_path / "step-00000005")
+
+
+def _save_on_rank(world, folder):
+    tensors = {f"network.{name}": torch.full((100, 100), float(name)) for name in range(8)}
+    written = save(folder, 4, tensors=tensors, world=world)
+    return written.error, sorted(path.name for path in folder.joinpath("step-00000004").iterdir())
+
+
+def _load_on_rank(world, folder):
+    checkpoint, _ = newest_checkpoint(folder, world)
+    return {name: float(tensor.mean()) for name, tensor in checkpoint.tensors().items()}
+
+
+def test_ranks_share_the_writing_and_another_number_of_them_reads_it(tmp_path):
+    (error, files), _ = on_ranks(2, _save_on_rank, tmp_path)
+    assert error is None
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "state.json"]
+    sizes = [(tmp_path / "step-00000004" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 1.5 * min(sizes)
+    expected = {f"network.{name}": float(name) for name in range(8)}
+    assert on_ranks(3, _load_on_rank, tmp_path) == [expected] * 3
+    assert _load_on_rank(World(), tmp_path) == expected
+
+
+def _damage_seen_by_one_rank(world, folder):
+    checkpoint, passed_over = newest_checkpoint(folder, world)
+    return checkpoint.step, [path.name for path in passed_over]
+
+
+def test_damage_that_one_rank_finds_counts_for_all(tmp_path):
+    save(tmp_path, 1, 2)
+    flip(tmp_path / "step-00000002" / "state.json", 80)
+    assert on_ranks(3, _damage_seen_by_one_rank, tmp_path) == [(1, ["step-00000002"])] * 3
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def _fill_the_disk(world, folder):
+    writer = CheckpointWriter(folder, world, keep=9)
+    writer.save(1, {"a": torch.zeros(1000)}, STATE, {})
+    first = writer.wait()
+    writer.save(2, {"a": torch.zeros(300_000), "b": torch.zeros(300_000)}, STATE, {})
+    second = writer.wait()
+    writer.save(3, {"a": torch.zeros(1000)}, STATE, {})
+    return first.error, second.error, writer.wait().error
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_costs_one_checkpoint_and_leaves_the_others(small_disk, ranks):
+    for first, second, third in on_ranks(ranks, _fill_the_disk, small_disk / "checkpoints"):
+        assert first is third is None
+        assert "(it takes 2.4 MB; 1.0 MB are free)" in second
+    assert names(small_disk / "checkpoints") == ["step-00000001", "step-00000003"]
+    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == names(small_disk / "checkpoints")
