@@ -1,149 +1,122 @@
 """The strict pass over WebDataset tar shards that makes their index."""
 
 import hashlib
-import tarfile
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 
-from distap.data.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.index import Index
+from distap.data.locations import LISTABLE, Source, parse_source, shard_names
+from distap.data.parallel import spread
 from distap.data.progress import Track, untracked
-from distap.data.sources import IMAGE_SUFFIXES
-from distap.data.tar import read_members
+from distap.data.scanning import COLUMNS, LABEL_FIELD, ScanJob, Scanned, Skipped, scan_shard
+from distap.data.storage import MissingFileError, RemoteSettings, Storage, storage_of
 from distap.errors import DistapError
 
-LABEL_FIELD = "cls"
+__all__ = ["LABEL_FIELD", "NAMES_FILE", "Skipped", "index_shards"]
+
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category where it has one
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """An image that was left out, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One row of the index, before shards are numbered."""
-
-    key: str
-    label: int
-    offset: int
-    size: int
-    crc32: int
-    width: int
-    height: int
-
-
-def index_shards(folder: Path, track: Track = untracked) -> tuple[Index, list[Skipped]]:
-    """Read every byte of a folder's tar shards once and write the index.
+def index_shards(
+    source: Source | Path | str,
+    track: Track = untracked,
+    workers: int = 1,
+    remote: RemoteSettings | None = None,
+) -> tuple[Index, list[Skipped]]:
+    """Read every byte of a source's tar shards once and write their index.
 
     A file classes.txt beside the shards names the classes, a line each; without it a class's name is its number.
+    An interrupted pass goes on where it stopped: what was found in a shard is kept until all are done, and holds
+    while its size and time of change, or ETag, stay as they are.
 
+    Args:
+        source: where the shards are.
+        track: wraps a loop to show its progress.
+        workers: processes that read shards.
+        remote: how a remote source is reached.
     Returns:
         The index, and the samples left out since their image has no readable header.
     Raises:
-        DistapError: there are no shards, one is damaged as a tar, or a sample lacks its image or integer label.
+        DistapError: there are no shards, some are damaged as tars, or a sample lacks its image or integer label; all
+            such shards are listed.
     """
-    shards = sorted(folder.glob("*.tar"))
-    if not shards:
-        raise DistapError(f"{folder}: the data set is empty: no .tar shards in it")
-    rows: list[tuple[int, Sample]] = []
-    skipped: list[Skipped] = []
-    for number, shard in enumerate(track(shards, "indexing shards", len(shards))):
-        rows += [(number, sample) for sample in read_samples(shard, skipped)]
-    if not rows:
-        raise DistapError(f"{folder}: the data set is empty: no usable image in its shards")
-    numbers, samples = zip(*rows, strict=True)
-    given = np.array([sample.label for sample in samples], dtype=np.int64)
-    present = np.unique(given)
-    names, groups = _classes(folder / NAMES_FILE, present.tolist())
-    index = Index(
-        shard=np.array(numbers, dtype=np.int32),
-        offset=np.array([sample.offset for sample in samples], dtype=np.int64),
-        size=np.array([sample.size for sample in samples], dtype=np.int64),
-        crc32=np.array([sample.crc32 for sample in samples], dtype=np.uint32),
-        label=np.searchsorted(present, given).astype(np.int64),
-        width=np.array([sample.width for sample in samples], dtype=np.int32),
-        height=np.array([sample.height for sample in samples], dtype=np.int32),
-        key=np.array([sample.key for sample in samples]),
-        shard_name=np.array([shard.name for shard in shards]),
-        shard_size=np.array([shard.stat().st_size for shard in shards], dtype=np.int64),
-        shard_sha256=np.array([_sha256(shard) for shard in shards]),
-        class_name=np.array(names),
+    source = parse_source(source)
+    if source.kept_index is None and source.scheme not in LISTABLE:
+        raise DistapError(f"{source}: nothing can be written behind {source.scheme}://; say where with --index PATH")
+    settings = remote or RemoteSettings()
+    storage = storage_of(source.base, settings)
+    names = shard_names(source, storage)
+    records = _records(source)
+    jobs = [ScanJob(source.base, name, settings, records) for name in names]
+    with spread(scan_shard, jobs, workers) as results:
+        scanned = list(track(results, "indexing shards", len(jobs)))
+    _refuse_damaged(source, scanned)
+    index = _merged(source, storage, names, scanned)
+    index.save(source, settings)
+    shutil.rmtree(records, ignore_errors=True)
+    return index, [image for shard in scanned for image in shard.skipped]
+
+
+def _records(source: Source) -> Path:
+    """The folder that keeps what was found in single shards: beside the index where that is a local file."""
+    if source.kept_index is not None or not source.scheme:
+        index = Path(source.index)
+        folder = index.with_name(f".{index.name}.scan")
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "distap" / "scan" / hashlib.sha256(source.index.encode()).hexdigest()[:32]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DistapError(
+            f"{folder}: cannot be written: {error.strerror}; say where the index goes with --index PATH"
+        ) from error
+    return folder
+
+
+def _refuse_damaged(source: Source, scanned: list[Scanned]) -> None:
+    damaged = [shard.damage for shard in scanned if shard.damage]
+    if damaged:
+        raise DistapError(
+            f"{source}: {len(damaged)} of {len(scanned)} shards cannot be used; make them anew, or take them out:\n"
+            + "\n".join(damaged)
+        )
+
+
+def _merged(source: Source, storage: Storage, names: list[str], scanned: list[Scanned]) -> Index:
+    parts = [shard.samples for shard in scanned if shard.samples is not None]
+    columns = {column: np.concatenate([part[column] for part in parts]) for column in COLUMNS}
+    given = columns.pop("label")
+    if not len(given):
+        raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
+    present, label = np.unique(given, return_inverse=True)
+    class_names, groups = _classes(storage, present.tolist())
+    return Index(
+        shard=np.repeat(np.arange(len(parts), dtype=np.int32), [len(part["label"]) for part in parts]),
+        label=label.astype(np.int64),
+        shard_name=np.array(names),
+        shard_size=np.array([shard.size for shard in scanned], dtype=np.int64),
+        shard_sha256=np.array([shard.sha256 for shard in scanned]),
+        class_name=np.array(class_names),
         class_group=np.array(groups),
+        **columns,
     )
-    index.save(folder)
-    return index, skipped
 
 
-def read_samples(shard: Path, skipped: list[Skipped]) -> Iterator[Sample]:
-    """The samples of one shard, in order; those whose image header cannot be read are added to `skipped`.
-
-    Raises:
-        DistapError: the tar is damaged, or a sample is incomplete.
-    """
-    seen: set[str] = set()
-    members: dict[str, tuple[tarfile.TarInfo, bytes]] = {}
-    present: str | None = None
-
-    def close(key: str | None) -> Iterator[Sample]:
-        if key is not None:
-            try:
-                yield _sample(shard, key, members)
-            except DamagedImageError as error:
-                skipped.append(Skipped(f"{shard.name}:{key}", str(error)))
-        members.clear()
-
-    for member, data in read_members(shard):
-        folder, _, name = member.name.rpartition("/")
-        stem, _, field = name.partition(".")
-        key = f"{folder}/{stem}" if folder else stem
-        if key != present:
-            yield from close(present)
-            if key in seen:
-                raise DistapError(f"{shard}: the members of key {key!r} do not stand together")
-            seen.add(key)
-            present = key
-        if field in members:
-            raise DistapError(f"{shard}: key {key!r} has two members .{field}")
-        members[field] = (member, data)
-    yield from close(present)
-
-
-def _sample(shard: Path, key: str, members: dict[str, tuple[tarfile.TarInfo, bytes]]) -> Sample:
-    images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
-    if len(images) != 1:
-        found = ", ".join(f".{field}" for field in members)
-        raise DistapError(f"{shard}: key {key!r} needs one image member; it has {found}")
-    if LABEL_FIELD not in members:
-        raise DistapError(f"{shard}: key {key!r} has no .{LABEL_FIELD} member with its class number")
-    text = members[LABEL_FIELD][1].strip()
-    if not text.isdigit():
-        shown = text[:40].decode(errors="replace")
-        raise DistapError(f"{shard}: label {shown!r} of key {key!r} is no integer of 0 or more")
-    member, data = members[images[0]]
-    width, height = image_size(data, MAX_PIXELS)
-    return Sample(key, int(text), member.offset_data, member.size, zlib.crc32(data), width, height)
-
-
-def _classes(file: Path, present: list[int]) -> tuple[list[str], list[str]]:
+def _classes(storage: Storage, present: list[int]) -> tuple[list[str], list[str]]:
     """Names and super-categories of the classes that occur, in the order of their numbers."""
-    if not file.is_file():
+    where = storage.where(NAMES_FILE)
+    try:
+        with storage.open(NAMES_FILE) as file:
+            lines = file.read().decode("utf-8").splitlines()
+    except MissingFileError:
         return [str(number) for number in present], [""] * len(present)
-    lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DistapError(f"{where}: not UTF-8: {error}") from error
     if present[-1] >= len(lines):
-        raise DistapError(f"{file}: {len(lines)} names, but a shard has class {present[-1]}")
+        raise DistapError(f"{where}: {len(lines)} names, but a shard has class {present[-1]}")
     pairs = [lines[number].partition("\t") for number in present]
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

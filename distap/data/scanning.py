@@ -1,0 +1,206 @@
+"""One shard, read strictly from its first byte to its last: its samples, and its checksum by the way."""
+
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from distap.data.columns import read_columns
+from distap.data.decoding import MAX_PIXELS, DamagedImageError, image_size
+from distap.data.sources import IMAGE_SUFFIXES
+from distap.data.storage import About, MissingFileError, RemoteSettings, Storage, storage_of, write_whole
+from distap.data.tar import DamagedShardError, Member, read_members
+
+LABEL_FIELD = "cls"
+MAX_DIGITS = 18  # of a label: what surely fits int64
+RECORD_VERSION = 1
+COLUMNS = {
+    "key": "U",
+    "label": "int64",
+    "offset": "int64",
+    "size": "int64",
+    "crc32": "uint32",
+    "width": "int32",
+    "height": "int32",
+}
+RECORD_COLUMNS = {**COLUMNS, "left_out": "U", "reason": "U", "sha256": "U"}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An image that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image of a shard."""
+
+    key: str
+    label: int
+    offset: int
+    size: int
+    crc32: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class ScanJob:
+    """A shard to scan, and the folder that keeps what was found in case the rest is interrupted."""
+
+    base: str
+    name: str
+    remote: RemoteSettings
+    records: Path
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What a shard holds; or why it cannot be used."""
+
+    size: int = 0  # bytes
+    sha256: str = ""
+    samples: dict[str, Any] | None = None  # an array by column; none where it is damaged
+    skipped: tuple[Skipped, ...] = ()
+    damage: str = ""
+
+
+def scan_shard(job: ScanJob) -> Scanned:
+    """Scan a shard, unless it was scanned before and has not changed since.
+
+    Raises:
+        DistapError: it cannot be reached.
+    """
+    storage = storage_of(job.base, job.remote)
+    try:
+        about = storage.about(job.name)
+        record = job.records / f"{_record_name(job.name, about)}.npz"
+        scanned = _read_record(record, about)
+        if scanned is None:
+            scanned = _scan(storage, job.name, about)
+            _write_record(record, scanned)
+    except (DamagedShardError, MissingFileError) as error:
+        return Scanned(damage=str(error))
+    return scanned
+
+
+def _scan(storage: Storage, name: str, about: About) -> Scanned:
+    skipped: list[Skipped] = []
+    with storage.open(name) as file:
+        hashed = _Hashed(file)
+        samples = list(read_samples(cast(BinaryIO, hashed), about.size, storage.where(name), skipped))
+    if storage.about(name) != about:
+        raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
+    columns: dict[str, Any] = {
+        column: np.array([getattr(sample, column) for sample in samples], dtype=np.str_ if dtype == "U" else dtype)
+        for column, dtype in COLUMNS.items()
+    }
+    named = tuple(Skipped(f"{name}:{image.name}", image.reason) for image in skipped)
+    return Scanned(about.size, hashed.digest.hexdigest(), columns, named)
+
+
+class _Hashed:
+    """A file to read from that keeps the SHA-256 of what came out."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = hashlib.sha256()
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.digest.update(data)
+        return data
+
+
+def read_samples(file: BinaryIO, length: int, where: str, skipped: list[Skipped]) -> Iterator[Sample]:
+    """The samples of one shard, in order; the keys of those whose image has no readable header go to `skipped`.
+
+    Args:
+        file: the shard from its first byte.
+        length: bytes of the shard.
+        where: its name, for messages.
+        skipped: is added to.
+    Raises:
+        DamagedShardError: the tar is damaged, or a sample is incomplete.
+    """
+    seen: set[str] = set()
+    members: dict[str, Member] = {}
+    present: str | None = None
+
+    def close(key: str | None) -> Iterator[Sample]:
+        if key is not None:
+            try:
+                yield _sample(where, key, members)
+            except DamagedImageError as error:
+                skipped.append(Skipped(key, str(error)))
+        members.clear()
+
+    for member in read_members(file, length, where):
+        folder, _, name = member.name.rpartition("/")
+        stem, _, field = name.partition(".")
+        key = f"{folder}/{stem}" if folder else stem
+        if key != present:
+            yield from close(present)
+            if key in seen:
+                raise DamagedShardError(f"{where}: the members of key {key!r} do not stand together")
+            seen.add(key)
+            present = key
+        if field in members:
+            raise DamagedShardError(f"{where}: key {key!r} has two members .{field}")
+        members[field] = member
+    yield from close(present)
+
+
+def _sample(where: str, key: str, members: dict[str, Member]) -> Sample:
+    images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
+    if len(images) != 1:
+        found = ", ".join(f".{field}" for field in members)
+        raise DamagedShardError(f"{where}: key {key!r} needs one image member; it has {found}")
+    if LABEL_FIELD not in members:
+        raise DamagedShardError(f"{where}: key {key!r} has no .{LABEL_FIELD} member with its class number")
+    text = members[LABEL_FIELD].data.strip()
+    if not text.isdigit() or len(text) > MAX_DIGITS:
+        shown = text[:40].decode(errors="replace")
+        raise DamagedShardError(
+            f"{where}: label {shown!r} of key {key!r} is no integer of 0 or more (at most {MAX_DIGITS} digits)"
+        )
+    image = members[images[0]]
+    width, height = image_size(image.data, MAX_PIXELS)
+    return Sample(key, int(text), image.offset, len(image.data), zlib.crc32(image.data), width, height)
+
+
+def _record_name(name: str, about: About) -> str:
+    return hashlib.sha256(json.dumps([RECORD_VERSION, name, *about]).encode()).hexdigest()[:32]
+
+
+def _write_record(path: Path, scanned: Scanned) -> None:
+    assert scanned.samples is not None
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        left_out=np.array([image.name for image in scanned.skipped], dtype=np.str_),
+        reason=np.array([image.reason for image in scanned.skipped], dtype=np.str_),
+        sha256=np.array([scanned.sha256]),
+        **scanned.samples,
+    )
+    write_whole(path, buffer.getvalue())
+
+
+def _read_record(path: Path, about: About) -> Scanned | None:
+    """What an earlier scan left; None where there is nothing, or nothing readable."""
+    try:
+        columns: dict[str, Any] = read_columns(path.read_bytes(), RECORD_COLUMNS)
+    except (OSError, ValueError):
+        return None
+    skipped = tuple(map(Skipped, columns.pop("left_out").tolist(), columns.pop("reason").tolist()))
+    (sha256,) = columns.pop("sha256").tolist()
+    return Scanned(about.size, sha256, columns, skipped)

@@ -1,0 +1,331 @@
+"""The bytes of a data set's files, wherever they are: positioned reads that are retried, timed and counted."""
+
+import io
+import os
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+
+from distap.data.locations import joined, scheme_of
+from distap.errors import DistapError
+from distap.exits import FAILED
+
+BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
+OPEN_FILES = 128  # that a process keeps open of a data set
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """How reading is retried, and what each kind of remote needs to be reached."""
+
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
+
+    attempts: int = 5  # reads of the same bytes before training fails
+    timeout_seconds: float = 60.0  # of one attempt, which asks for 8 MiB at most beside single images
+    backoff_seconds: float = 0.5  # before the second attempt, doubled before each further one
+    # By scheme, passed to its fsspec file system: {s3: {endpoint_url: ...}}. Secrets belong into the environment,
+    # where boto and gcsfs look for them: a recipe is written into the run's folder.
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts: {self.attempts}: at least one is needed")
+        if self.timeout_seconds <= 0 or self.backoff_seconds < 0:
+            raise ValueError("timeout_seconds has to be above 0, and backoff_seconds not below it")
+        unknown = sorted(set(self.options) - {"http", "https", "s3", "gs"})
+        if unknown:
+            raise ValueError(f"options: {unknown[0]!r} is no scheme; expected http, https, s3 or gs")
+
+
+class Traffic(NamedTuple):
+    """What reading took, in a process, since it was last asked."""
+
+    read_bytes: int = 0
+    retries: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """Both together."""
+        return Traffic(*(mine + others for mine, others in zip(self, other, strict=True)))
+
+
+class Meter:
+    """Counts traffic, from any thread; copies in other processes count for themselves."""
+
+    def __init__(self) -> None:
+        self._state = self._fresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, _: dict[str, Any]) -> None:
+        self._state = self._fresh()
+
+    def add(self, traffic: Traffic) -> None:
+        """Count."""
+        _, lock, total = self._own()
+        with lock:
+            total[0] = total[0].plus(traffic)
+
+    def take(self) -> Traffic:
+        """What was counted since this was last called."""
+        _, lock, total = self._own()
+        with lock:
+            taken, total[0] = total[0], Traffic()
+        return taken
+
+    def _own(self) -> tuple[int, threading.Lock, list[Traffic]]:
+        if self._state[0] != os.getpid():
+            self._state = self._fresh()  # a lock may be held at the moment of a fork
+        return self._state
+
+    @staticmethod
+    def _fresh() -> tuple[int, threading.Lock, list[Traffic]]:
+        return os.getpid(), threading.Lock(), [Traffic()]
+
+
+class About(NamedTuple):
+    """A file's size in bytes, and a text that changes when the file does."""
+
+    size: int
+    version: str
+
+
+class MissingFileError(DistapError):
+    """There is no such file."""
+
+
+class UnreachableError(DistapError):
+    """Every attempt to read failed in a way that may pass: starting again may help."""
+
+    status = FAILED
+
+
+class Storage(Protocol):
+    """A folder of files, on disk or behind a URL; safe to copy into other processes."""
+
+    base: str
+    meter: Meter
+
+    def where(self, name: str) -> str:
+        """Path or URL of a file, for messages."""
+        ...
+
+    def about(self, name: str) -> About:
+        """Size and version of a file.
+
+        Raises:
+            MissingFileError: there is none.
+            DistapError: it cannot be reached.
+        """
+        ...
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer only at the end of the file; raises what `about` does."""
+        ...
+
+    def open(self, name: str) -> BinaryIO:
+        """The file from its first byte on; its reads raise what `about` does."""
+        ...
+
+    def names(self, pattern: str) -> list[str]:
+        """Names of the files that match a glob, sorted."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, whole or not at all."""
+        ...
+
+
+def storage_of(base: str, settings: RemoteSettings | None = None) -> Storage:
+    """The storage of a source's base, a folder or the URL of one."""
+    settings = settings or RemoteSettings()
+    if scheme_of(base):
+        from distap.data.remote import RemoteStorage  # fsspec's file systems are heavy
+
+        return RemoteStorage(base, settings)
+    return LocalStorage(base, settings)
+
+
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def retried(
+    call: Callable[[], T],
+    where: str,
+    settings: RemoteSettings,
+    meter: Meter,
+    is_permanent: Callable[[Exception], bool] = lambda error: isinstance(error, PERMANENT),
+) -> T:
+    """The result of `call`, tried again after errors that may pass.
+
+    Raises:
+        MissingFileError: there is no such file.
+        DistapError: each attempt failed, or one in a way that another will not mend.
+    """
+    for attempt in range(1, settings.attempts + 1):
+        try:
+            return call()
+        except DistapError:
+            raise
+        except Exception as error:  # each file system raises its own
+            reason = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                reason = f"no answer within {settings.timeout_seconds:g} s"
+            if isinstance(error, FileNotFoundError):
+                raise MissingFileError(f"{where}: there is no such file") from error
+            if is_permanent(error):
+                raise DistapError(f"{where}: cannot be read: {reason}") from error
+            if attempt == settings.attempts:
+                raise UnreachableError(
+                    f"{where}: cannot be read: {attempt} attempts failed, the last with: {reason}; "
+                    "data.remote has the number of attempts and their time-out"
+                ) from error
+        meter.add(Traffic(retries=1))
+        # Ranks that fail together must not come back together.
+        time.sleep(settings.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+    raise AssertionError("at least one attempt")
+
+
+class OpenFiles:
+    """Descriptors of local files, the last ones used; each process has its own, since a fork would share a file."""
+
+    def __init__(self, limit: int = OPEN_FILES) -> None:
+        self.limit = limit
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"limit": self.limit, "_files": OrderedDict(), "_process": os.getpid()}
+
+    def __del__(self) -> None:
+        self._close_all()
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer only at the end of the file."""
+        try:
+            return read_at(self._file(path), offset, size)
+        except OSError:
+            self.close(path)  # a stale handle is mended by opening the file anew
+            raise
+
+    def size(self, path: str) -> int:
+        """Bytes of the file that is open."""
+        return os.fstat(self._file(path)).st_size
+
+    def close(self, path: str) -> None:
+        """Forget a file."""
+        if path in self._files:
+            os.close(self._files.pop(path))
+
+    def _file(self, path: str) -> int:
+        if self._process != os.getpid():
+            self._close_all()
+            self._process = os.getpid()
+        if path not in self._files:
+            if len(self._files) >= self.limit:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._files.move_to_end(path)
+        return self._files[path]
+
+    def _close_all(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+class LocalStorage:
+    """Files of a folder; what passes on network file systems is retried as for remotes."""
+
+    def __init__(self, base: str, settings: RemoteSettings | None = None) -> None:
+        self.base = base
+        self.meter = Meter()
+        self._settings = settings or RemoteSettings()
+        self._files = OpenFiles()
+
+    def where(self, name: str) -> str:
+        """Path of a file."""
+        return joined(self.base, name)
+
+    def about(self, name: str) -> About:
+        """Size, and time of the last change, of a file."""
+        status = self._retried(name, Path(self.where(name)).stat)
+        return About(status.st_size, f"{status.st_mtime_ns}")
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer only at the end of the file."""
+        data = self._retried(name, lambda: self._files.read(self.where(name), offset, size))
+        self.meter.add(Traffic(read_bytes=len(data)))
+        return data
+
+    def open(self, name: str) -> BinaryIO:
+        """The file from its first byte on."""
+        return whole_file(self, name)
+
+    def names(self, pattern: str) -> list[str]:
+        """Names of the files that match a glob, sorted."""
+        base = Path(self.base)
+        return sorted(path.relative_to(base).as_posix() for path in base.glob(pattern) if path.is_file())
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, whole or not at all."""
+        write_whole(Path(self.where(name)), data)
+
+    def _retried(self, name: str, call: Callable[[], T]) -> T:
+        return retried(call, self.where(name), self._settings, self.meter)
+
+
+def read_at(file: int, offset: int, size: int) -> bytes:
+    """`size` bytes of an open file from `offset`, fewer only at its end."""
+    parts = []
+    while size > 0 and (part := os.pread(file, size, offset)):
+        parts.append(part)
+        offset += len(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        DistapError: it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def whole_file(storage: Storage, name: str) -> BinaryIO:
+    """A file from its first byte on, in large positioned reads: each can be retried, and none is open for long."""
+    return io.BufferedReader(_Blocks(storage, name), BLOCK)
+
+
+class _Blocks(io.RawIOBase):
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._storage, self._name, self._offset = storage, name, 0
+        self._size = storage.about(name).size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), BLOCK, self._size - self._offset)
+        data = self._storage.read(self._name, self._offset, wanted) if wanted > 0 else b""
+        buffer[: len(data)] = data
+        self._offset += len(data)
+        return len(data)
