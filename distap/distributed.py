@@ -4,23 +4,25 @@ A global batch has slots 0 .. B-1. Rank r of W holds the slots r, r+W, r+2W, ...
 back in slot order, so that nothing after it depends on the number of ranks.
 """
 
-import ctypes
 import gc
 import os
-import signal
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from distap.errors import DistapError
+from distap.exits import end_with_launcher
+from distap.joining import join
+from distap.watchdog import Watchdog
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# The process group waits longer than the watchdog, which can say who is missing.
+LATER_SECONDS = 15.0
 CPU = torch.device("cpu")
 
 
@@ -33,6 +35,23 @@ class World:
     local_rank: int = 0
     device: torch.device = CPU
     group: dist.ProcessGroup | None = None  # None: torch's default group
+    watchdog: Watchdog | None = None
+
+    def note(self, activity: str) -> None:
+        """Say what this rank does from now on, such as `describe of step 12`: messages about a hang name it."""
+        if self.watchdog is not None:
+            self.watchdog.note(activity)
+
+    def collective(self, name: str) -> AbstractContextManager[None]:
+        """Encloses a collective of all ranks, so that its failure says which rank is missing.
+
+        Raises:
+            CollectiveError: a rank or the network failed.
+        """
+        if self.watchdog is None:
+            return nullcontext()
+        channel = "" if self.group is None else self.group.group_name
+        return self.watchdog.collective(name, channel, self.device)
 
     def slots(self, total: int) -> range:
         """The slots of a global batch of `total` images that this rank holds."""
@@ -53,7 +72,8 @@ class World:
         padded = rows.new_zeros(share, *rows.shape[1:])
         padded[: len(rows)] = rows
         gathered = rows.new_empty(self.size * share, *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        with self.collective("all_gather of rows"):
+            dist.all_gather_into_tensor(gathered, padded, group=self.group)
         # Row k of rank r is slot k * W + r, so the padding of shorter shares ends up behind the last slot.
         by_rank = gathered.view(self.size, share, *rows.shape[1:])
         return by_rank.transpose(0, 1).reshape(-1, *rows.shape[1:])[:total]
@@ -79,7 +99,8 @@ class World:
             padded = rows.new_zeros(self.size * share, *rows.shape[1:])
             padded[:total] = rows
             shares = [padded[r :: self.size].contiguous() for r in range(self.size)]
-        dist.scatter(received, shares, group=self.group, group_src=0)
+        with self.collective("scatter of rows"):
+            dist.scatter(received, shares, group=self.group, group_src=0)
         return received[: len(self.slots(total))]
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
@@ -97,26 +118,30 @@ class World:
         padded[: len(rows)] = rows
         by_rank = padded.view(share, self.size, *rows.shape[1:]).transpose(0, 1).contiguous()
         received = rows.new_empty(share, *rows.shape[1:])
-        dist.reduce_scatter_tensor(received, by_rank.flatten(0, 1), group=self.group)
+        with self.collective("reduce_scatter of rows"):
+            dist.reduce_scatter_tensor(received, by_rank.flatten(0, 1), group=self.group)
         return received[: len(self.slots(len(rows)))]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's and return it."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            with self.collective("broadcast"):
+                dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with its sum over the ranks and return it."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            with self.collective("all_reduce of a sum"):
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def maximum(self, value: float) -> float:
         """The greatest of the ranks' values; infinite where any of them is not a number."""
         worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(nan=float("inf"))
         if self.size > 1:
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.group)
+            with self.collective("all_reduce of a maximum"):
+                dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.group)
         return float(worst)
 
     def all_agree(self, holds: bool) -> bool:
@@ -130,15 +155,20 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
-            dist.barrier(group=self.group)
+            with self.collective("barrier"):
+                dist.barrier(group=self.group)
 
 
 @contextmanager
 def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
     """The world that torchrun's environment describes, or a world of one; left again at the end.
 
+    Args:
+        timeout_seconds: for all ranks to join, and for each collective.
     Raises:
         DistapError: the environment is incomplete.
+        CollectiveError: a rank is missing or lost, or the network is broken; from inside as well. A rank whose main
+            thread is held by a collective then ends with status 1, without it.
     """
     if "RANK" not in os.environ:
         yield World(device=_device(0))
@@ -148,24 +178,34 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = _device(local_rank)
-    _end_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_launcher()
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    party = join(rank, size, timeout_seconds)
+    watchdog = Watchdog(party, timeout_seconds).start()
+    farewell = "finished"
     try:
-        yield World(rank, size, local_rank, device)
+        with watchdog.collective("connecting of the ranks"):
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("group", party.store),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS),
+            )
+        yield World(rank, size, local_rank, device, watchdog=watchdog)
+    except BaseException as error:
+        farewell = f"{type(error).__name__}: {error}"
+        raise
     finally:
         # What still holds the group would keep its threads, and one that wakes while Python ends aborts the rank.
         gc.collect()
-        dist.destroy_process_group()
-
-
-def _end_with_torchrun() -> None:
-    """Have the kernel end this rank when torchrun is killed, which would otherwise leave it running alone."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        watchdog.stop(farewell)
 
 
 def _device(local_rank: int) -> torch.device:

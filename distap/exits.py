@@ -11,7 +11,13 @@ torchrun's own status is 1 whatever its workers' are, so each rank also leaves i
 that `distap.launcher` names in the environment.
 """
 
+import ctypes
+import json
 import os
+import signal
+import sys
+import time
+import traceback
 from pathlib import Path
 
 FINISHED = 0
@@ -20,13 +26,21 @@ MISTAKE = 2
 RESTART = 75
 
 FOLDER = "DISTAP_OUTCOMES"  # the environment variable that names the folder
+LAUNCHER = "DISTAP_LAUNCHER"  # the one that holds the launcher's process id
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's, for the message that its summary shows
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def record_outcome(status: int) -> None:
-    """Leave this rank's exit status for the launcher; without one, do nothing."""
+def record_outcome(status: int, error: BaseException | None = None) -> None:
+    """Leave this rank's exit status and error for the launcher; without one, do nothing."""
+    if error is not None and not isinstance(error, SystemExit) and ERROR_FILE in os.environ:
+        _write_error_file(Path(os.environ[ERROR_FILE]), error)
     folder = os.environ.get(FOLDER)
     if folder is not None and "RANK" in os.environ:
-        _write(Path(folder), os.environ["RANK"], status)
+        # All at once, so that the launcher never reads half of it.
+        draft = Path(folder, f"{os.environ['RANK']}.draft")
+        draft.write_text(str(status))
+        draft.replace(draft.with_suffix(""))
 
 
 def recorded_outcomes(folder: Path) -> dict[int, int]:
@@ -34,8 +48,16 @@ def recorded_outcomes(folder: Path) -> dict[int, int]:
     return {int(file.name): int(file.read_text()) for file in folder.iterdir() if file.name.isdecimal()}
 
 
-def _write(folder: Path, rank: str, status: int) -> None:
-    """All at once, so that the launcher never reads half of it."""
-    draft = folder / f"{rank}.draft"
-    draft.write_text(str(status))
-    draft.replace(folder / rank)
+def end_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher dies, which would otherwise leave it running alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+            os._exit(FAILED)  # it has died already
+
+
+def _write_error_file(path: Path, error: BaseException) -> None:
+    """In the form that torch.distributed.elastic.multiprocessing.errors reads."""
+    about = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
+    path.write_text(json.dumps({"message": message}), encoding="utf-8")

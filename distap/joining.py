@@ -1,0 +1,172 @@
+"""How the ranks find each other: all of them within the time-out, or an error on each that says who is missing.
+
+torchrun's store outlives a restart of its ranks, with every key that the dead ones wrote, and its agents count
+restarts differently once one of them was replaced. So rank 0 numbers the attempts in the store itself: whoever sees
+a new number answers to it, which the dead cannot, and when all have answered rank 0 writes down who they are.
+"""
+
+import json
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from distap.errors import CollectiveError
+
+POLL_SECONDS = 0.05
+LATE_SECONDS = 2.0  # beyond the time-out, before a call to the store counts as hanging
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank, and the process that it is."""
+
+    rank: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # process ids come back
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Party:
+    """The ranks that have joined.
+
+    Args:
+        store: holds nothing of an earlier attempt.
+        members: by rank.
+        address: host:port of the store.
+        rank: this one.
+        serves: the store lives in this process.
+    """
+
+    store: Store
+    members: list[Member]
+    address: str
+    rank: int
+    serves: bool
+
+
+def join(rank: int, size: int, timeout_seconds: float) -> Party:
+    """Wait for all ranks at the store that MASTER_ADDR and MASTER_PORT name.
+
+    Raises:
+        CollectiveError: the store cannot be reached, or a rank is missing.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = f"{host}:{port}"
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:
+        _wait_for_server(host, port, timeout_seconds, deadline)
+
+    def joined() -> Party:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 1))
+        server = TCPStore(host, port, None, serves, left, wait_for_workers=False, multi_tenant=True)
+        attempt, members = _answer_roll_call(server, Member(rank), size, timeout_seconds, deadline)
+        return Party(PrefixStore(f"distap/{attempt}", server), members, address, rank, serves)
+
+    silence = CollectiveError(
+        f"the store at {address} did not answer within {timeout_seconds:g} s: the network to it is broken"
+    )
+    return within(deadline + LATE_SECONDS - time.monotonic(), joined, silence)
+
+
+def within(seconds: float, work: Callable[[], T], error: Exception) -> T:
+    """What `work` returns or raises; `error` is raised where that takes longer.
+
+    A call to a store over a broken network never returns, whatever its time-out: it is left behind in a thread.
+    """
+    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((True, work()))
+        except Exception as failure:
+            answers.put((False, failure))
+
+    threading.Thread(target=run, name="distap-join", daemon=True).start()
+    try:
+        worked, answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise error from None
+    if not worked:
+        raise answer
+    result: T = answer
+    return result
+
+
+def _answer_roll_call(
+    server: Store, me: Member, size: int, timeout_seconds: float, deadline: float
+) -> tuple[int, list[Member]]:
+    attempt = answered = 0
+    if me.rank == 0:
+        attempt = server.add("distap/attempts", 1)
+        server.set("distap/attempt", str(attempt))
+    while True:
+        if me.rank != 0 and server.check(["distap/attempt"]):
+            attempt = int(server.get("distap/attempt"))
+        store = PrefixStore(f"distap/{attempt}", server)
+        if attempt != answered:
+            store.set(_here(me.rank), json.dumps(asdict(me)))
+            answered = attempt
+        late = time.monotonic() > deadline
+        if answered and (me.rank == 0 or late) and not store.check(["result"]):
+            present = [_member(store, rank) for rank in range(size) if store.check([_here(rank)])]
+            error = _absent(size, present, timeout_seconds) if late else ""
+            if len(present) == size or late:
+                store.set("result", json.dumps({"members": [asdict(member) for member in present], "error": error}))
+        if answered and store.check(["result"]):
+            result = json.loads(store.get("result"))
+            members = [Member(**member) for member in result["members"]]
+            if me in members:  # or else the result is an earlier attempt's
+                if result["error"]:
+                    raise CollectiveError(result["error"])
+                return attempt, members
+        if late:
+            raise CollectiveError(_absent(size, [me], timeout_seconds))
+        time.sleep(POLL_SECONDS)
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _member(store: Store, rank: int) -> Member:
+    return Member(**json.loads(store.get(_here(rank))))
+
+
+def _absent(size: int, present: Sequence[Member], timeout_seconds: float) -> str:
+    there = {member.rank for member in present}
+    # Where all have answered and rank 0 has not taken note of it, it is rank 0 that is gone.
+    missing = [str(rank) for rank in range(size) if rank not in there] or ["0"]
+    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+    return (
+        f"{ranks} of {size} did not join within {timeout_seconds:g} s; those that did: {', '.join(map(str, present))}"
+    )
+
+
+def _wait_for_server(host: str, port: int, timeout_seconds: float, deadline: float) -> None:
+    """TCPStore waits by itself, but up to twice the time-out, and says what is wrong in a page of C++ frames."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + 2 * POLL_SECONDS > deadline:
+                raise CollectiveError(
+                    f"the store at {host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be reached within "
+                    f"{timeout_seconds:g} s: {error}; is its host up, and the port open from here?"
+                ) from error
+        time.sleep(2 * POLL_SECONDS)
