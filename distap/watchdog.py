@@ -272,7 +272,7 @@ class Watchdog:
                 f"the store at {self.party.address} has not answered for {now - self._store_heard:.0f} s"
                 f"{self._store_error}: the network to it is broken, or the host that serves it is down"
             )
-        found = []
+        found: list[str] = []
         for rank, other in sorted(self._others.items()):
             member, said, silent = self.party.members[rank], other.said, now - other.heard
             doing = said.get("activity", "start")
@@ -285,7 +285,7 @@ class Watchdog:
             elif collective is not None and said.get("begun", {}).get(collective.channel, 0) < collective.number:
                 found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
         if not found:
-            return "every rank is there, so the network between them may be broken"
+            return "every rank has begun it, so one may hang in it, or the network between them is broken"
         return "; ".join([*found[:NAMED], f"and {len(found) - NAMED} more"] if len(found) > NAMED else found)
 
 

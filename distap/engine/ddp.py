@@ -42,18 +42,21 @@ class DDPEngine:
         self, network: nn.Module, optimizer: Optimizer, world: World, clip_norm: float | None = None
     ) -> None:
         self.network = network
+        self._world = world
+        self._reduces = world.size > 1  # in the backward that comes next
         self._reductions = _Reductions()
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._replicas: DistributedDataParallel | None = None
         if world.size > 1:
-            self._replicas = DistributedDataParallel(
-                network,
-                device_ids=[world.device] if world.device.type == "cuda" else None,
-                **_NO_BUFFER_SYNC,
-                bucket_cap_mb=_megabytes(network) + 1,  # one bucket, so one all-reduce
-                gradient_as_bucket_view=True,
-            )
+            with world.collective("broadcast of the parameters"):
+                self._replicas = DistributedDataParallel(
+                    network,
+                    device_ids=[world.device] if world.device.type == "cuda" else None,
+                    **_NO_BUFFER_SYNC,
+                    bucket_cap_mb=_megabytes(network) + 1,  # one bucket, so one all-reduce
+                    gradient_as_bucket_view=True,
+                )
             self._replicas.register_comm_hook(None, self._reductions.sum_over_ranks)
 
     @property
@@ -68,6 +71,7 @@ class DDPEngine:
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Encloses forward and backward: around backward alone, DDP would all-reduce every micro-batch."""
+        self._reduces = is_last and self._replicas is not None
         if self._replicas is None or is_last:
             return nullcontext()
         skipping: AbstractContextManager[None] = self._replicas.no_sync()
@@ -80,7 +84,8 @@ class DDPEngine:
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
         """Add the parameter gradients that dL/d descriptors leads to; on the last micro-batch, reduce them."""
-        torch.autograd.backward(descriptors, gradient)
+        with self._world.collective("all_reduce of the gradients") if self._reduces else nullcontext():
+            torch.autograd.backward(descriptors, gradient)
 
     def update(self, learning_rate: float) -> float:
         """One optimiser step along the summed gradient, unless it is not finite; returns its norm."""
