@@ -55,7 +55,12 @@ def run(command: typer.Typer, name: str) -> None:
         record_outcome(status)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run this process's rank as the command line says."""
     application = typer.Typer(add_completion=False)
     application.command()(train)
     run(application, "torchrun -m distap.train")
+
+
+if __name__ == "__main__":
+    main()

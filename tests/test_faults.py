@@ -1,0 +1,307 @@
+"""What a run does when something goes wrong: each test injects one fault into a real run of several ranks."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from faults import recorded_batches
+from PIL import Image
+from test_trainer import losses, parameters, recipe
+
+from distap.checkpoint import list_checkpoints
+from distap.data.index import load_index
+from distap.data.packing import pack
+from distap.exits import MISTAKE, RESTART
+from distap.telemetry.runlog import read_run_log
+
+TESTS = Path(__file__).parent
+STEPS = 8
+pytestmark = pytest.mark.slow
+
+
+class Run:
+    """A training in a folder of its own, started as often as needed."""
+
+    def __init__(self, folder: Path, shards: tuple[Path, ...], **changes: object) -> None:
+        self.folder = folder / "run"
+        self.records = folder / "records"
+        self.records.mkdir(parents=True)
+        settings = {"steps": STEPS, "checkpoint": {"every": 2}, "timeout_seconds": 60.0, **changes}
+        self.config = folder / "recipe.yaml"
+        self.config.write_text(json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json")))
+
+    def start(self, ranks: int, faults: str = "", restarts: int = 0, grace: float = 60) -> subprocess.Popen[str]:
+        """On `ranks` ranks of this machine, by distap's launcher."""
+        options = [
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}",
+            "--monitor-interval=0.1",
+        ]
+        script = (
+            "import sys; from distap.launcher import launch; "
+            f"sys.exit(launch({options!r}, 'faults', {[str(self.config)]!r}, {grace}, 60))"
+        )
+        environment = os.environ | {
+            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "FAULTS": faults,
+            "RECORD": str(self.records),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def go(self, ranks: int, faults: str = "", restarts: int = 0) -> tuple[int, str]:
+        """Start and wait; exit status and what it said."""
+        process = self.start(ranks, faults, restarts)
+        output, _ = process.communicate(timeout=300)
+        return process.returncode, output
+
+    def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
+        """Until rank 0 has done the step."""
+        record = self.records / "0.jsonl"
+        while not (record.exists() and f'"step": {step},' in record.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+
+    def ranks_of(self, launcher: subprocess.Popen[str]) -> list[int]:
+        """Process numbers of the ranks, in the order of ranks."""
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        found = {}
+        for pid in map(int, children):
+            environment = dict(
+                item.split("=", 1) for item in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in item
+            )
+            if "RANK" in environment:
+                found[int(environment["RANK"])] = pid
+        return [found[rank] for rank in sorted(found)]
+
+    def batches(self) -> list[tuple[int, ...]]:
+        """The images of each step, which must have been the same whenever the step was done."""
+        recorded = recorded_batches(self.records)
+        assert sorted(recorded) == list(range(STEPS))
+        assert all(len(batches) == 1 for batches in recorded.values())
+        return [next(iter(recorded[step])) for step in range(STEPS)]
+
+
+def same(first: Run, second: Run) -> bool:
+    """Whether two runs ended with the same parameters, bit for bit."""
+    ours, theirs = parameters(first.folder), parameters(second.folder)
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, training_shards) -> Run:
+    """The run on two ranks that nothing happens to."""
+    run = Run(tmp_path_factory.mktemp("undisturbed"), training_shards)
+    status, output = run.go(2)
+    assert status == 0, output
+    return run
+
+
+@pytest.mark.parametrize("stage", ["describe", "rank", "replay"])
+def test_a_killed_rank_brings_the_job_back_from_the_newest_checkpoint(tmp_path, training_shards, undisturbed, stage):
+    run = Run(tmp_path, training_shards)
+    status, output = run.go(2, f"SIGKILL rank=1 step=5 stage={stage}", restarts=1)
+    assert status == 0, output
+    assert re.search(r"going on from .*step-0000000[24]", output)
+    assert run.batches() == undisturbed.batches()
+    assert losses(run.folder) == losses(undisturbed.folder)
+    assert same(run, undisturbed)
+
+
+def test_from_4_to_2_to_3_ranks_the_batches_and_the_parameters_are_those_of_one_run(
+    tmp_path, training_shards, undisturbed
+):
+    generator = np.random.default_rng(0)
+    run = Run(tmp_path, training_shards)
+    first, second = int(generator.integers(3, 5)), int(generator.integers(5, 7))
+    status, output = run.go(4, f"SIGKILL rank=2 step={first} stage=replay")
+    assert status == 1, output
+    status, output = run.go(2, f"SIGKILL rank=0 step={second} stage=describe")
+    assert status == 1, output
+    assert "going on from" in output
+    status, output = run.go(3)
+    assert status == 0, output
+    assert run.batches() == undisturbed.batches()
+    assert losses(run.folder) == pytest.approx(losses(undisturbed.folder), abs=1e-4)
+    whole, resumed = parameters(undisturbed.folder), parameters(run.folder)
+    assert all(torch.allclose(whole[name].float(), resumed[name].float(), atol=2e-3) for name in whole)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, training_shards, undisturbed, name):
+    run = Run(tmp_path, training_shards, checkpoint={"every": 100})
+    status, output = run.go(2, f"{name} rank=1 step=3 stage=rank", restarts=3)
+    assert status == RESTART, output
+    assert f"{name}: stopping after this step, with a checkpoint" in output
+    assert f"stopped after step 4 of {STEPS}, with a checkpoint" in output
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000004"]
+    assert {step for step in recorded_batches(run.records)} == {0, 1, 2, 3}
+    status, output = run.go(2)
+    assert status == 0, output
+    assert run.batches() == undisturbed.batches()
+    assert same(run, undisturbed)
+
+
+def test_a_launcher_that_is_asked_to_stop_stops_its_ranks_in_the_same_way(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
+    process = run.start(2)
+    run.wait_for_step(1, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == RESTART, output
+    stopped = int(re.search(r"stopped after step (\d+) of 10000", output)[1])
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
+
+
+def test_a_second_request_stops_at_once(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards)
+    # The rank stands still in the step, so that the first request cannot be met.
+    process = run.start(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank")
+    said = ""
+    while "stopping after this step" not in said:
+        said += process.stdout.readline()
+    time.sleep(1.5)  # what comes within a second is the same request
+    os.kill(run.ranks_of(process)[1], signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert "SIGTERM again: stopping at once" in output
+    assert process.returncode == 1
+    assert not [path for path in list_checkpoints(run.folder / "checkpoints") if path.name == "step-00000004"]
+
+
+def test_the_grace_time_is_a_hard_limit(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, stop={"grace_seconds": 2})
+    status, output = run.go(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank")
+    assert "the grace time of 2 s (stop.grace_seconds) is over" in output
+    assert status == 1, output  # the other rank was not asked, and lost its peer
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that holds one checkpoint and a half."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=90m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_on_a_full_disk_the_run_goes_on_and_the_good_checkpoint_stays(small_disk, training_shards, undisturbed):
+    run = Run(small_disk, training_shards)
+    status, output = run.go(2)
+    assert status == MISTAKE, output
+    assert "step-00000004: the checkpoint cannot be written" in output
+    assert re.search(r"error: .*step-00000008: the last checkpoint cannot be written.*MB are free", output)
+    assert len(losses(run.folder)) == STEPS
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
+    subprocess.run(["mount", "-o", "remount,size=400m", str(small_disk)], check=True)
+    status, output = run.go(2)
+    assert status == 0, output
+    assert "step-00000002" in output
+    assert run.batches() == undisturbed.batches()
+    assert same(run, undisturbed)
+
+
+def test_a_tar_that_was_cut_short_is_refused_by_name_before_training(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "cut")
+    shard = tmp_path / "cut" / "000001.tar"
+    shard.write_bytes(shard.read_bytes()[:-1024])
+    status, output = Run(tmp_path, [tmp_path / "cut"]).go(2, restarts=2)
+    assert status == MISTAKE, output
+    assert re.search(r"error: .*000001\.tar: \d+ bytes, but \d+ when it was indexed", output)
+
+
+def test_a_corrupt_jpeg_is_left_out_and_named(tmp_path):
+    generator = np.random.default_rng(0)
+    for number in range(30):
+        path = tmp_path / "images" / f"class-{number % 5}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:1500])  # its header is sound
+    pack(tmp_path / "images", tmp_path / "shards")
+    run = Run(tmp_path, [tmp_path / "shards"], sampling={"name": "random", "batch_size": 30})
+    status, output = run.go(2)
+    assert status == 0, output
+    index = load_index(tmp_path / "shards")
+    key = next(key for key in index.key if key.endswith("-29"))
+    assert re.search(rf"000000\.tar:{key}: (truncated|decode_error) left out", output)
+    entries = [entry for entry in read_run_log(run.folder) if "loss" in entry]
+    assert [entry["skipped_images"] for entry in entries] == list(range(1, STEPS + 1))
+
+
+def test_a_flipped_byte_in_the_newest_checkpoint_is_found_and_the_one_before_used(
+    tmp_path, training_shards, undisturbed
+):
+    run = Run(tmp_path, training_shards)
+    status, output = run.go(2, "SIGKILL rank=0 step=5 stage=rank")
+    assert status == 1, output
+    newest = list_checkpoints(run.folder / "checkpoints")[-1]
+    damaged = newest / "__1_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    damaged.write_bytes(content)
+    status, output = run.go(2)
+    assert status == 0, output
+    assert f"{newest}: damaged checkpoint: __1_0.distcp is not the file that was written" in output
+    assert f"going on from {list_checkpoints(run.folder / 'checkpoints')[0].parent}/step-" in output
+    assert same(run, undisturbed)
+
+
+def test_an_image_that_gives_nan_is_left_out_of_its_step(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards)
+    status, output = run.go(2, "nan-descriptor rank=1 step=3 stage=describe")
+    assert status == 0, output
+    image = run.batches()[3][1]  # rank 1's first
+    index = load_index(training_shards[0])
+    assert (
+        f"step 4: the descriptor of {index.shard_name[index.shard[image]]}:{index.key[image]} is not finite" in output
+    )
+    assert all(np.isfinite(losses(run.folder)))
+
+
+def test_a_step_that_is_not_finite_is_not_applied_but_written_down(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, checkpoint={"every": 1, "keep": 99})
+    status, output = run.go(2, "nan-gradient rank=0 step=3 stage=update")
+    assert status == 0, output
+    assert "step 4: the gradient is not finite; the parameters stay as they are" in output
+    (entry,) = [json.loads(line) for line in (run.folder / "not_finite.jsonl").read_text().splitlines()]
+    index = load_index(training_shards[0])
+    images = [f"{index.shard_name[index.shard[image]]}:{index.key[image]}" for image in run.batches()[3]]
+    assert (entry["step"], entry["what"], entry["samples"]) == (4, "gradient", images)
+    before, after = ((run.folder / "checkpoints" / f"step-{step:08d}") for step in (3, 4))
+    assert parameters_equal(before, after)
+
+
+def parameters_equal(first: Path, second: Path) -> bool:
+    from distap.checkpoint import find_checkpoint
+
+    ours, theirs = (find_checkpoint(path).tensors() for path in (first, second))
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_after_some_such_steps_in_a_row_training_stops(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, step__max_not_finite=3)
+    faults = "; ".join(f"nan-gradient rank=0 step={step} stage=update" for step in (1, 3, 4, 5))
+    status, output = run.go(2, faults, restarts=2)
+    assert status == MISTAKE, output
+    assert "step 6: the gradient was not finite in 3 steps in a row (step.max_not_finite)" in output
+    assert len((run.folder / "not_finite.jsonl").read_text().splitlines()) == 4
