@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from distap.errors import DistapError
-from distap.exits import FAILED, FINISHED, MISTAKE, record_outcome
+from distap.exits import FAILED, FINISHED, record_outcome
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 OVERRIDES = Annotated[
@@ -37,7 +37,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
 
 
 def run(command: typer.Typer, name: str) -> None:
-    """Run the command line called `name`; an error that is meant for a person is printed, with exit status 2."""
+    """Run the command line called `name`; an error that is meant for a person is printed, without a traceback."""
     status = FAILED
     try:
         command(prog_name=name)
@@ -46,7 +46,7 @@ def run(command: typer.Typer, name: str) -> None:
         from rich.console import Console
 
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False, style="red")
-        status = MISTAKE
+        status = error.status
         sys.exit(status)
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else FINISHED if leaving.code is None else FAILED

@@ -1,4 +1,4 @@
-"""A training with faults: `torchrun tests/faults.py CONFIG` does what `-m distap.train` does, but for what it is told.
+"""A training with faults: `python -m faults CONFIG` does what `-m distap.train` does, but for what it is told.
 
 FAULTS holds texts such as `SIGKILL rank=1 step=3 stage=replay`, separated by semicolons. A fault happens once, where
 that stage of that step begins, and not again after a restart. Actions: the name of a signal that the rank sends

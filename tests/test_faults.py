@@ -152,7 +152,7 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, 
     assert f"{name}: stopping after this step, with a checkpoint" in output
     assert f"stopped after step 4 of {STEPS}, with a checkpoint" in output
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000004"]
-    assert {step for step in recorded_batches(run.records)} == {0, 1, 2, 3}
+    assert set(recorded_batches(run.records)) == {0, 1, 2, 3}
     status, output = run.go(2)
     assert status == 0, output
     assert run.batches() == undisturbed.batches()
