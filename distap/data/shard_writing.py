@@ -12,9 +12,20 @@ import webdataset
 
 from distap.data.decoding import DamagedImageError, decode, image_size
 from distap.data.indexing import LABEL_FIELD, Skipped
-from distap.data.sources import ImageFile
+from distap.data.sources import IMAGE_SUFFIXES, ImageFile
 from distap.data.tar import BLOCK
 from distap.errors import DistapError
+
+# How the formats that can be read begin.
+BEGINNINGS = {
+    b"\xff\xd8": "jpg",
+    b"\x89PNG": "png",
+    b"RIFF": "webp",
+    b"BM": "bmp",
+    b"GIF8": "gif",
+    b"II": "tif",
+    b"MM": "tif",
+}
 
 
 @dataclass(frozen=True)
@@ -119,9 +130,16 @@ class _Hashed:
 def _sample(image: ImageFile, position: int, data: bytes, numbers: dict[str, int]) -> dict[str, str | bytes]:
     return {
         "__key__": f"{position:08d}-{re.sub(r'[^A-Za-z0-9_-]+', '_', image.path.stem)[:60]}",
-        image.path.suffix.lower().removeprefix("."): data,
+        _field(image.path, data): data,
         LABEL_FIELD: str(numbers[image.class_name]).encode(),
     }
+
+
+def _field(path: Path, data: bytes) -> str:
+    """How the member ends: as the file does, or by what it is where the files of a data set have no suffix."""
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        return path.suffix.lower().removeprefix(".")
+    return next(field for mark, field in BEGINNINGS.items() if data.startswith(mark))
 
 
 def _read(entry: Entry) -> bytes:
