@@ -3,6 +3,7 @@
 import typer
 
 from distap.cli.bench import bench
+from distap.cli.convert import convert_command
 from distap.cli.data import data
 from distap.cli.training import eval_command, report_command, train_command
 from distap.train import run
@@ -13,6 +14,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data.command("convert")(convert_command)
 app.add_typer(data, name="data")
 app.command("train")(train_command)
 app.command("eval")(eval_command)

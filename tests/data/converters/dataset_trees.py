@@ -1,0 +1,168 @@
+"""Tiny copies of the data sets, laid out as their authors distribute them."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def photo(path: Path, seed: int = 0) -> None:
+    """A small JPEG file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, "JPEG")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def sop(root: Path) -> None:
+    heading = "image_id class_id super_class_id path\n"
+    names = {"train": ["chair_final/1_0.JPG", "chair_final/1_1.JPG", "mug_final/2_0.JPG", "mug_final/2_1.JPG"]}
+    names["test"] = [name.replace("/1_", "/3_").replace("/2_", "/4_") for name in names["train"]]
+    for part, first in (("train", 1), ("test", 3)):
+        rows = [
+            f"{place + 1} {first + place // 2} {1 + place // 2} {name}\n" for place, name in enumerate(names[part])
+        ]
+        write(root / f"Ebay_{part}.txt", heading + "".join(rows))
+        for place, name in enumerate(names[part]):
+            photo(root / name, place)
+
+
+def cub(root: Path) -> None:
+    classes = {1: "001.Black_footed_Albatross", 100: "100.Brown_Pelican", 101: "101.White_Pelican", 200: "200.Wren"}
+    images = [(label, f"{name}/{name[4:]}_{n:04d}.jpg") for label, name in classes.items() for n in (1, 2)]
+    write(root / "classes.txt", "".join(f"{label} {name}\n" for label, name in classes.items()))
+    write(root / "images.txt", "".join(f"{place} {name}\n" for place, (_, name) in enumerate(images, 1)))
+    write(
+        root / "image_class_labels.txt", "".join(f"{place} {label}\n" for place, (label, _) in enumerate(images, 1))
+    )
+    for place, (_, name) in enumerate(images):
+        photo(root / "images" / name, place)
+
+
+def inaturalist(root: Path) -> None:
+    for part, classes in (("train", ("Aves/2761", "Fungi/5")), ("test", ("Aves/11", "Plantae/7000"))):
+        names = [f"train_val2018/{name}/{n:032x}.jpg" for name in classes for n in (1, 2)]
+        write(root / f"Inat_dataset_splits/Inaturalist_{part}_set1.txt", "".join(f"{name}\n" for name in names))
+        for place, name in enumerate(names):
+            photo(root / name, place)
+
+
+def vehicleid(root: Path) -> None:
+    lists = {"train_list": (1, 2), "test_list_800": (3,), "test_list_1600": (3, 4), "test_list_2400": (3, 4, 5)}
+    for name, vehicles in lists.items():
+        rows = [f"{10 * vehicle + n:07d} {vehicle}\n" for vehicle in vehicles for n in (0, 1)]
+        write(root / f"train_test_split/{name}.txt", "".join(rows))
+        for row in rows:
+            photo(root / f"image/{row.split()[0]}.jpg", int(row.split()[0]))
+
+
+def inshop(root: Path) -> None:
+    rows = [
+        ("img/WOMEN/Dresses/id_00000002/02_1_front.jpg", "id_00000002", "train"),
+        ("img/WOMEN/Dresses/id_00000002/02_2_side.jpg", "id_00000002", "train"),
+        ("img/MEN/Denim/id_00000080/01_1_front.jpg", "id_00000080", "train"),
+        ("img/MEN/Denim/id_00000080/01_2_side.jpg", "id_00000080", "train"),
+        ("img/MEN/Denim/id_00000090/01_1_front.jpg", "id_00000090", "query"),
+        ("img/WOMEN/Skirts/id_00000091/01_1_front.jpg", "id_00000091", "query"),
+        ("img/MEN/Denim/id_00000090/01_2_side.jpg", "id_00000090", "gallery"),
+        ("img/WOMEN/Skirts/id_00000091/01_2_side.jpg", "id_00000091", "gallery"),
+    ]
+    lines = "".join(f"{name:70}{item} {status}\n" for name, item, status in rows)
+    write(root / "Eval/list_eval_partition.txt", f"{len(rows)}\nimage_name item_id evaluation_status\n{lines}")
+    for place, (name, _, _) in enumerate(rows):
+        photo(root / "Img" / name, place)
+
+
+def landmarks(root: Path) -> None:
+    for part, labels in (("train", (3, 17)), ("val", (3,))):
+        urls = [f"http://a.example/{part}/{label}/view%20{n}.jpg" for label in labels for n in (1, 2)]
+        rows = [f"{url} {url.split('/')[4]} 10 200 20 150\n" for url in urls]
+        write(root / f"annotations_landmarks/annotation_clean_{part}.txt", "".join(rows))
+        for place, url in enumerate(urls):
+            photo(root / "images" / url.removeprefix("http://").replace("%20", " "), place)
+
+
+def dump(path: Path, value: object, protocol: int = 2) -> None:
+    """A pickle as numpy of its time wrote it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(value, protocol).replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+
+
+def sfm(root: Path) -> None:
+    def lists(first: int, clusters: list[int]) -> dict[str, object]:
+        names = [f"{first + place:032x}" for place in range(len(clusters))]
+        for place, name in enumerate(names):
+            photo(root / "ims" / name[-2:] / name[-4:-2] / name[-6:-4] / name, first + place)
+        return {"cids": names, "cluster": clusters, "qidxs": [0, 2], "pidxs": [1, 3]}
+
+    train, val = lists(1, [7, 7, 9, 9]), lists(101, [1, 1, 4, 4])
+    dump(root / "retrieval-SfM-120k.pkl", {"train": train, "val": val})
+    whiten = {key: np.array(value) if key.endswith("idxs") else value for key, value in train.items()}
+    del whiten["cluster"]
+    dump(root / "retrieval-SfM-120k-whiten.pkl", whiten)
+
+
+def gldv2(root: Path) -> None:
+    train = {5: ["0123456789abcdef", "0223456789abcdef"], 8: ["a123456789abcdef", "a223456789abcdef"]}
+    noisy = "ffff456789abcdef"
+    index = ["1111111111111111", "2222222222222222", "3333333333333333"]
+    test = ["4444444444444444", "5555555555555555", "6666666666666666"]
+    write(
+        root / "metadata/train_clean.csv", "landmark_id,images\n5,{}\n8,{}\n".format(*map(" ".join, train.values()))
+    )
+    rows = "".join(f'{name},"http://a.example/a,{name}.jpg",{label}\n' for label in train for name in train[label])
+    write(root / "metadata/train.csv", f"id,url,landmark_id\n{rows}{noisy},http://a.example/b.jpg,8\n")
+    write(root / "metadata/index.csv", "id\n" + "".join(f"{name}\n" for name in index))
+    write(root / "metadata/test.csv", "id\n" + "".join(f"{name}\n" for name in test))
+    solutions = [
+        f"{test[0]},{index[0]} {index[2]},Public",
+        f"{test[1]},None,Ignored",
+        f"{test[2]},{index[1]},Private",
+    ]
+    write(root / "ground_truth/retrieval_solution_v2.1.csv", "\n".join(["id,images,Usage", *solutions, ""]))
+    for folder, names in (("train", [*train[5], *train[8], noisy]), ("index", index), ("test", test)):
+        for place, name in enumerate(names):
+            photo(root / folder / name[0] / name[1] / name[2] / f"{name}.jpg", place)
+
+
+def revisited(name: str) -> Callable[[Path], None]:
+    def tree(root: Path) -> None:
+        gallery = [f"all_souls_{place:06d}" for place in range(6)]
+        queries = ["bodleian_000107", "keble_000214"]
+        gnd = [
+            {"bbx": [1.5, 2.0, 8.0, 7.5], "easy": [0, 1], "hard": [2], "junk": [5]},
+            {"bbx": np.array([0.0, 0.0, 9.0, 6.0]), "easy": np.array([], int), "hard": np.array([3, 4]), "junk": []},
+        ]
+        dump(root / f"gnd_{name}.pkl", {"imlist": gallery, "qimlist": queries, "gnd": gnd})
+        for place, image in enumerate(gallery + queries):
+            photo(root / "jpg" / f"{image}.jpg", place)
+
+    return tree
+
+
+def revisitop1m(root: Path) -> None:
+    names = ["c/c5/c5f1.jpg", "c/c5/c5f2", "jpg/0/00/00a1.jpg"]
+    write(root / "revisitop1m.txt", "".join(f"{name}\n" for name in names))
+    for place, name in enumerate(names):
+        photo(root / "jpg" / f"{name.removeprefix('jpg/').removesuffix('.jpg')}.jpg", place)
+
+
+TREES: dict[str, Callable[[Path], None]] = {
+    "sop": sop,
+    "cub": cub,
+    "inaturalist": inaturalist,
+    "vehicleid": vehicleid,
+    "inshop": inshop,
+    "landmarks-clean": landmarks,
+    "sfm-120k": sfm,
+    "gldv2": gldv2,
+    "roxford5k": revisited("roxford5k"),
+    "rparis6k": revisited("rparis6k"),
+    "revisitop1m": revisitop1m,
+}

@@ -1,0 +1,100 @@
+import sys
+from pathlib import Path
+
+import pytest
+from dataset_trees import TREES
+
+from distap.cli import main
+from distap.data.converters import DATASETS
+from distap.data.index import load_index
+
+GUIDE = Path(__file__).parents[3] / "distap" / "data" / "converters" / "README.md"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`distap data convert`: its exit status, and what it printed."""
+
+    def convert(*arguments):
+        monkeypatch.setattr(sys, "argv", ["distap", "data", "convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as status:
+            main()
+        printed = capsys.readouterr()
+        return int(status.value.code or 0), printed.out + printed.err
+
+    return convert
+
+
+def test_the_command_says_what_it_did_and_what_is_wrong(run, tmp_path):
+    source, output = tmp_path / "source", tmp_path / "out"
+    TREES["sop"](source)
+    (source / "chair_final" / "1_0.JPG").unlink()
+    (source / "mug_final" / "4_0.JPG").write_bytes(b"no image")
+    status, printed = run("sop", source, output, "--workers", 1)
+    assert status == 0
+    for text in (
+        f"{output}/train: 3 images of 2 classes",
+        "train differs from the published split: its list names 4 images of 2 classes, published are 59,551 images, "
+        "11,318 classes",
+        "train: 1 images are missing: chair_final/1_0.JPG",
+        "test: 1 images are damaged and left out: ",
+        f"{output}/missing.txt: every missing image",
+    ):
+        assert text in printed
+    status, printed = run("sop", source, output, "--workers", 1)
+    assert status == 0
+    assert f"{output}/test: 3 images of 2 classes, from an earlier call" in printed
+
+
+def test_splits_and_the_size_of_shards_are_chosen(run, tmp_path):
+    TREES["inshop"](tmp_path / "source")
+    arguments = ("--split", "query", "--split", "gallery", "--images-per-shard", 1, "--workers", 1)
+    assert run("inshop", tmp_path / "source", tmp_path / "out", *arguments)[0] == 0
+    assert len(load_index(tmp_path / "out" / "gallery").shard_name) == 2
+    assert not (tmp_path / "out" / "train").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sopp", "."], "no data set is called 'sopp'; did you mean sop?"),
+        (["xyz", "."], "no data set is called 'xyz'; expected one of sop, cub"),
+        (["sop", "nowhere"], "nowhere: no such folder; Stanford Online Products is offered at https://cvgl"),
+        (
+            ["sop", ".", "--split", "tran"],
+            "Stanford Online Products has no split 'tran'; expected some of train, test",
+        ),
+        (["cub", "."], "classes.txt: no such file; CUB-200-2011 is offered at https://www.vision.caltech.edu"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_do(arguments, message, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, printed = run(*arguments[:2], "out", *arguments[2:])
+    assert status == 2
+    assert printed.startswith("error: ") and "Traceback" not in printed
+    assert message in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_images_are_an_error_with_strict(run, tmp_path):
+    TREES["cub"](tmp_path / "source")
+    next((tmp_path / "source" / "images").rglob("*.jpg")).unlink()
+    status, printed = run("cub", tmp_path / "source", tmp_path / "out", "--strict")
+    assert status == 2
+    assert "1 of its 4 images are missing" in printed
+    assert len((tmp_path / "out" / "missing.txt").read_text().splitlines()) == 1
+
+
+def test_every_data_set_is_named_in_the_help_and_in_the_guide(run):
+    status, printed = run("--help")
+    assert status == 0
+    words = printed.replace("│", " ").split()
+    guide = GUIDE.read_text()
+    for name, dataset in DATASETS.items():
+        assert name in [word.strip(".,") for word in words]
+        assert f"`{name}`" in guide
+        for split in dataset.splits:
+            assert f"`{split.name}`" in guide
+            for count in split.published:
+                for number in filter(None, (count.images, count.classes)):
+                    assert f"{number:,}" in guide

@@ -1,0 +1,381 @@
+import dataclasses
+import json
+from collections import Counter
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from dataset_trees import TREES, dump, photo
+
+from distap.data.converters import DATASETS
+from distap.data.converters.converting import convert
+from distap.data.converters.dataset import Count
+from distap.data.index import load_index
+from distap.data.reading import Reader
+from distap.errors import DistapError
+
+GALLERY = {f"all_souls_{place:06d}": 1 for place in range(6)}
+QUERIES = {"bodleian_000107": 1, "keble_000214": 1}
+
+# Images of each class of each split, and the super-category of each class.
+EXPECTED = {
+    "sop": (
+        {"train": {"1": 2, "2": 2}, "test": {"3": 2, "4": 2}},
+        {"1": "chair", "2": "mug", "3": "chair", "4": "mug"},
+    ),
+    "cub": (
+        {
+            "train": {"001.Black_footed_Albatross": 2, "100.Brown_Pelican": 2},
+            "test": {"101.White_Pelican": 2, "200.Wren": 2},
+        },
+        {},
+    ),
+    "inaturalist": (
+        {"train": {"5": 2, "2761": 2}, "test": {"11": 2, "7000": 2}},
+        {"2761": "Aves", "5": "Fungi", "11": "Aves", "7000": "Plantae"},
+    ),
+    "vehicleid": (
+        {
+            "train": {"1": 2, "2": 2},
+            "test_small": {"3": 2},
+            "test_medium": {"3": 2, "4": 2},
+            "test_large": {"3": 2, "4": 2, "5": 2},
+        },
+        {},
+    ),
+    "inshop": (
+        {
+            "train": {"id_00000002": 2, "id_00000080": 2},
+            "query": {"id_00000090": 1, "id_00000091": 1},
+            "gallery": {"id_00000090": 1, "id_00000091": 1},
+        },
+        {
+            "id_00000002": "WOMEN/Dresses",
+            "id_00000080": "MEN/Denim",
+            "id_00000090": "MEN/Denim",
+            "id_00000091": "WOMEN/Skirts",
+        },
+    ),
+    "landmarks-clean": ({"train": {"3": 2, "17": 2}, "validation": {"3": 2}}, {}),
+    "sfm-120k": ({"train": {"7": 2, "9": 2}, "validation": {"1": 2, "4": 2}}, {}),
+    "gldv2": (
+        {
+            "train": {"5": 2, "8": 2},
+            "index": {"1111111111111111": 1, "2222222222222222": 1, "3333333333333333": 1},
+            "query": {"4444444444444444": 1, "6666666666666666": 1},
+        },
+        {},
+    ),
+    "roxford5k": ({"query": QUERIES, "gallery": GALLERY}, {}),
+    "rparis6k": ({"query": QUERIES, "gallery": GALLERY}, {}),
+    "revisitop1m": ({"distractors": {"distractor": 3}}, {}),
+}
+
+# A wrong line of each list: the file, what stands there, what is put instead, and what the error says of it.
+WRONG_LINES = [
+    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 one 1 chair", r"line 3: class 'one' is no whole number"),
+    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 chair", r"line 3: 3 columns, expected 4: 'image_id class_id"),
+    ("sop", "Ebay_test.txt", "image_id class_id", "id class", r"line 1: expected the heading 'image_id class_id"),
+    ("cub", "images.txt", "2 001", "two 001", r"line 2: image 'two' is no whole number"),
+    ("cub", "image_class_labels.txt", "3 100", "3 77", r"images\.txt, line 3: image 3 has no class in"),
+    ("cub", "classes.txt", "1 001.Black", "1 001. Black", r"line 1: 3 columns, expected 2"),
+    (
+        "inaturalist",
+        "Inat_dataset_splits/Inaturalist_test_set1.txt",
+        "Aves/11/",
+        "Aves/",
+        r"line 1: .*expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE\.jpg",
+    ),
+    ("vehicleid", "train_test_split/train_list.txt", "0000011 1", "0000011", r"line 2: 1 columns, expected 2"),
+    ("vehicleid", "train_test_split/test_list_2400.txt", "0000031 3", "../31 3", r"line 2: image '\.\./31' is no"),
+    ("inshop", "Eval/list_eval_partition.txt", " query", " querry", r"line 7: .*one of train, query, gallery"),
+    ("inshop", "Eval/list_eval_partition.txt", "8\n", "9\n", r"line 10: the list ends after 8 images, .* says 9"),
+    ("inshop", "Eval/list_eval_partition.txt", "image_name", "name", r"line 2: expected the heading"),
+    (
+        "landmarks-clean",
+        "annotations_landmarks/annotation_clean_train.txt",
+        " 3 10",
+        " 3",
+        r"line 1: 5 columns, expected the image",
+    ),
+    (
+        "landmarks-clean",
+        "annotations_landmarks/annotation_clean_val.txt",
+        "http:",
+        "file:",
+        r"line 1: .* is no address of an image on the web",
+    ),
+    ("gldv2", "metadata/train_clean.csv", "8,a12", "8;a12", r"line 3: 1 columns, expected 2: 'landmark_id,images'"),
+    ("gldv2", "metadata/train_clean.csv", "a123456789", "../../x789", r"line 3: image .*expected 16 digits"),
+    ("gldv2", "metadata/index.csv", "222222\n", "22222Z\n", r"line 3: image .*expected 16 digits"),
+    ("gldv2", "ground_truth/retrieval_solution_v2.1.csv", "Private", "Hidden", r"line 4: usage 'Hidden', expected"),
+    ("revisitop1m", "revisitop1m.txt", "c/c5/c5f2", "c/c5 c5f2", r"line 2: 2 columns, expected 1"),
+]
+
+# A path that leaves the folder of the data set, in the same way.
+LEAVING = [
+    ("sop", "Ebay_train.txt", "chair_final/1_1", "../1_1", 3),
+    ("sop", "Ebay_train.txt", "chair_final/1_1", "/etc/1_1", 3),
+    ("cub", "images.txt", "001.Black", "../../001.Black", 1),
+    ("inaturalist", "Inat_dataset_splits/Inaturalist_train_set1.txt", "train_val2018/Aves", "../x/Aves", 1),
+    ("inshop", "Eval/list_eval_partition.txt", "img/MEN/Denim/id_00000090/01_1", "/img/MEN/Denim/a/01_1", 7),
+    ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "a.example/val", "a.example/../..", 1),
+    ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "a.example/val", "a.example/%2e%2e", 1),
+    ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "http://a.example", "../a", 1),
+    ("revisitop1m", "revisitop1m.txt", "c/c5/c5f2", "c/../../c5f2", 2),
+]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Lay out a tiny copy of a data set."""
+
+    def lay_out(name):
+        TREES[name](tmp_path / "source")
+        return tmp_path / "source"
+
+    return lay_out
+
+
+def change(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def counts(folder):
+    index = load_index(folder)
+    return dict(Counter(index.class_name[index.label].tolist()))
+
+
+def some_image(source):
+    """One image of the tree that a list names."""
+    return sorted(path for path in source.rglob("*") if path.is_file() and path.read_bytes()[:2] == b"\xff\xd8")[0]
+
+
+def test_every_data_set_has_a_tree():
+    assert set(TREES) == set(EXPECTED) == set(DATASETS)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
+    source, output = tree(name), tmp_path / "out"
+    converted = convert(DATASETS[name], source, output)
+    splits, groups = EXPECTED[name]
+    assert {part.listed.split.name: part.images for part in converted} == {
+        split: sum(classes.values()) for split, classes in splits.items()
+    }
+    originals = {path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    for split, classes in splits.items():
+        assert counts(output / split) == classes
+        index = load_index(output / split)
+        assert dict(zip(index.class_name.tolist(), index.class_group.tolist(), strict=True)) == {
+            label: groups.get(label, "") for label in classes
+        }
+        reader = Reader(output / split, index)
+        assert {reader.data(sample) for sample in range(len(index))} <= originals
+    assert (output / "missing.txt").read_text() == ""
+    assert not any(part.listed.missing or part.damaged or part.kept for part in converted)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_missing_image_is_counted_and_listed_and_is_an_error_only_when_asked(name, tree, tmp_path):
+    source, output = tree(name), tmp_path / "out"
+    lost = some_image(source)
+    lost.unlink()
+    with pytest.raises(DistapError, match=r"1 of its .* images are missing; the first: .*missing\.txt names all"):
+        convert(DATASETS[name], source, output, strict=True)
+    converted = convert(DATASETS[name], source, output)
+    missing = {(part.listed.split.name, path) for part in converted for path in part.listed.missing}
+    assert {unquote(path) for _, path in missing} == {str(lost.relative_to(source))}
+    lines = (output / "missing.txt").read_text().splitlines()
+    assert sorted(lines) == sorted(f"{split}\t{path}" for split, path in missing)
+    for part in converted:
+        assert part.images == part.listed.images - len(part.listed.missing)
+
+
+@pytest.mark.parametrize(("name", "file", "old", "new", "message"), WRONG_LINES)
+def test_a_wrong_line_is_named_by_file_and_number(name, file, old, new, message, tree, tmp_path):
+    source = tree(name)
+    change(source / file, old, new)
+    with pytest.raises(DistapError, match=message) as error:
+        convert(DATASETS[name], source, tmp_path / "out")
+    assert str(source) in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "file", "old", "new", "number"), LEAVING)
+def test_a_path_that_leaves_the_folder_is_refused(name, file, old, new, number, tree, tmp_path):
+    source = tree(name)
+    change(source / file, old, new)
+    with pytest.raises(DistapError, match=rf"line {number}: path '.*' leaves .*; expected one inside"):
+        convert(DATASETS[name], source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_line_that_is_no_text_is_named(tree, tmp_path):
+    source = tree("sop")
+    with (source / "Ebay_test.txt").open("ab") as file:
+        file.write(b"5 4 2 mug_final/\xff.JPG\n")
+    with pytest.raises(DistapError, match=r"Ebay_test\.txt, line 6: no text in UTF-8"):
+        convert(DATASETS["sop"], source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_wrong_folder_is_told_what_belongs_there_and_where_it_comes_from(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DistapError, match=rf"{tmp_path}/empty/.*: no such file") as error:
+        convert(DATASETS[name], tmp_path / "empty", tmp_path / "out")
+    assert DATASETS[name].site in str(error.value)
+    with pytest.raises(DistapError, match=r"nothing: no such folder"):
+        convert(DATASETS[name], tmp_path / "nothing", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_list_that_is_not_the_published_one_is_noticed(name, tree, tmp_path):
+    dataset = DATASETS[name]
+    for part in convert(dataset, tree(name), tmp_path / "out"):
+        assert part.listed.differs == bool(part.listed.split.published)
+
+
+def test_any_of_the_published_counts_will_do(tree, tmp_path):
+    sop = DATASETS["sop"]
+    splits = (
+        dataclasses.replace(sop.splits[0], published=(Count(1, 1), Count(4, 2))),
+        dataclasses.replace(sop.splits[1], published=(Count(classes=2),)),
+    )
+    converted = convert(dataclasses.replace(sop, splits=splits), tree("sop"), tmp_path / "out")
+    assert [part.listed.differs for part in converted] == [False, False]
+
+
+def test_a_split_that_was_converted_is_kept_while_its_images_are_the_same(tree, tmp_path):
+    source, output = tree("inshop"), tmp_path / "out"
+    convert(DATASETS["inshop"], source, output, only=["query"])
+    before = (output / "query" / "index.npz").stat().st_mtime_ns
+    converted = convert(DATASETS["inshop"], source, output)
+    assert {part.listed.split.name: part.kept for part in converted} == {
+        "train": False,
+        "query": True,
+        "gallery": False,
+    }
+    assert (output / "query" / "index.npz").stat().st_mtime_ns == before
+    some_image(source).unlink()
+    with pytest.raises(DistapError, match=r"out/train: there is something already, and not from these images"):
+        convert(DATASETS["inshop"], source, output)
+    with pytest.raises(DistapError, match=r"there is something already"):
+        convert(DATASETS["inshop"], source, output, only=["query"], images_per_shard=1)
+
+
+def test_two_data_sets_do_not_mix(tree, tmp_path):
+    source, output = tree("sop"), tmp_path / "out"
+    convert(DATASETS["sop"], source, output)
+    TREES["cub"](tmp_path / "cub")
+    with pytest.raises(DistapError, match="Stanford Online Products is there already"):
+        convert(DATASETS["cub"], tmp_path / "cub", output)
+
+
+def test_an_interrupted_conversion_goes_on(tree, tmp_path):
+    source, output = tree("sop"), tmp_path / "out"
+
+    def interrupt(items, description, total):
+        for item in items:
+            if description.startswith("test: packing"):
+                raise KeyboardInterrupt
+            yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(DATASETS["sop"], source, output, track=interrupt)
+    assert not (output / "test").exists()
+    assert [part.kept for part in convert(DATASETS["sop"], source, output)] == [True, False]
+
+
+def test_splits_on_request_are_converted_when_they_are_named(tree, tmp_path):
+    source, output = tree("gldv2"), tmp_path / "out"
+    convert(DATASETS["gldv2"], source, output, only=["train_full", "test"])
+    assert counts(output / "train_full") == {"5": 2, "8": 3}
+    assert len(load_index(output / "test")) == 3
+    assert not (output / "train").exists() and not (output / "ground_truth.json").exists()
+    with pytest.raises(DistapError, match="has no split 'tset'; expected some of train, index, query"):
+        convert(DATASETS["gldv2"], source, output, only=["tset"])
+
+
+def test_missing_images_of_other_splits_stay_listed(tree, tmp_path):
+    source, output = tree("sop"), tmp_path / "out"
+    (source / "chair_final" / "1_0.JPG").unlink()
+    (source / "chair_final" / "3_0.JPG").unlink()
+    convert(DATASETS["sop"], source, output, only=["train"])
+    convert(DATASETS["sop"], source, output, only=["test"])
+    assert (output / "missing.txt").read_text() == "train\tchair_final/1_0.JPG\ntest\tchair_final/3_0.JPG\n"
+
+
+def test_a_split_without_any_image_is_an_error(tree, tmp_path):
+    source = tree("sop")
+    for path in source.rglob("*.JPG"):
+        path.unlink()
+    with pytest.raises(DistapError, match="train: 4 of its 4 images are missing; the first: chair_final/1_0"):
+        convert(DATASETS["sop"], source, tmp_path / "out")
+    (source / "Ebay_test.txt").write_text("image_id class_id super_class_id path\n")
+    with pytest.raises(DistapError, match="test: its list names no image"):
+        convert(DATASETS["sop"], source, tmp_path / "out", only=["test"])
+
+
+def test_an_image_that_is_listed_twice_is_packed_once(tree, tmp_path):
+    source = tree("revisitop1m")
+    with (source / "revisitop1m.txt").open("a") as file:
+        file.write("c/c5/c5f2.jpg\n")
+    (part,) = convert(DATASETS["revisitop1m"], source, tmp_path / "out")
+    assert (part.images, part.listed.images, part.listed.repeated) == (3, 3, 1)
+
+
+def test_a_damaged_image_is_left_out_and_told(tree, tmp_path):
+    source, output = tree("roxford5k"), tmp_path / "out"
+    (source / "jpg" / "all_souls_000003.jpg").write_bytes(b"no image")
+    gallery = convert(DATASETS["roxford5k"], source, output)[1]
+    assert [image.name.endswith("all_souls_000003.jpg") for image in gallery.damaged] == [True]
+    assert counts(output / "gallery") == {name: 1 for name in GALLERY if name != "all_souls_000003"}
+    assert convert(DATASETS["roxford5k"], source, output)[1].damaged == gallery.damaged
+
+
+def test_images_without_a_suffix_are_packed_by_what_they_are(tree, tmp_path):
+    convert(DATASETS["sfm-120k"], tree("sfm-120k"), tmp_path / "out", only=["train"])
+    index = load_index(tmp_path / "out" / "train")
+    assert np.all(index.width == 10)
+    assert [key.split("-")[1] for key in index.key.tolist()] == [f"{number:032x}" for number in range(1, 5)]
+
+
+def test_landmarks_may_lie_where_the_list_says(tree, tmp_path):
+    source = tree("landmarks-clean")
+    (source / "annotations_landmarks" / "annotation_clean_val.txt").write_text("val/a.jpg 8\nval/b.jpg 8\n")
+    photo(source / "val" / "a.jpg")
+    photo(source / "val" / "b.jpg")
+    convert(DATASETS["landmarks-clean"], source, tmp_path / "out", only=["validation"])
+    assert counts(tmp_path / "out" / "validation") == {"8": 2}
+
+
+def test_the_record_says_what_was_converted(tree, tmp_path):
+    source, output = tree("sop"), tmp_path / "out"
+    convert(DATASETS["sop"], source, output)
+    record = json.loads((output / "dataset.json").read_text())
+    assert record["dataset"] == "Stanford Online Products"
+    train = record["splits"]["train"]
+    assert (train["images"], train["classes"], train["missing"], train["damaged"]) == (4, 2, 0, [])
+    assert train["fingerprint"] == load_index(output / "train").fingerprint
+
+
+def test_a_record_that_cannot_be_read_is_named(tree, tmp_path):
+    source, output = tree("sop"), tmp_path / "out"
+    output.mkdir()
+    (output / "dataset.json").write_text("{")
+    with pytest.raises(DistapError, match=r"dataset\.json: cannot be read"):
+        convert(DATASETS["sop"], source, output)
+
+
+@pytest.mark.parametrize("key", ["imlist", "qimlist"])
+def test_a_name_in_a_pickle_that_leaves_the_folder_is_refused(key, tmp_path):
+    contents = {"imlist": ["a"], "qimlist": ["q"], "gnd": [{"bbx": [0, 0, 1, 1], "easy": [], "hard": [], "junk": []}]}
+    contents[key] = ["../outside"]
+    dump(tmp_path / "gnd_roxford5k.pkl", contents)
+    photo(tmp_path / "jpg" / "a.jpg")
+    photo(tmp_path / "jpg" / "q.jpg")
+    with pytest.raises(DistapError, match=r"gnd_roxford5k\.pkl.*path '\.\./outside\.jpg' leaves"):
+        convert(DATASETS["roxford5k"], tmp_path, tmp_path / "out")

@@ -1,0 +1,151 @@
+import os
+import pickle
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dataset_trees import dump
+
+from distap.data.converters.pickles import integers, items, load_plain, member, names
+from distap.errors import DistapError
+
+MARK = "written-by-a-pickle"
+
+
+class Evil:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def save(path, contents):
+    path.write_bytes(contents)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("protocol", "old"), [(0, True), (1, True), (2, True), (3, True), (0, False), (2, False), (4, False), (5, False)]
+)
+def test_arrays_and_numbers_of_every_protocol_are_read(protocol, old, tmp_path):
+    value = {
+        "list": [1, 2.5, "a", None, True],
+        "tuple": (3, b"b"),
+        "array": np.arange(6, dtype=np.int64),
+        "big-endian": np.arange(3, dtype=">i4"),
+        "matrix": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "empty": np.array([], dtype=np.float32),
+        "words": np.array(["one", "three"]),
+        "objects": np.array(["one", 2], dtype=object),
+        "scalar": np.float32(1.5),
+        "flag": np.array([True, False]),
+    }
+    path = tmp_path / "x.pkl"
+    if old:
+        dump(path, value, protocol)
+    else:
+        path.write_bytes(pickle.dumps(value, protocol))
+    read = load_plain(path)
+    assert read["list"] == value["list"] and read["tuple"] == value["tuple"]
+    for name in ("array", "big-endian", "empty", "words", "objects", "flag"):
+        assert list(items(path, read[name], name)) == value[name].tolist()
+    assert list(items(path, read["matrix"], "matrix")) == value["matrix"].ravel().tolist()
+    assert read["scalar"] == 1.5
+
+
+def test_a_pickle_of_python_2_is_read(tmp_path):
+    # {'cids': ['ab'], 'idxs': numpy.array([3, 258])} as Python 2 and numpy 1 write it with protocol 2.
+    path = save(
+        tmp_path / "x.pkl",
+        b"\x80\x02}q\x00(U\x04cidsq\x01]q\x02U\x02abq\x03aU\x04idxsq\x04cnumpy.core.multiarray\n_reconstruct\n"
+        b"q\x05cnumpy\nndarray\nq\x06K\x00\x85U\x01b\x87Rq\x07(K\x01K\x02\x85cnumpy\ndtype\nq\x08U\x02i4K\x00K\x01"
+        b"\x87Rq\t(K\x03U\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x08\x03\x00\x00\x00\x02\x01\x00\x00"
+        b"tbu.",
+    )
+    contents = load_plain(path)
+    assert names(path, member(path, contents, "cids"), "cids") == ["ab"]
+    assert integers(path, member(path, contents, "idxs"), "idxs") == [3, 258]
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize(
+    ("evil", "named"),
+    [
+        (Evil(os.system, f"touch {MARK}"), "posix.system"),
+        (Evil(subprocess.check_call, ["touch", MARK]), "check_call"),
+        (Evil(eval, f"open('{MARK}', 'w')"), "eval"),
+        (Evil(open, MARK, "w"), "open"),
+        (Evil(Path, MARK), "pathlib.Path"),
+        (Evil(np.save, MARK, 1), "save"),
+        (Evil(getattr, "text", "upper"), "getattr"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nothing_of_an_evil_pickle_is_run(evil, named, protocol, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "evil.pkl", pickle.dumps({"cids": [], "evil": evil}, protocol))
+    with pytest.raises(DistapError, match=rf"evil\.pkl: .*{named}"):
+        load_plain(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["evil.pkl"]
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"",
+        b"no pickle",
+        b"\x80\x02}q\x00(U\x04cids",
+        b"\x80\x02cnumpy\nndarray\n)R.",  # numpy.ndarray, called
+        b"\x80\x02cnumpy\nndarray\n)\x81.",
+        b"\x80\x02cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb.",  # given an attribute
+        b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00bz2\x86R.",
+        b"\x80\x02cnumpy\ndtype\nX\x02\x00\x00\x00V9K\x00K\x01\x87R.",
+        b"\x80\x02cnumpy\ndtype\nX\x05\x00\x00\x00f8,f8K\x00K\x01\x87R.",
+        b"\x80\x02c__builtin__\nbytes\nJ\x00\x00\x00\x7f\x85R.",  # two gigabytes of zeros
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\nK\x01K\x02K\x03\x87R.",
+        b"\x80\x02X\x01\x00\x00\x00aQ.",  # a persistent reference
+        b"\x80\x02\x82\x01.",  # an extension
+    ],
+)
+def test_a_pickle_that_is_not_plain_is_an_error_that_names_the_file(contents, tmp_path):
+    with pytest.raises(DistapError, match=r"x\.pkl: not a readable pickle of plain data"):
+        load_plain(save(tmp_path / "x.pkl", contents))
+
+
+def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
+    whole = pickle.dumps(np.arange(4, dtype=np.uint8), 2)
+    shorter = whole.replace(b"K\x04\x85", b"K\x05\x85")
+    assert shorter != whole
+    with pytest.raises(DistapError, match=r"array of shape \(5,\) with 4 values"):
+        load_plain(save(tmp_path / "x.pkl", shorter))
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "message"),
+    [
+        (items, {"a": 1}, "pairs is no list but dict"),
+        (integers, [1, -1], r"pairs\[1\] is -1, expected a whole number"),
+        (integers, [1.5], r"pairs\[0\] is 1.5"),
+        (integers, [float("nan")], r"pairs\[0\] is nan"),
+        (integers, ["1"], r"pairs\[0\] is '1'"),
+        (integers, [True], r"pairs\[0\] is True"),
+        (names, ["a", 1], r"pairs\[1\] is 1, expected a name"),
+        (names, ["a b"], r"pairs\[0\] is 'a b'"),
+        (names, [""], r"pairs\[0\] is ''"),
+        (names, ["a", "a"], "pairs has the same name twice"),
+    ],
+)
+def test_what_is_no_list_of_its_kind_is_named(check, value, message, tmp_path):
+    with pytest.raises(DistapError, match=rf"x\.pkl: {message}"):
+        check(tmp_path / "x.pkl", value, "pairs")
+
+
+def test_a_number_beyond_the_list_that_it_points_into_is_named(tmp_path):
+    with pytest.raises(DistapError, match=r"q\[1\] is 7, expected a whole number below 7"):
+        integers(tmp_path, [6, 7], "q", below=7)
+    with pytest.raises(DistapError, match="the file has no 'gnd'"):
+        member(tmp_path, [], "gnd")
