@@ -74,3 +74,31 @@ def bench_ranking(
     if output is not None:
         facts = f"{threads} threads, classes of {images_a_class}, the median of {rounds} rounds"
         console.print(f"{write_results(output, figures, facts)}", markup=False)
+
+
+@bench.command("data")
+def bench_data(
+    image: Annotated[int, typer.Option(help="Width and height of the JPEG images, pixels.", min=32)] = 1024,
+    output_size: Annotated[
+        list[int] | None, typer.Option(help="Width and height that crops are scaled to; repeat for several.")
+    ] = None,
+    crop: Annotated[float, typer.Option(help="Smallest share of an image that a crop keeps.", min=0.01, max=1)] = 0.5,
+    quality: Annotated[int, typer.Option(help="Of the JPEG images.", min=1, max=100)] = 90,
+    count: Annotated[int, typer.Option(help="Images.", min=32)] = 128,
+    workers: Annotated[int, typer.Option(help="Of the loaders; 0 leaves the loaders out.", min=0)] = 2,
+    rounds: Annotated[int, typer.Option(help="Times that each is done; the median counts.", min=1)] = 5,
+    output: Annotated[Path | None, typer.Option(help="Folder to write data.json and data.html to.")] = None,
+) -> None:
+    """Print images a second of decoding and loading, beside Pillow's full decoding and a plain WebDataset loader.
+
+    By default 1-megapixel images for crops of 224, 384 and 800 pixels.
+    """
+    from distap.bench.data import Setting, measure, table, write_results
+    from distap.telemetry.terminal import console, track
+
+    setting = Setting(image, tuple(output_size or [224, 384, 800]), crop, quality, count, workers, rounds)
+    figures = list(measure(setting, track))
+    console.print(table(figures))
+    if output is not None:
+        facts = f"{count} images of quality {quality}, {workers} loader workers, the median of {rounds} rounds"
+        console.print(f"{write_results(output, figures, facts)}", markup=False)

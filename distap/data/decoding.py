@@ -102,8 +102,8 @@ class EncodedImage:
     def crop(self, box: Box, size: int, scaled: bool = True) -> Tensor:
         """(3, size, size) uint8: a part of the image, scaled.
 
-        The part is widened to whole blocks of f x f pixels of the file, f its `reduction`: by less than a pixel of
-        the result. JPEG is decoded at 1/f, where libjpeg makes one pixel of each block; an antialiased bilinear
+        The part is changed, by less than a pixel of the result, to whole blocks of f x f pixels of the file, f its
+        `reduction`. JPEG is decoded at 1/f, where libjpeg makes one pixel of each block; an antialiased bilinear
         resize does the rest.
 
         Args:
@@ -117,14 +117,14 @@ class EncodedImage:
         done = factor if scaled and self._is_jpeg else 1
         left, top, right, bottom = self._stored(box)
         with _damage_told(self._data):
-            image = self._decoded(done)
+            block = factor // done  # pixels of the decoded image
             part = (
-                left // factor * factor // done,
-                top // factor * factor // done,
-                min(-(-right // factor) * factor // done, image.width),
-                min(-(-bottom // factor) * factor // done, image.height),
+                left // factor * block,
+                top // factor * block,
+                min(-(-right // factor), self._image.width // factor) * block,
+                min(-(-bottom // factor), self._image.height // factor) * block,
             )
-            decoded = torch.from_numpy(np.array(_rgb(image.crop(part)))).permute(2, 0, 1)
+            decoded = torch.from_numpy(np.array(_rgb(self._decoded(done).crop(part)))).permute(2, 0, 1)
         pixels: Tensor = F.resize(decoded, [size, size], antialias=True)
         across, down, transposed = self._upright
         pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
@@ -170,13 +170,11 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         _refuse_large(width, height, max_pixels)
     if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit must not stand below what the caller allows
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        raise DamagedImageError("decode_error", f"not an image of {', '.join(FORMATS)}") from None
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
     _refuse_large(*image.size, max_pixels)
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
-        _refuse_large(image.tag_v2.get(TILE_WIDTH, 1), image.tag_v2.get(TILE_LENGTH, 1), max_pixels)
+        width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))
+        _refuse_large(width, height, max_pixels)
     return image
 
 
@@ -221,7 +219,10 @@ def _damage_told(data: bytes) -> Iterator[None]:
             raise DamagedImageError("too_large", str(error)) from error
         except Exception as error:  # each of Pillow's decoders raises its own, MemoryError among them
             reason: Reason = "truncated" if "truncated" in str(error).lower() or _is_cut(data) else "decode_error"
-            raise DamagedImageError(reason, str(error) or type(error).__name__) from error
+            detail = str(error) or type(error).__name__
+            if isinstance(error, UnidentifiedImageError):
+                detail = f"not an image of {', '.join(FORMATS)}"
+            raise DamagedImageError(reason, detail) from error
 
 
 def _is_cut(data: bytes) -> bool:

@@ -2,14 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from distap.data.decoding import Box, EncodedImage
+from distap.data.decoding import Box
 
-Transform = Callable[[EncodedImage], Tensor]
+
+class Croppable(Protocol):
+    """What a transform needs of an image, such as `EncodedImage`."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, pixels."""
+        ...
+
+    def crop(self, box: Box, size: int, scaled: bool) -> Tensor:
+        """(3, size, size) uint8: a part of the image, scaled; `scaled` is a matter of decoding."""
+        ...
+
+
+Transform = Callable[[Croppable], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,14 +53,13 @@ class Augmentation:
             raise ValueError("crop is 0; expected a share of the image's area above 0")
 
 
-def training_transform(size: int, augmentation: Augmentation, scaled: bool = True) -> Transform:
+def training_transform(size: int, augmentation: Augmentation, scaled: bool = True) -> "CropAndVary":
     """A random crop, scaled to (3, size, size) uint8, flipped and coloured at random.
 
     The crop is drawn for the image's size alone, before anything is decoded; `scaled` says whether JPEG may then be
     decoded at reduced scale.
     """
-    is_central = augmentation.crop == 1
-    choose = central_box if is_central else RandomBox(augmentation.crop)
+    choose = central_box if augmentation.crop == 1 else RandomBox(augmentation.crop)
     steps: list[v2.Transform] = []
     if augmentation.flip:
         steps.append(v2.RandomHorizontalFlip(augmentation.flip))
@@ -57,7 +71,7 @@ def training_transform(size: int, augmentation: Augmentation, scaled: bool = Tru
     return CropAndVary(size, choose, v2.Compose(steps) if steps else None, scaled)
 
 
-def evaluation_transform(size: int, scaled: bool = True) -> Transform:
+def evaluation_transform(size: int, scaled: bool = True) -> "CropAndVary":
     """The central square of the image, scaled to (3, size, size) uint8."""
     return CropAndVary(size, central_box, None, scaled)
 
@@ -71,7 +85,7 @@ class CropAndVary:
     vary: Callable[[Tensor], Tensor] | None
     scaled: bool
 
-    def __call__(self, image: EncodedImage) -> Tensor:
+    def __call__(self, image: Croppable) -> Tensor:
         """(3, size, size) uint8."""
         pixels = image.crop(self.choose(*image.size), self.size, self.scaled)
         return self.vary(pixels) if self.vary else pixels
@@ -101,8 +115,12 @@ class RandomBox:
         return left, top, left + drawn["width"], top + drawn["height"]
 
 
-def seeded(transform: Transform, image: EncodedImage, seed: int) -> Tensor:
+def seeded(transform: Transform, image: Croppable, seed: int) -> Tensor:
     """The transformed image with the randomness of `seed`; torch's global random state is left alone."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+    generator = torch.default_generator  # torch.manual_seed would seed GPUs as well, and take longer than a crop
+    state = generator.get_state()
+    try:
+        generator.manual_seed(seed)
         return transform(image)
+    finally:
+        generator.set_state(state)

@@ -1,0 +1,305 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageFile, ImageOps
+
+from distap.bench.photos import jpeg, photo
+from distap.data.decoding import FORMATS, DamagedImageError, EncodedImage, decode, image_size, reduction
+from distap.data.transforms import central_box
+
+PHOTO = photo(301, 203, seed=0)
+ORIENTATION = 0x0112
+
+
+def encoded(image, file_format, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return exif
+
+
+def pixels(image) -> np.ndarray:
+    return np.asarray(image).astype(int)
+
+
+def reason(data: bytes, **limits) -> str:
+    with pytest.raises(DamagedImageError) as error:
+        decode(data, **limits)
+    return error.value.reason
+
+
+# Scaled decoding
+
+
+def test_the_reduction_never_makes_a_crop_smaller_than_the_result():
+    assert [reduction((0, 0, side, 900), 100) for side in (99, 100, 199, 200, 399, 400, 799, 800, 5000)] == [
+        *(1, 1, 1, 2, 2, 4, 4, 8, 8)
+    ]
+    assert reduction((50, 0, 950, 250), 100) == 2
+
+
+def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
+    sizes = []
+    load = ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: sizes.append(image.size) or load(image))
+    image = EncodedImage(jpeg(PHOTO, 90))
+    for size, scaled, decoded in [(50, True, (76, 51)), (51, True, (151, 102)), (50, False, (301, 203))]:
+        sizes.clear()
+        image.crop((0, 0, 201, 203), size, scaled)
+        assert set(sizes) == {decoded}
+
+
+@pytest.mark.parametrize("size", [203, 150, 101, 70, 50, 40, 25])
+def test_scaled_decoding_is_near_to_full_decoding(size):
+    image = EncodedImage(jpeg(PHOTO, 90))
+    box = central_box(301, 203)
+    difference = (image.crop(box, size).int() - image.crop(box, size, scaled=False).int()).abs().float()
+    assert difference.mean() < (2.0 if size <= 101 else 1e-9)
+    assert difference.max() <= 12
+
+
+def test_blocks_that_are_no_whole_ones_are_left_out():
+    image = EncodedImage(jpeg(PHOTO, 90))
+    whole = image.crop((0, 0, 301, 203), 25)
+    assert torch.equal(whole, image.crop((0, 0, 296, 200), 25))
+
+
+def test_the_crop_is_what_pillow_and_torchvision_make_of_the_same_box():
+    data = encoded(PHOTO, "PNG")
+    box = (40, 16, 200, 192)  # multiples of the reduction, so that nothing is widened
+    crop = EncodedImage(data).crop(box, 40)
+    assert crop.shape == (3, 40, 40)
+    assert crop.dtype == torch.uint8
+    assert crop.is_contiguous()
+    reference = PHOTO.resize((40, 40), Image.Resampling.BILINEAR, box=box)
+    assert np.abs(crop.permute(1, 2, 0).int().numpy() - pixels(reference)).max() <= 3
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_boxes_are_upright_whatever_the_orientation(orientation, scaled):
+    stored = PHOTO.crop((0, 0, 296, 200))  # multiples of eight, whose blocks begin at either end
+    data = encoded(stored, "JPEG", quality=95, exif=turned(orientation))
+    image = EncodedImage(data)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert image.size == upright.size
+    assert np.array_equal(pixels(image.whole()), pixels(upright))
+    box = (16, 8, 112, 152)
+    reference = EncodedImage(encoded(upright, "PNG")).crop(box, 32).int()
+    difference = (image.crop(box, 32, scaled).int() - reference).abs().float()
+    assert difference.mean() < (2 if scaled else 0.2)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "WEBP", "TIFF"])
+def test_other_formats_are_turned_upright_as_well(file_format):
+    data = encoded(PHOTO, file_format, exif=turned(6), **({"lossless": True} if file_format == "WEBP" else {}))
+    image = EncodedImage(data)
+    assert image.size == (203, 301)
+    assert np.array_equal(pixels(image.whole()), pixels(PHOTO.transpose(Image.Transpose.ROTATE_270)))
+
+
+def test_decoding_twice_gives_the_same_image():
+    image = EncodedImage(jpeg(PHOTO, 90))
+    first = image.crop((3, 5, 200, 190), 30)
+    image.whole().putpixel((0, 0), (1, 2, 3))
+    assert torch.equal(first, image.crop((3, 5, 200, 190), 30))
+    png = EncodedImage(encoded(PHOTO, "PNG"))
+    png.whole().paste("red", (0, 0, 301, 203))
+    assert np.array_equal(pixels(png.whole()), pixels(PHOTO))
+
+
+def test_broken_exif_leaves_the_image_as_it_is_stored():
+    data = encoded(PHOTO, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert EncodedImage(data).size == (301, 203)
+    assert EncodedImage(encoded(PHOTO, "JPEG", exif=turned(77))).size == (301, 203)
+
+
+# Modes
+
+
+def test_sixteen_bits_are_divided_and_not_clipped():
+    values = np.array([[0, 128, 129, 257, 30000, 65535]], dtype=np.uint16)
+    for file_format in ("PNG", "TIFF"):
+        image = decode(encoded(Image.fromarray(values), file_format))
+        assert pixels(image)[0, :, 0].tolist() == [0, 0, 1, 1, 117, 255]
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "PA"])
+@pytest.mark.parametrize("file_format", ["PNG", "WEBP", "GIF", "TIFF"])
+def test_what_is_transparent_is_white(mode, file_format):
+    if (mode == "PA" and file_format != "TIFF") or (mode == "LA" and file_format == "GIF"):
+        pytest.skip("Pillow does not write it")
+    image = Image.new("RGBA", (8, 8), (10, 200, 30, 0))
+    image.paste((0, 0, 0, 255), (0, 0, 4, 8))
+    options = {"lossless": True} if file_format == "WEBP" else {}
+    decoded = pixels(decode(encoded(image.convert(mode), file_format, **options)))
+    assert (decoded[:, :4] == 0).all()
+    assert (decoded[:, 4:] == 255).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB"])
+def test_a_transparent_colour_is_white(mode):
+    image = Image.new("RGB", (8, 8), "black").convert(mode)
+    image.paste(image.getpixel((0, 0)) if mode != "1" else 255, (0, 0, 4, 8))
+    key = image.getpixel((7, 7))
+    decoded = pixels(decode(encoded(image, "PNG", transparency=key)))
+    assert (decoded[:, 4:] == 255).all()
+
+
+def test_grey_palette_and_single_bit_images_keep_their_colours():
+    for mode in ("L", "1"):
+        image = PHOTO.convert(mode)
+        assert np.array_equal(pixels(decode(encoded(image, "PNG"))), pixels(image.convert("RGB")))
+    image = PHOTO.quantize(32)
+    for file_format in ("PNG", "GIF", "BMP", "TIFF"):
+        assert np.array_equal(pixels(decode(encoded(image, file_format))), pixels(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_cmyk_jpeg_is_not_shown_as_its_negative(scaled):
+    data = encoded(Image.new("CMYK", (64, 64), (255, 0, 0, 0)), "JPEG", quality=95)
+    cyan = EncodedImage(data).crop((0, 0, 64, 64), 16, scaled)
+    assert (cyan.flatten(1).float().mean(1) - torch.tensor([0.0, 255.0, 255.0])).abs().max() < 3
+
+
+def test_of_an_animation_the_first_frame_counts():
+    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "lime")]
+    for file_format in ("GIF", "WEBP", "PNG", "TIFF"):
+        data = encoded(frames[0], file_format, save_all=True, append_images=frames[1:])
+        assert pixels(decode(data))[4, 4].tolist() == pytest.approx([255, 0, 0], abs=3)
+
+
+def test_floats_are_refused_since_their_white_is_unknown():
+    assert reason(encoded(Image.new("F", (4, 4)), "TIFF")) == "decode_error"
+
+
+# Limits
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_too_many_pixels_are_refused_from_the_header(file_format, monkeypatch):
+    data = encoded(Image.new("RGB", (50, 40)), file_format)
+    assert image_size(data, max_pixels=2000) == (50, 40)
+    decode(data, max_pixels=2000)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("decoded"))
+    assert reason(data, max_pixels=1999) == "too_large"
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A grey PNG with no pixels but these chunks."""
+    header = (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    parts = [header, *chunks, (b"IDAT", zlib.compress(bytes(2))), (b"IEND", b"")]
+    body = (
+        struct.pack(">I", len(data)) + tag + data + struct.pack(">I", zlib.crc32(tag + data)) for tag, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
+
+
+def test_bombs_are_refused():
+    assert reason(png(50_000, 50_000)) == "too_large"
+    assert reason(png(70_000, 1)) == "too_large"
+    bomb = zlib.compress(bytes(10**7))
+    assert reason(png(1, 1, (b"zTXt", b"k\0\0" + bomb))) == "decode_error"
+    assert reason(png(1, 1, (b"iCCP", b"k\0\0" + bomb))) == "decode_error"
+    assert pixels(decode(png(1, 1))).shape == (1, 1, 3)
+
+
+def test_a_huge_canvas_of_webp_is_refused_before_room_is_made_for_it(monkeypatch):
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    data = b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<II", 10, 0) + b"\xff\xff\xff\x00\x10\x00"
+    assert reason(data) == "too_large"
+
+
+def test_a_small_tiff_of_one_huge_tile_is_refused():
+    tile = zlib.compress(bytes(1000))
+    tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: 30_000, 323: 30_000, 324: 8, 325: len(tile)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    data = struct.pack("<2sHI", b"II", 42, 8 + len(tile)) + tile + struct.pack("<H", len(tags)) + entries + bytes(4)
+    assert image_size(encoded(Image.new("L", (16, 16)), "TIFF")) == (16, 16)
+    assert reason(data) == "too_large"
+
+
+def test_a_larger_limit_than_pillows_own_is_obeyed(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    data = encoded(Image.new("RGB", (50, 40)), "PNG")
+    assert decode(data, max_pixels=2000).size == (50, 40)
+
+
+@pytest.mark.parametrize("file_format", ["EPS", "PPM", "JPEG2000", "ICO", "PDF"])
+def test_other_formats_stay_shut(file_format):
+    with pytest.raises(DamagedImageError, match="not an image of JPEG, PNG"):
+        decode(encoded(PHOTO, file_format))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
+def test_a_cut_image_is_called_truncated(file_format):
+    data = encoded(PHOTO, file_format)
+    assert {reason(data[: len(data) * part // 8]) for part in range(1, 8)} == {"truncated"}
+
+
+def test_an_error_of_any_kind_is_damage(monkeypatch):
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    image = EncodedImage(jpeg(PHOTO, 90))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    with pytest.raises(DamagedImageError, match="MemoryError"):
+        image.crop((0, 0, 9, 9), 9)
+
+
+SMALL = photo(60, 44, seed=1)
+FILES = [
+    encoded(SMALL, "JPEG", exif=turned(6)),
+    encoded(SMALL, "JPEG", progressive=True, subsampling=0),
+    encoded(SMALL.convert("CMYK"), "JPEG"),
+    encoded(SMALL, "PNG", exif=turned(3)),
+    encoded(SMALL.quantize(16), "PNG", transparency=0),
+    encoded(SMALL, "WEBP"),
+    encoded(SMALL.convert("RGBA"), "WEBP", lossless=True),
+    encoded(SMALL, "BMP"),
+    encoded(SMALL, "GIF", save_all=True, append_images=[SMALL.rotate(9)]),
+    encoded(SMALL, "TIFF"),
+    encoded(SMALL, "TIFF", compression="tiff_lzw"),
+    encoded(SMALL, "TIFF", compression="tiff_adobe_deflate"),
+    encoded(SMALL, "TIFF", compression="jpeg"),
+]
+CHANGES = st.lists(
+    st.tuples(
+        st.integers(0, 2**20),
+        st.sampled_from([0, 1, 4, 30]),
+        st.one_of(
+            st.binary(max_size=4), st.sampled_from([b"\xff" * 4, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", bytes(4)])
+        ),
+    ),
+    max_size=4,
+)
+
+
+@given(st.sampled_from(FILES), st.booleans(), CHANGES, st.one_of(st.none(), st.integers(0, 4000)))
+def test_whatever_the_bytes_there_is_an_image_within_limits_or_damage(data, at_start, changes, cut):
+    for position, removed, inserted in changes:
+        position %= min(len(data), 100) if at_start else len(data)
+        data = data[:position] + inserted + data[position + removed :] or b"\0"
+    limit = 100_000
+    try:
+        image = EncodedImage(data[:cut], limit)
+        assert 1 <= image.size[0] * image.size[1] <= limit
+        assert image.crop((0, 0, *image.size), 8).shape == (3, 8, 8)
+        assert torch.equal(image.crop((0, 0, *image.size), 8), image.crop((0, 0, *image.size), 8))
+        assert image.whole().size == image.size
+    except DamagedImageError as error:
+        assert error.reason in ("decode_error", "truncated", "too_large")
