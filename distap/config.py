@@ -60,6 +60,7 @@ class DataSection(Section):
     workers: int = Field(2, ge=0, description="processes a rank that read images; 0 reads in the rank itself")
     prefetch: PositiveInt = Field(4, description="micro-batches that each worker reads ahead")
     max_pixels: PositiveInt = Field(100_000_000, description="larger images are refused without decoding")
+    scaled_decoding: bool = Field(True, description="decode JPEG at 1/2, 1/4 or 1/8 where a crop allows")
     max_damaged: float = Field(
         0.05, ge=0, le=1, description="share of damaged images above which training stops; ten are fine"
     )

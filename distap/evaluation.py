@@ -64,6 +64,7 @@ def evaluate(
     batch_size: int,
     workers: int,
     max_pixels: int,
+    scaled_decoding: bool = True,
     neighbours: int = 10,
     shown: bool = False,
 ) -> Evaluation:
@@ -77,13 +78,16 @@ def evaluate(
         batch_size: images described at once.
         workers: processes that read.
         max_pixels: larger images are refused.
+        scaled_decoding: whether JPEG is decoded at the scale its crop needs.
         neighbours: most similar images to keep of each.
         shown: whether a progress bar is shown.
     """
     index = load_index(folder)
     if len(index) < world.size:
         raise DistapError(f"{folder}: {len(index)} images, fewer than the {world.size} ranks")
-    images = OrderedImages(Reader(folder, index, max_pixels), evaluation_transform(image_size), image_size)
+    images = OrderedImages(
+        Reader(folder, index, max_pixels), evaluation_transform(image_size, scaled_decoding), image_size
+    )
     mine = world.slots(len(index))
     failures: list[Failure] = []
     chunks = evaluation_chunks(images, mine, batch_size, workers)

@@ -107,7 +107,7 @@ class Trainer:
 
     def _shares(self) -> Iterator[ShareOfBatch]:
         data, step = self.recipe.data, self.recipe.step
-        transform = training_transform(data.image_size, data.augmentation)
+        transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
         return training_shares(
             SlotImages(self.reader, self.plan, transform, data.image_size),
             self.world.slots(self.plan.size),
@@ -199,6 +199,7 @@ class Trainer:
             batch_size=evaluation.batch_size,
             workers=data.workers,
             max_pixels=data.max_pixels,
+            scaled_decoding=data.scaled_decoding,
         ).result.summary()
         self.report.validation(self.done, figures, time.perf_counter() - started)
         return figures["mAP"]

@@ -78,6 +78,7 @@ def eval_command(
             batch_size=recipe.evaluation.batch_size,
             workers=recipe.data.workers,
             max_pixels=recipe.data.max_pixels,
+            scaled_decoding=recipe.data.scaled_decoding,
             shown=world.rank == 0,
         )
         if world.rank == 0:
