@@ -11,6 +11,7 @@ cannot be called back.
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -299,4 +300,6 @@ def _has_left(other: _Beat) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]
+    """Without torch's place in its source, and gloo's advice."""
+    line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)[:300]

@@ -16,19 +16,15 @@ def train_command(
 ) -> None:
     """Train a recipe with the three-stage step; an interrupted run goes on from its newest checkpoint.
 
-    On several machines start `torchrun -m distap.train CONFIG` yourself.
+    On several machines start `python -m distap.launcher CONFIG` on each, with torchrun's options.
     """
     if ranks == 1:
         train(config, overrides)
         return
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    from distap.launcher import launch_training
 
-    arguments = ["--standalone", "--nproc-per-node", str(ranks), "-m", "distap.train", str(config)]
-    try:
-        torchrun([*arguments, *(overrides or [])])
-    except ChildFailedError as error:
-        raise DistapError("a rank failed; its message is above") from error
+    status = launch_training(["--standalone", f"--nproc-per-node={ranks}"], config, overrides or [])
+    raise typer.Exit(status)
 
 
 def eval_command(
@@ -41,7 +37,7 @@ def eval_command(
     ] = None,
     best: Annotated[bool, typer.Option(help="With a run folder: its best checkpoint, not its newest.")] = False,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of shards; by default the recipe's validation set.")
+        str | None, typer.Option(help="Folder, pattern or URL of shards; by default the recipe's validation set.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder to write result.json and each image's nearest neighbours to.")
@@ -52,6 +48,7 @@ def eval_command(
     Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one.
     """
     from distap.config import load_recipe
+    from distap.data.locations import parse_source
     from distap.distributed import joined_world
     from distap.evaluation import evaluate
     from distap.telemetry.terminal import console, figures_table, set_up_logging
@@ -67,24 +64,26 @@ def eval_command(
             assert config is not None
             recipe = load_recipe(config, overrides or [])
             network = network_of(recipe, world)
-        folder = data or recipe.data.validation
-        if folder is None:
+        source = parse_source(data) if data else recipe.data.validation_source
+        if source is None:
             raise DistapError("the recipe has no data.validation: name a data set with --data")
         evaluation = evaluate(
             network,
-            folder,
+            source,
             world,
             image_size=recipe.data.image_size,
             batch_size=recipe.evaluation.batch_size,
             workers=recipe.data.workers,
             max_pixels=recipe.data.max_pixels,
             scaled_decoding=recipe.data.scaled_decoding,
+            remote=recipe.data.remote,
+            cache=recipe.data.cache,
             shown=world.rank == 0,
         )
         if world.rank == 0:
             if output is not None:
                 evaluation.save(output, network=str(checkpoint or config))
-            console.print(figures_table({str(folder): evaluation.result.summary()}))
+            console.print(figures_table({str(source): evaluation.result.summary()}))
 
 
 def report_command(

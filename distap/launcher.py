@@ -1,0 +1,251 @@
+"""`python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`: a host's ranks, by torchrun's own machinery.
+
+It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in four things:
+- its exit status is one of `distap.exits`: 75 when all ranks of this host stopped behind a checkpoint, 2 when one
+  met a mistake that a person must mend, 0 when all finished, or else 1;
+- ranks that left with 75 or 2 are not started again, whatever --max-restarts says;
+- after a signal the ranks have the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds;
+- it never lingers. Once a rank has failed, or none is left, and the rendezvous cannot be reached for
+  `linger_seconds` (the recipe's timeout_seconds, a minute at most), it ends, and its ranks with it. A host that was
+  cut off is so gone after timeout_seconds + `watchdog.LEAVE_SECONDS` + LEAVE_SECONDS + `linger_seconds`.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.launcher.api as torch_launcher
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from distap.errors import DistapError
+from distap.exits import FAILED, FINISHED, FOLDER, LAUNCHER, MISTAKE, RESTART, recorded_outcomes
+
+LEAVE_SECONDS = 10  # for the ranks beside one that has failed, which can only say so
+MARGIN_SECONDS = 15  # beyond the grace time, before torchrun kills a rank
+LONGEST_LINGER_SECONDS = 60.0
+PROBE_SECONDS = 1.0
+C10D_PORT = 29400  # torchrun's default
+
+
+def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
+    """Start this host's ranks of a training and wait for them; returns the exit status.
+
+    Args:
+        options: torchrun's, such as ["--nnodes=2", "--nproc-per-node=8"].
+        config: the recipe.
+        overrides: changes to it.
+    Raises:
+        DistapError: the recipe is wrong, or does not fit the options; no rank was started.
+    """
+    from distap.config import load_recipe
+
+    recipe = load_recipe(config, overrides)
+    return launch(
+        options, "distap.train", [str(config), *overrides], recipe.stop.grace_seconds, recipe.timeout_seconds
+    )
+
+
+def launch(
+    options: list[str], module: str, arguments: list[str], grace_seconds: float, timeout_seconds: float
+) -> int:
+    """Run `python -m module arguments...` on each rank of this host; returns the exit status.
+
+    Args:
+        options: torchrun's.
+        module: calls `exits.record_outcome`.
+        arguments: of the module.
+        grace_seconds: that ranks have to leave after a signal.
+        timeout_seconds: of a collective.
+    """
+    settings = torchrun.get_args_parser().parse_args([*options, module, *arguments])
+    settings.module = True
+    needed = int(grace_seconds + MARGIN_SECONDS)
+    if settings.shutdown_timeout is None:
+        settings.shutdown_timeout = needed
+    elif settings.shutdown_timeout < grace_seconds:
+        raise DistapError(
+            f"--shutdown-timeout {settings.shutdown_timeout}: ranks would be killed in their grace time of "
+            f"{grace_seconds:g} s (stop.grace_seconds); give at least {needed}"
+        )
+    with _outcomes() as outcomes, _early_signals():
+        agent = partial(Agent, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS), settings)
+        with _agents_made_by(agent):
+            return _run(settings, outcomes)
+
+
+def _run(settings: Namespace, outcomes: Path) -> int:
+    try:
+        record(torchrun.run)(settings)
+        return FINISHED
+    except ChildFailedError as error:
+        failures = [f"rank {rank} (pid {one.pid}): {_how(one.exitcode)}" for rank, one in error.failures.items()]
+        print(f"not all ranks finished: {', '.join(failures)}", file=sys.stderr)
+    except SignalException as error:
+        print(f"stopped by {error.sigval.name}", file=sys.stderr)
+    except RendezvousError as error:
+        print(f"the hosts did not meet: {error}", file=sys.stderr)
+    return status_of(recorded_outcomes(outcomes), torchrun.determine_local_world_size(settings.nproc_per_node))
+
+
+def _how(status: int) -> str:
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def status_of(outcomes: dict[int, int], ranks: int) -> int:
+    """The exit status of a host whose `ranks` did not all finish; a rank without an outcome crashed."""
+    if MISTAKE in outcomes.values():
+        return MISTAKE
+    return RESTART if len(outcomes) == ranks and set(outcomes.values()) == {RESTART} else FAILED
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which starts ranks again only where that can help, and does not wait for what is gone.
+
+    Args:
+        outcomes: folder of the ranks' exit statuses.
+        linger_seconds: without rendezvous, after a rank has failed.
+        settings: torchrun's.
+    """
+
+    def __init__(
+        self, outcomes: Path, linger_seconds: float, settings: Namespace, *arguments: Any, **more: Any
+    ) -> None:
+        super().__init__(*arguments, **more)
+        self._outcomes = outcomes
+        self._linger_seconds = linger_seconds
+        self._settings = settings
+        self._is_over = False
+        threading.Thread(target=self._end_in_time, name="distap-agent", daemon=True).start()
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run the ranks; what torch does after that, such as closing the rendezvous, has `linger_seconds`."""
+        try:
+            result: RunResult = super().run(role)
+            return result
+        finally:
+            self._is_over = True
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for file in self._outcomes.iterdir():
+            file.unlink()
+        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._has_failed() and self._pcontext is not None:
+            # torch gives a stopped rank half a minute.
+            self._pcontext.close(signal.SIGTERM, LEAVE_SECONDS)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and {MISTAKE, RESTART} & set(recorded_outcomes(self._outcomes).values()):
+            self._remaining_restarts = 0
+        return result
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handler.proc for handler in list(handlers.values())]
+
+    def _has_failed(self) -> bool:
+        return any(process.poll() for process in self._processes())
+
+    def _end_in_time(self) -> None:
+        """The main thread may hang in a call to the rendezvous' store for ever, so this one ends the process."""
+        since: float | None = None
+        while True:
+            time.sleep(PROBE_SECONDS)
+            processes = self._processes()
+            has_lost = any(process.poll() for process in processes) or (
+                bool(processes) and all(process.poll() is not None for process in processes)
+            )
+            if not (self._is_over or (has_lost and not self._meets())):
+                since = None
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since > self._linger_seconds:
+                outcomes = recorded_outcomes(self._outcomes)
+                is_done = len(outcomes) == len(processes) and set(outcomes.values()) == {FINISHED}
+                print("the rendezvous of the hosts cannot be reached any more: leaving", file=sys.stderr, flush=True)
+                shutil.rmtree(self._outcomes, ignore_errors=True)
+                os._exit(FINISHED if is_done else status_of(outcomes, len(processes)))
+
+    def _meets(self) -> bool:
+        """Whether the rendezvous of the hosts can be reached."""
+        host, port = parse_rendezvous_endpoint(torchrun.get_rdzv_endpoint(self._settings), C10D_PORT)
+        try:
+            socket.create_connection((host, port), PROBE_SECONDS).close()
+        except OSError:
+            return port == 0  # a host alone, which chose its port itself
+        return True
+
+
+@contextmanager
+def _outcomes() -> Iterator[Path]:
+    """A folder for the ranks' exit statuses, named in their environment."""
+    folder = Path(tempfile.mkdtemp(prefix="distap-outcomes-"))
+    ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid())}
+    os.environ |= ours
+    try:
+        yield folder
+    finally:
+        for name in ours:
+            del os.environ[name]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _early_signals() -> Iterator[None]:
+    """Until torch takes the signals over with the first ranks, there is nothing to lose."""
+    before = {number: signal.signal(number, _restart) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _restart(number: int, frame: object) -> None:
+    raise SystemExit(RESTART)
+
+
+@contextmanager
+def _agents_made_by(make: Callable[..., LocalElasticAgent]) -> Iterator[None]:
+    """torchrun makes its agent itself, and can be given none: the name that it looks up is exchanged."""
+    torchs = torch_launcher.LocalElasticAgent  # type: ignore[attr-defined]
+    torch_launcher.LocalElasticAgent = make  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    finally:
+        torch_launcher.LocalElasticAgent = torchs  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Launch what the command line says."""
+    settings = torchrun.get_args_parser().parse_args()
+    given = sys.argv[1:]
+    options = given[: len(given) - 1 - len(settings.training_script_args)]
+    try:
+        status = launch_training(options, Path(settings.training_script), settings.training_script_args)
+    except DistapError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = error.status
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

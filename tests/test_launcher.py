@@ -1,0 +1,73 @@
+import os
+import signal
+import sys
+
+import pytest
+from launching import launcher, started
+
+from distap.errors import DistapError
+from distap.exits import FAILED, FINISHED, MISTAKE, RESTART
+from distap.launcher import launch, launch_training, status_of
+
+TWO = "--standalone --nproc-per-node=2"
+
+
+def test_ranks_that_finish_give_status_0(tmp_path):
+    with started(launcher(TWO, "finish", tmp_path), tmp_path) as job:
+        assert job.status() == FINISHED
+        assert job.left() == []
+
+
+def test_a_mistake_is_not_tried_again_and_gives_status_2(tmp_path):
+    with started(launcher(f"{TWO} --max-restarts=3", "mistake", tmp_path), tmp_path) as job:
+        assert job.status() == MISTAKE
+        assert job.left() == []
+        assert not (tmp_path / "0.1").exists()
+        assert "rank 1" in job.said and "left: DistapError: no such data" in job.said
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_brings_all_ranks_back(tmp_path):
+    with started(launcher(f"{TWO} --max-restarts=1", "killed_once", tmp_path), tmp_path) as job:
+        assert job.status() == FINISHED
+        assert sorted(path.name for path in tmp_path.glob("?.?")) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+@pytest.mark.slow
+def test_ranks_that_stop_on_request_give_status_75_and_are_not_started_again(tmp_path):
+    with started(launcher(f"{TWO} --max-restarts=3", "stop_when_asked", tmp_path), tmp_path) as job:
+        job.wait_for_step(0, 5)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.status() == RESTART
+        assert job.left() == []
+        assert not (tmp_path / "0.1").exists()
+
+
+@pytest.mark.parametrize("by", ["launcher", "torchrun"])
+def test_the_end_of_a_killed_launcher_is_that_of_its_ranks(tmp_path, by):
+    command = launcher(TWO, "go_on", tmp_path)
+    if by == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", *TWO.split(), "-m", "launched"]
+        command += ["go_on", str(tmp_path), "5"]
+    with started(command, tmp_path) as job:
+        job.wait_for_step(1, 5)
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+        job.wait_until_none_is_left()
+
+
+def test_a_wrong_recipe_starts_no_rank(tmp_path):
+    with pytest.raises(DistapError, match="cannot be read"):
+        launch_training(TWO.split(), tmp_path / "missing.yaml", [])
+
+
+def test_a_shutdown_timeout_below_the_grace_time_is_refused(tmp_path):
+    with pytest.raises(DistapError, match=r"killed in their grace time of 60 s"):
+        launch([*TWO.split(), "--shutdown-timeout=30"], "launched", [], grace_seconds=60, timeout_seconds=5)
+
+
+def test_a_rank_without_an_outcome_has_crashed():
+    assert status_of({0: RESTART, 1: RESTART}, ranks=2) == RESTART
+    assert status_of({0: RESTART}, ranks=2) == FAILED
+    assert status_of({0: RESTART, 1: FAILED}, ranks=2) == FAILED
+    assert status_of({0: FAILED, 1: MISTAKE}, ranks=2) == MISTAKE
