@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +21,7 @@ from distap.errors import DistapError
 RECORD_FILE = "dataset.json"
 MISSING_FILE = "missing.txt"
 SHOWN = 5  # missing images that a message names
-LOOKERS, LOOKED_AT_ONCE = 32, 8192  # asking a network file system for files is all waiting
+LOOKERS, LOOKED_AT_ONCE = 32, 256  # asking a network file system for files is all waiting
 
 T = TypeVar("T")
 
@@ -131,11 +133,10 @@ def _look(split: Split, source: Path, track: Track) -> Listed:
         # An image that is packed twice would be its own positive.
         images.setdefault(image.path, image)
     paths = list(images)
-    there: list[bool] = []
-    starts = range(0, len(paths), LOOKED_AT_ONCE)
+    parts = [paths[start : start + LOOKED_AT_ONCE] for start in range(0, len(paths), LOOKED_AT_ONCE)]
     with ThreadPoolExecutor(LOOKERS) as pool:
-        for start in track(starts, f"{split.name}: looking for images", len(starts)):
-            there += pool.map(Path.is_file, paths[start : start + LOOKED_AT_ONCE])
+        looked = track(pool.map(_are_there, parts), f"{split.name}: looking for images", len(parts))
+        there = list(chain.from_iterable(looked))
     present = tuple(image for image, is_there in zip(images.values(), there, strict=True) if is_there)
     return Listed(
         split,
@@ -146,6 +147,11 @@ def _look(split: Split, source: Path, track: Track) -> Listed:
         tuple(str(path.relative_to(source)) for path, is_there in zip(paths, there, strict=True) if not is_there),
         _digest(source, present),
     )
+
+
+def _are_there(paths: Sequence[Path]) -> list[bool]:
+    """Which of the files exist."""
+    return [os.path.isfile(path) for path in paths]  # noqa: PTH113 - False where a name is too long as well
 
 
 def _require_images(listed: Iterable[Listed], file: Path, strict: bool) -> None:

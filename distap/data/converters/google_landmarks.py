@@ -26,7 +26,10 @@ def _full(source: Path) -> Iterator[ImageFile]:
     """The whole training set; its second column is an address, which may have commas in it."""
     file = _list(source, "train.csv")
     for line in read_lines(file, "\n"):
-        cells = next(csv.reader(line.cells))
+        try:
+            cells = next(csv.reader(line.cells))
+        except csv.Error as error:
+            raise line.wrong(str(error)) from error
         if line.number == 1 and cells == ["id", "url", "landmark_id"]:
             continue
         line = Line(file, line.number, cells)

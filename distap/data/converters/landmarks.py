@@ -38,7 +38,10 @@ def _path(line: Line, source: Path) -> Path:
     if url.scheme not in ("http", "https") or not url.netloc:
         raise line.wrong(f"{name[:200]!r} is no address of an image on the web")
     place = url.netloc + url.path + (f"?{url.query}" if url.query else "")
-    as_listed, decoded = (line.path(source / "images", text) for text in (place, unquote(place)))
+    as_listed = line.path(source / "images", place)
+    if "%" not in place or not unquote(place).isprintable():
+        return as_listed
+    decoded = line.path(source / "images", unquote(place))
     return decoded if decoded.is_file() else as_listed
 
 

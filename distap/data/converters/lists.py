@@ -42,7 +42,7 @@ class Line:
     def integer(self, column: int, what: str) -> int:
         """The whole number of 0 or more in a column."""
         text = self.cells[column]
-        if not (text.isascii() and text.isdigit()):
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise self.wrong(f"{what} {text[:60]!r} is no whole number of 0 or more")
         return int(text)
 
@@ -55,7 +55,9 @@ class Line:
             DistapError: the name is absolute, or leaves the folder.
         """
         parts = PurePosixPath(name).parts
-        if not parts or "\0" in name or name.startswith("/") or ".." in parts:
+        if not name.isprintable():
+            raise self.wrong(f"path {name[:200]!r} is no printable text")
+        if not parts or name.startswith("/") or ".." in parts:
             raise self.wrong(f"path {name[:200]!r} leaves {folder}; expected one inside")
         return folder / name
 

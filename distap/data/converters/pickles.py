@@ -182,7 +182,7 @@ def names(path: Path, value: Any, what: str) -> list[str]:
     """
     words = items(path, value, what)
     for place, word in enumerate(words):
-        if not isinstance(word, str) or word.split() != [word]:
+        if not isinstance(word, str) or word.split() != [word] or not word.isprintable():
             raise DistapError(f"{path}: {what}[{place}] is {word!r:.60}, expected a name")
     if len(set(words)) < len(words):
         raise DistapError(f"{path}: {what} has the same name twice")

@@ -75,6 +75,8 @@ EXPECTED = {
 WRONG_LINES = [
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 one 1 chair", r"line 3: class 'one' is no whole number"),
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 chair", r"line 3: 3 columns, expected 4: 'image_id class_id"),
+    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 1 chair\x1b", r"line 3: path .* is no printable text"),
+    ("sop", "Ebay_train.txt", "2 1 1 chair", f"2 {'1' * 9999} 1 chair", r"line 3: class '1+' is no whole number"),
     ("sop", "Ebay_test.txt", "image_id class_id", "id class", r"line 1: expected the heading 'image_id class_id"),
     ("cub", "images.txt", "2 001", "two 001", r"line 2: image 'two' is no whole number"),
     ("cub", "image_class_labels.txt", "3 100", "3 77", r"images\.txt, line 3: image 3 has no class in"),
@@ -350,6 +352,13 @@ def test_landmarks_may_lie_where_the_list_says(tree, tmp_path):
     photo(source / "val" / "b.jpg")
     convert(DATASETS["landmarks-clean"], source, tmp_path / "out", only=["validation"])
     assert counts(tmp_path / "out" / "validation") == {"8": 2}
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_image(tree, tmp_path):
+    source = tree("sop")
+    change(source / "Ebay_train.txt", "chair_final/1_0", f"chair_final/{'1' * 999}")
+    train = convert(DATASETS["sop"], source, tmp_path / "out")[0]
+    assert train.listed.missing == (f"chair_final/{'1' * 999}.JPG",)
 
 
 def test_the_record_says_what_was_converted(tree, tmp_path):
