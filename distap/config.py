@@ -21,7 +21,10 @@ from pydantic import (
     model_validator,
 )
 
+from distap.data.cache import CacheSettings
+from distap.data.locations import Source, parse_source
 from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
+from distap.data.storage import RemoteSettings
 from distap.data.transforms import Augmentation
 from distap.errors import DistapError
 from distap.optimisation import GroupSettings
@@ -52,8 +55,12 @@ class Section(BaseModel):
 class DataSection(Section):
     """Where the images are and how they are read."""
 
-    train: Path = Field(description="folder of shards to train on")
-    validation: Path | None = Field(None, description="folder of shards to evaluate on; none evaluates nothing")
+    train: str = Field(description="shards to train on: a folder, a pattern or a URL, see distap/data/locations.py")
+    validation: str | None = Field(None, description="shards to evaluate on; none evaluates nothing")
+    train_index: Path | None = Field(None, description="index of the shards, where it does not lie beside them")
+    validation_index: Path | None = Field(None, description="the same for validation")
+    remote: RemoteSettings = Field(RemoteSettings(), description="how often and how long reading is tried")
+    cache: CacheSettings | None = Field(None, description="shards kept on each host's own disk; none keeps none")
     unseen_classes: bool = Field(True, description="refuse a validation set that shares a class with training")
     image_size: PositiveInt = Field(224, description="width and height of the network's input, pixels")
     augmentation: Augmentation = Augmentation()
@@ -64,6 +71,26 @@ class DataSection(Section):
     max_damaged: float = Field(
         0.05, ge=0, le=1, description="share of damaged images above which training stops; ten are fine"
     )
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _is_a_source(cls, source: Any) -> Any:
+        if not isinstance(source, str | Path):
+            return source
+        try:
+            return str(parse_source(source))
+        except DistapError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def train_source(self) -> Source:
+        """Where the shards to train on are."""
+        return parse_source(self.train, self.train_index)
+
+    @property
+    def validation_source(self) -> Source | None:
+        """Where the shards to evaluate on are."""
+        return parse_source(self.validation, self.validation_index) if self.validation else None
 
 
 class TimmWeights(Section):

@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distap.data.cache import CacheSettings
 from distap.data.index import Index, load_index
 from distap.data.loading import NO_SAMPLE, Failure, OrderedImages, evaluation_chunks
+from distap.data.locations import Source, parse_source
 from distap.data.reading import Reader
+from distap.data.storage import RemoteSettings
 from distap.data.transforms import evaluation_transform
 from distap.distributed import World
 from distap.errors import DistapError
@@ -29,7 +32,7 @@ logger = logging.getLogger("distap")
 class Evaluation:
     """Figures on a data set. Rows of `result` are the samples that could be read, numbered in `samples`."""
 
-    folder: Path
+    source: Source
     fingerprint: str
     result: LabelledSetResult
     samples: Tensor  # (N,) int64
@@ -42,7 +45,7 @@ class Evaluation:
         path = output / RESULT_FILE
         record = {
             **about,
-            "data": str(self.folder),
+            "data": str(self.source),
             "fingerprint": self.fingerprint,
             "images": len(self.samples),
             "queries": int(self.result.is_query.sum()),
@@ -57,7 +60,7 @@ class Evaluation:
 
 def evaluate(
     network: nn.Module,
-    folder: Path,
+    source: Source | Path | str,
     world: World,
     *,
     image_size: int,
@@ -65,6 +68,8 @@ def evaluate(
     workers: int,
     max_pixels: int,
     scaled_decoding: bool = True,
+    remote: RemoteSettings | None = None,
+    cache: CacheSettings | None = None,
     neighbours: int = 10,
     shown: bool = False,
 ) -> Evaluation:
@@ -72,26 +77,28 @@ def evaluate(
 
     Args:
         network: images to descriptors.
-        folder: of the shards.
+        source: of the shards.
         world: the ranks; each describes its share.
         image_size: width and height that images are scaled and cropped to, pixels.
         batch_size: images described at once.
         workers: processes that read.
         max_pixels: larger images are refused.
         scaled_decoding: whether JPEG is decoded at the scale its crop needs.
+        remote: how a remote source is reached.
+        cache: where shards are kept on this host's disk.
         neighbours: most similar images to keep of each.
         shown: whether a progress bar is shown.
     """
-    index = load_index(folder)
+    source = parse_source(source)
+    index = load_index(source, remote)
     if len(index) < world.size:
-        raise DistapError(f"{folder}: {len(index)} images, fewer than the {world.size} ranks")
-    images = OrderedImages(
-        Reader(folder, index, max_pixels), evaluation_transform(image_size, scaled_decoding), image_size
-    )
+        raise DistapError(f"{source}: {len(index)} images, fewer than the {world.size} ranks")
+    reader = Reader(source, index, max_pixels, remote, cache)
+    images = OrderedImages(reader, evaluation_transform(image_size, scaled_decoding), image_size)
     mine = world.slots(len(index))
     failures: list[Failure] = []
     chunks = evaluation_chunks(images, mine, batch_size, workers)
-    shown_chunks = track(chunks, f"describing {folder}", -(-len(mine) // batch_size)) if shown else chunks
+    shown_chunks = track(chunks, f"describing {source}", -(-len(mine) // batch_size)) if shown else chunks
 
     def described() -> Iterator[tuple[Tensor, Tensor]]:
         for chunk in shown_chunks:
@@ -100,19 +107,19 @@ def evaluate(
 
     descriptors, present = extract(network, described(), world, len(index))
     for failure in failures:
-        logger.warning("left out of the evaluation: %s of %s: %s", failure.where, folder, failure.reason)
+        logger.warning("left out of the evaluation: %s of %s: %s", failure.where, source, failure.reason)
     labels = torch.from_numpy(index.label).to(descriptors.device)
     result = evaluate_labelled_set(descriptors[present], labels[present], neighbours)
     on_cpu = LabelledSetResult(*(getattr(result, name).cpu() for name in LabelledSetResult.__dataclass_fields__))
-    return Evaluation(folder, index.fingerprint, on_cpu, present.nonzero().flatten().cpu())
+    return Evaluation(source, index.fingerprint, on_cpu, present.nonzero().flatten().cpu())
 
 
-def refuse_seen_classes(train: Index, validation: Index, folder: Path) -> None:
+def refuse_seen_classes(train: Index, validation: Index, source: Source) -> None:
     """Raise a DistapError where a class of the validation set is trained on."""
     seen = sorted(set(train.class_name.tolist()) & set(validation.class_name.tolist()))
     if seen:
         raise DistapError(
-            f"data.validation: {folder} shares {len(seen)} classes with the training set "
+            f"data.validation: {source} shares {len(seen)} classes with the training set "
             f"({', '.join(seen[:3])}, ...), so its figures would not "
             "be of unseen classes; set data.unseen_classes=false if that is meant"
         )

@@ -9,7 +9,9 @@ import numpy as np
 import yaml
 
 from distap.data.index import Index, load_index
+from distap.data.locations import parse_source
 from distap.data.reading import Reader
+from distap.data.storage import RemoteSettings
 from distap.errors import DistapError
 from distap.evaluation import NEIGHBOURS_FILE, RESULT_FILE
 from distap.randomness import permutation
@@ -53,7 +55,7 @@ def report(run: Path, before: Path, after: Path, output: Path) -> dict[str, Any]
         validations=[first, *validations] if same_data and validations else validations,
         before=results["before"]["figures"],
         after=results["after"]["figures"],
-        examples=_examples(Path(results["after"]["data"]), before, after),
+        examples=_examples(_recipe(run)["data"], results["after"]["data"], before, after),
         facts=_facts(run, steps, results["after"], summary),
     )
     path = output / "summary.json"
@@ -102,10 +104,13 @@ def _facts(run: Path, steps: list[dict[str, Any]], after: dict[str, Any], summar
     }
 
 
-def _examples(data: Path, before: Path, after: Path) -> list[Example]:
+def _examples(recipe: dict[str, Any], data: str, before: Path, after: Path) -> list[Example]:
     """Queries drawn at random, not the most flattering ones, with their neighbours before and after."""
-    index = load_index(data)
-    reader = Reader(data, index)
+    remote = RemoteSettings(**recipe.get("remote", {}))
+    kept = recipe.get("validation_index") if data == recipe["validation"] else None
+    source = parse_source(data, kept and Path(kept))
+    index = load_index(source, remote)
+    reader = Reader(source, index, remote=remote)
     query, neighbours = _neighbours(before), _neighbours(after)
     common = sorted(set(query) & set(neighbours))
     chosen = [common[number] for number in permutation(len(common), 0)[:EXAMPLES]]

@@ -43,8 +43,9 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe, self.world = recipe, world
-        self.index = load_index(recipe.data.train)
-        self.reader = Reader(recipe.data.train, self.index, recipe.data.max_pixels)
+        data = recipe.data
+        self.index = load_index(data.train_source, data.remote)
+        self.reader = Reader(data.train_source, self.index, data.max_pixels, data.remote, data.cache)
         self.plan = Plan(Classes(self.index.label, self.index.class_group), recipe.sampling, recipe.seed)
         self._check()
         self.network = network_of(recipe, world).train()
@@ -130,10 +131,10 @@ class Trainer:
                 f"sampling gives {self.plan.size} images a batch, fewer than the {self.world.size} ranks; "
                 "each rank needs at least one"
             )
-        if data.validation is not None:
-            validation = load_index(data.validation)
+        if data.validation_source is not None:
+            validation = load_index(data.validation_source, data.remote)
             if data.unseen_classes:
-                refuse_seen_classes(self.index, validation, data.validation)
+                refuse_seen_classes(self.index, validation, data.validation_source)
 
     def _engine(self) -> Engine:
         optimizer = self.recipe.optimizer
@@ -187,19 +188,21 @@ class Trainer:
     def _evaluate(self) -> float:
         """mAP on the validation set."""
         started = time.perf_counter()
-        folder = self.recipe.data.validation
-        assert folder is not None
+        source = self.recipe.data.validation_source
+        assert source is not None
         self._agree_on_statistics()
         data, evaluation = self.recipe.data, self.recipe.evaluation
         figures = evaluate(
             self.network,
-            folder,
+            source,
             self.world,
             image_size=data.image_size,
             batch_size=evaluation.batch_size,
             workers=data.workers,
             max_pixels=data.max_pixels,
             scaled_decoding=data.scaled_decoding,
+            remote=data.remote,
+            cache=data.cache,
         ).result.summary()
         self.report.validation(self.done, figures, time.perf_counter() - started)
         return figures["mAP"]

@@ -97,12 +97,13 @@ class Index:
         return source.index
 
 
-def load_index(source: Source | Path | str, remote: RemoteSettings | None = None) -> Index:
+def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
     """Read the index of a data set, and compare it with the shards that are there.
 
     Args:
         source: where the shards are.
         remote: how a remote one is reached.
+        compare: whether a missing shard, or one of another size, is an error.
     Raises:
         DistapError: there is no data set, it is empty, its index cannot be read or leads outside it, or a shard is
             missing or has another size than when it was indexed.
@@ -114,7 +115,8 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     index = parse_index(_index_file(source, storage), source.index)
     if len(index) == 0:
         raise DistapError(f"{source}: the data set is empty")
-    _compare(source, storage, index)
+    if compare:
+        _compare(source, storage, index)
     return index
 
 

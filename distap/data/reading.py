@@ -1,30 +1,44 @@
 """Reading images by offset from a data set's shards."""
 
-import os
 import zlib
 from pathlib import Path
 
 from PIL import Image
 
+from distap.data.cache import CacheSettings, ShardCache
 from distap.data.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.index import Index
-from distap.errors import DistapError
+from distap.data.locations import Source, parse_source
+from distap.data.storage import RemoteSettings, Traffic, storage_of
 
 
 class Reader:
     """Images of a data set, each by one positioned read; safe to copy into loader workers.
 
     Args:
-        folder: of the shards.
+        source: of the shards.
         index: of the same data set.
         max_pixels: width times height that is refused without decoding when exceeded.
+        remote: how a remote source is reached, and how often reading is tried.
+        cache: where shards are kept on this host's disk; none reads each image from its source.
+    Raises:
+        DistapError: the cache's folder cannot be used.
     """
 
-    def __init__(self, folder: Path, index: Index, max_pixels: int = MAX_PIXELS) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        source: Source | Path | str,
+        index: Index,
+        max_pixels: int = MAX_PIXELS,
+        remote: RemoteSettings | None = None,
+        cache: CacheSettings | None = None,
+    ) -> None:
+        self.source = parse_source(source)
         self.index = index
         self.max_pixels = max_pixels
-        self._files: dict[tuple[int, int], int] = {}  # by process and shard: a fork must not share its parent's
+        remote = remote or RemoteSettings()
+        self.storage = storage_of(self.source.base, remote)
+        self.cache = ShardCache(cache, index, self.source.base, remote, self.storage.meter) if cache else None
 
     def image(self, sample: int) -> Image.Image:
         """The decoded image, upright and RGB.
@@ -42,34 +56,33 @@ class Reader:
     def data(self, sample: int) -> bytes:
         """The image's encoded bytes, checked against the index."""
         index = self.index
-        size, shard = int(index.size[sample]), int(index.shard[sample])
-        try:
-            data = _read(self._file(shard), size, int(index.offset[sample]))
-        except OSError as error:
-            raise DistapError(f"{self.folder / str(index.shard_name[shard])}: cannot be read: {error}") from error
-        if len(data) < size:
-            raise DamagedImageError("truncated", f"{len(data)} bytes of {size}")
-        if zlib.crc32(data) != int(index.crc32[sample]):
-            raise DamagedImageError("crc_mismatch", "the bytes have changed since they were indexed")
+        shard, offset, size = int(index.shard[sample]), int(index.offset[sample]), int(index.size[sample])
+        if self.cache is not None:
+            kept = self.cache.read(shard, offset, size)
+            if kept is not None and not self._damage(sample, kept):
+                self.storage.meter.add(Traffic(read_bytes=size, cache_hits=1))
+                return kept
+            if kept is not None:
+                self.cache.drop(shard)
+            self.storage.meter.add(Traffic(cache_misses=1))
+        data = self.storage.read(str(index.shard_name[shard]), offset, size)
+        if damage := self._damage(sample, data):
+            raise damage
         return data
+
+    def take_traffic(self) -> Traffic:
+        """What reading took in this process since this was last called."""
+        return self.storage.meter.take()
 
     def where(self, sample: int) -> str:
         """Shard and key of a sample, for messages."""
         return f"{self.index.shard_name[self.index.shard[sample]]}:{self.index.key[sample]}"
 
-    def _file(self, shard: int) -> int:
-        process = os.getpid()
-        if (process, shard) not in self._files:
-            path = self.folder / str(self.index.shard_name[shard])
-            self._files[process, shard] = os.open(path, os.O_RDONLY)
-        return self._files[process, shard]
-
-
-def _read(file: int, size: int, offset: int) -> bytes:
-    """`size` bytes from `offset`, fewer only at the end of the file."""
-    parts = []
-    while size > 0 and (part := os.pread(file, size, offset)):
-        parts.append(part)
-        offset += len(part)
-        size -= len(part)
-    return b"".join(parts)
+    def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
+        """How an image's bytes differ from those that were indexed."""
+        size = int(self.index.size[sample])
+        if len(data) < size:
+            return DamagedImageError("truncated", f"{len(data)} bytes of {size}")
+        if zlib.crc32(data) != int(self.index.crc32[sample]):
+            return DamagedImageError("crc_mismatch", "the bytes have changed since they were indexed")
+        return None

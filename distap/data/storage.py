@@ -220,6 +220,10 @@ class OpenFiles:
         """Bytes of the file that is open."""
         return os.fstat(self._file(path)).st_size
 
+    def is_at(self, path: str) -> bool:
+        """Whether what is open is what the path leads to now; raises OSError where that is nothing."""
+        return os.path.samestat(os.fstat(self._file(path)), Path(path).stat())
+
     def close(self, path: str) -> None:
         """Forget a file."""
         if path in self._files:
