@@ -23,6 +23,7 @@ from pydantic import (
 
 from distap.data.cache import CacheSettings
 from distap.data.locations import Source, parse_source
+from distap.data.pixels import PixelSettings
 from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
 from distap.data.storage import RemoteSettings
 from distap.data.transforms import Augmentation
@@ -66,6 +67,7 @@ class DataSection(Section):
     augmentation: Augmentation = Augmentation()
     workers: int = Field(2, ge=0, description="processes a rank that read images; 0 reads in the rank itself")
     prefetch: PositiveInt = Field(4, description="micro-batches that each worker reads ahead")
+    pixels: PixelSettings = Field(PixelSettings(), description="where pixels wait between describe and replay")
     max_pixels: PositiveInt = Field(100_000_000, description="larger images are refused without decoding")
     scaled_decoding: bool = Field(True, description="decode JPEG at 1/2, 1/4 or 1/8 where a crop allows")
     max_damaged: float = Field(

@@ -118,6 +118,8 @@ class Trainer:
             data.prefetch,
             self.stopwatch,
             pinned=self.world.device.type == "cuda",
+            pixels=data.pixels,
+            replay_chunk=step.replay_size,
         )
 
     def _is_due(self, every: int) -> bool:

@@ -1,6 +1,9 @@
 """From the plan to this rank's pixels: DataLoader workers read, decode and augment ahead of the network."""
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distap.data.decoding import DamagedImageError, Reason
+from distap.data.loader_workers import LostWorkerError, begin_worker, started_workers
+from distap.data.pixels import HeldPixels, PixelSettings, Reread, held_pixels
 from distap.data.plan import Plan
 from distap.data.reading import Reader
 from distap.data.transforms import Transform, seeded
@@ -17,6 +22,7 @@ from distap.stopwatch import Stopwatch
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
 NO_SAMPLE = -1
+IN_MEMORY = PixelSettings(hold="memory")
 
 
 class Failure(NamedTuple):
@@ -82,24 +88,42 @@ class OrderedImages(Dataset[_Loaded]):
 
 
 class ShareOfBatch:
-    """This rank's share of a global batch, read as it is asked for; its pixels stay for the replay."""
+    """This rank's share of a global batch, read as it is asked for; its pixels wait for the replay.
+
+    Args:
+        step: whose batch it is.
+        slots: this rank's slots of it.
+        images: the images of the plan.
+        held: where the pixels wait; None reads them again, which `chunks` then repeats.
+        chunks: the share's images; other shares may follow.
+        stopwatch: counts the waiting as `data_wait`.
+    """
 
     def __init__(
-        self, step: int, total: int, pixels: Tensor, chunks: Iterator[Chunk], plan: Plan, stopwatch: Stopwatch
+        self,
+        step: int,
+        slots: range,
+        images: SlotImages,
+        held: HeldPixels | None,
+        chunks: Iterator[Chunk],
+        stopwatch: Stopwatch,
     ) -> None:
         self.step = step
-        self.total = total
+        self.total = images.plan.size
         self.samples: list[int] = []
         self.failures: list[Failure] = []
-        self._pixels = pixels
+        self._slots = slots
+        self._images = images
         self._chunks = chunks
-        self._labels = plan.classes.labels
+        self._again = 0  # rows that have been read again
+        self._held: HeldPixels = held or Reread(self._read_again, self._name)
         self._stopwatch = stopwatch
 
     @property
     def labels(self) -> Tensor:
         """(b,) int64 classes of the images; -1 where there is no image."""
-        labels = [int(self._labels[sample]) if sample != NO_SAMPLE else -1 for sample in self.samples]
+        of_samples = self._images.plan.classes.labels
+        labels = [int(of_samples[sample]) if sample != NO_SAMPLE else -1 for sample in self.samples]
         return torch.tensor(labels, dtype=torch.int64)
 
     @property
@@ -107,20 +131,58 @@ class ShareOfBatch:
         """(b,) bool, False where there is no image."""
         return torch.tensor([sample != NO_SAMPLE for sample in self.samples])
 
+    @property
+    def spool_size_bytes(self) -> int:
+        """What this rank's spool file takes of its file system; 0 without one."""
+        return self._held.spool_size_bytes
+
+    @property
+    def spool_limit_bytes(self) -> int:
+        """What the spool file could take: its size and what the file system has left; 0 without one."""
+        return self._held.spool_limit_bytes
+
     def images(self, rows: slice) -> Tensor:
-        """(n, 3, size, size) uint8 pixels of some of the share's images."""
+        """(n, 3, size, size) uint8 pixels of some of the share's images, valid until others are asked for."""
         with self._stopwatch.stage("data_wait"):
+            fresh = []
+            first = len(self.samples)
             while len(self.samples) < rows.stop:
                 chunk = next(self._chunks)
-                start = len(self.samples)
-                self._pixels[start : start + len(chunk.samples)] = chunk.pixels
+                fresh.append(self._held.keep(len(self.samples), chunk.pixels))
                 self.samples += chunk.samples
                 self.failures += chunk.failures
-        return self._pixels[rows]
+            if fresh and (first, len(self.samples)) == (rows.start, rows.stop):
+                return fresh[0] if len(fresh) == 1 else torch.cat(fresh)
+            return self._held.rows(rows)
 
     def blank(self, rows: Tensor) -> None:
         """Make these images black."""
-        self._pixels[rows.cpu()] = 0
+        self._held.blank(rows.tolist())
+
+    def finish(self) -> None:
+        """Leave no images of this share before those of the next."""
+        if isinstance(self._held, Reread):
+            self._held.finish()
+
+    def _read_again(self) -> Tensor:
+        chunk = next(self._chunks)
+        for row, sample in enumerate(chunk.samples, self._again):
+            if sample != self.samples[row]:
+                reasons = ", ".join(f"{failure.where}: {failure.reason}" for failure in chunk.failures)
+                raise DistapError(
+                    f"{self._name(row)}: what could be read for describe cannot be read again for replay "
+                    f"({reasons or 'or the other way round'}); data must not change during a training. Mend its "
+                    "storage, or set data.pixels.hold to spool, which reads once"
+                )
+        self._again += len(chunk.samples)
+        return chunk.pixels
+
+    def _name(self, row: int) -> str:
+        """Shard and key of the image in a row, or of the damaged one that nothing stands in for."""
+        sample = self.samples[row]
+        if sample == NO_SAMPLE:
+            sample = int(self._images.plan.batch(self.step)[self._slots[row]])
+        return self._images.reader.where(sample)
 
 
 def training_shares(
@@ -132,6 +194,8 @@ def training_shares(
     prefetch: int,
     stopwatch: Stopwatch,
     pinned: bool = False,
+    pixels: PixelSettings = IN_MEMORY,
+    replay_chunk: int | None = None,
 ) -> Iterator[ShareOfBatch]:
     """This rank's share of the global batch of each step; a share is to be used up before the next is taken.
 
@@ -144,18 +208,29 @@ def training_shares(
         prefetch: chunks that each worker reads ahead.
         stopwatch: counts the waiting as `data_wait`.
         pinned: keep pixels in page-locked memory, from which a GPU copies without waiting.
+        pixels: how pixels wait for the replay.
+        replay_chunk: images that replay asks for at once; None takes `chunk`.
+    Raises:
+        DistapError: at once, where there is no room for the pixels.
     """
+    held = held_pixels(pixels, len(slots), images.size, pinned)
+    sizes = [chunk] if held is not None else [chunk, replay_chunk or chunk]
 
     def requests() -> Iterator[list[tuple[int, int, int]]]:
         for step in steps:
             batch = images.plan.batch(step)
-            for start in range(0, len(slots), chunk):
-                yield [(step, slot, int(batch[slot])) for slot in slots[start : start + chunk]]
+            for size in sizes:
+                for start in range(0, len(slots), size):
+                    yield [(step, slot, int(batch[slot])) for slot in slots[start : start + size]]
 
-    chunks = _loaded(images, requests(), workers, prefetch)
-    pixels = torch.empty(len(slots), 3, images.size, images.size, dtype=torch.uint8, pin_memory=pinned)
-    for step in steps:
-        yield ShareOfBatch(step, images.plan.size, pixels, chunks, images.plan, stopwatch)
+    def shares() -> Iterator[ShareOfBatch]:
+        with closing(_loaded(images, requests(), workers, prefetch)) as chunks:
+            for step in steps:
+                share = ShareOfBatch(step, slots, images, held, chunks, stopwatch)
+                yield share
+                share.finish()
+
+    return shares()
 
 
 def evaluation_chunks(images: OrderedImages, samples: range, chunk: int, workers: int) -> Iterator[Chunk]:
@@ -164,32 +239,38 @@ def evaluation_chunks(images: OrderedImages, samples: range, chunk: int, workers
     return _loaded(images, requests, workers, prefetch=2)
 
 
-def _loaded(images: Dataset[_Loaded], requests: Iterable[list[Any]], workers: int, prefetch: int) -> Iterator[Chunk]:
+def _loaded(
+    images: Dataset[_Loaded], requests: Iterable[list[Any]], workers: int, prefetch: int
+) -> Generator[Chunk, None, None]:
     loader: DataLoader[Any] = DataLoader(
         images,
         batch_sampler=requests,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         collate_fn=_collate,
-        worker_init_fn=_quiet_worker,
+        worker_init_fn=partial(begin_worker, os.getpid()),
     )
+    with started_workers() as end_workers:
+        chunks = iter(loader)
     try:
-        yield from loader
+        yield from chunks
+        end_workers()
+    except GeneratorExit:
+        del chunks  # torch asks its workers to end; one that is stuck in a slow read does not hear it
+        end_workers()
+        raise
+    except LostWorkerError:
+        raise
     except DistapError as error:
         # The loader has put the worker's traceback before the message that is meant for the user.
-        raise DistapError(str(error).rpartition("DistapError: ")[2].strip()) from None
+        raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from None
+    except RuntimeError as error:
+        raise (LostWorkerError.of(error) or error) from None
 
 
 def _collate(loaded: list[_Loaded]) -> Chunk:
     failures = [failure for image in loaded for failure in image.failures]
     return Chunk(torch.stack([image.pixels for image in loaded]), [image.sample for image in loaded], failures)
-
-
-def _quiet_worker(_: int) -> None:
-    """Leave an interrupt from the keyboard to the rank, which ends its workers."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _no_pixels(size: int) -> Tensor:

@@ -14,10 +14,10 @@ from distap.stopwatch import Stopwatch
 AUGMENTATION = Augmentation(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
 
 
-def slot_images(folder, batch_size=6, seed=0):
+def slot_images(folder, batch_size=6, seed=0, size=16):
     index = load_index(folder)
     plan = Plan(Classes(index.label), RandomSampling(batch_size=batch_size), seed)
-    return SlotImages(Reader(folder, index), plan, training_transform(16, AUGMENTATION), 16)
+    return SlotImages(Reader(folder, index), plan, training_transform(size, AUGMENTATION), size)
 
 
 def read(images, slots, steps, chunk=2, workers=0):

@@ -1,0 +1,308 @@
+"""Where the pixels of a rank's images wait between describe and replay: in memory, in a spool file, or nowhere.
+
+They wait as uint8, as they came from the loader, and come back byte for byte whichever way is chosen.
+"""
+
+import errno
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from distap.errors import DistapError
+
+WITHOUT_RESERVATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems answer that have none
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ZEROS = 4 * 2**20  # bytes written at once where space is reserved by writing
+
+
+@dataclass(frozen=True)
+class PixelSettings:
+    """How pixels wait for replay.
+
+    Args:
+        hold: `memory`; `spool`, a temporary file of this rank; `reread`, which keeps nothing and reads, decodes and
+            augments every image a second time; `auto` takes memory, and the spool where that is not enough.
+        memory_bytes: largest share of a global batch, of one rank, that `auto` keeps in memory; an image takes
+            3 x data.image_size ** 2.
+        spool_folder: folder of the spool file; none takes the system's for temporary files. One that is itself in
+            memory (tmpfs) saves none.
+    """
+
+    hold: Literal["auto", "memory", "spool", "reread"] = "auto"
+    memory_bytes: int = 8 * 2**30
+    spool_folder: Path | None = None
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 0:
+            raise ValueError(f"memory_bytes is {self.memory_bytes}; expected 0 or more")
+
+    def way(self, share_bytes: int) -> Literal["memory", "spool", "reread"]:
+        """What is done with a share of this size."""
+        if self.hold == "auto":
+            return "memory" if share_bytes <= self.memory_bytes else "spool"
+        return self.hold
+
+
+class HeldPixels(Protocol):
+    """The pixels of a rank's share of one step, by row."""
+
+    @property
+    def spool_size_bytes(self) -> int:
+        """What the spool file takes of its file system."""
+        ...
+
+    @property
+    def spool_limit_bytes(self) -> int:
+        """What it could take: its size, and what the file system has left."""
+        ...
+
+    def keep(self, start: int, pixels: Tensor) -> Tensor:
+        """Take the next rows, which begin with `start`; returns them as the network is to get them."""
+        ...
+
+    def rows(self, rows: slice) -> Tensor:
+        """Rows that were kept, (n, 3, size, size) uint8; valid until the next are asked for."""
+        ...
+
+    def blank(self, rows: list[int]) -> None:
+        """Make these rows black."""
+        ...
+
+
+class Memory:
+    """Pixels that stay in memory.
+
+    Args:
+        count: rows.
+        size: width and height, pixels.
+        pinned: in page-locked memory, from which a GPU copies without waiting.
+    """
+
+    spool_size_bytes = spool_limit_bytes = 0
+
+    def __init__(self, count: int, size: int, pinned: bool) -> None:
+        self._pixels = torch.empty(count, 3, size, size, dtype=torch.uint8, pin_memory=pinned)
+
+    def keep(self, start: int, pixels: Tensor) -> Tensor:
+        """Copy the next rows."""
+        mine = self._pixels[start : start + len(pixels)]
+        return mine.copy_(pixels)
+
+    def rows(self, rows: slice) -> Tensor:
+        """Rows that were kept."""
+        return self._pixels[rows]
+
+    def blank(self, rows: list[int]) -> None:
+        """Make these rows black."""
+        self._pixels[rows] = 0
+
+
+class Spool:
+    """Pixels that wait in a file without a name, whose space is taken before the first is written.
+
+    What was written last is still in the page cache when replay begins to read, as far as there is memory for it.
+
+    Args:
+        count: rows.
+        size: width and height, pixels.
+        folder: of the file.
+        pinned: rows come back in page-locked memory, from which a GPU copies without waiting.
+    Raises:
+        DistapError: the folder cannot be written to, or its file system has too little space.
+    """
+
+    def __init__(self, count: int, size: int, folder: Path, pinned: bool) -> None:
+        self._folder, self._shape, self._pinned = folder, (3, size, size), pinned
+        self._row_bytes = 3 * size * size
+        self.spool_size_bytes = count * self._row_bytes
+        self._file = _unlinked_file(folder)
+        weakref.finalize(self, os.close, self._file)
+        with self._errors_for_a_person():
+            # Asked first, since a reservation that fails may have filled the disk for a moment.
+            if _free_bytes(self._file) < self.spool_size_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _reserve(self._file, self.spool_size_bytes)
+        self._buffer = torch.empty(0, *self._shape, dtype=torch.uint8)
+
+    @property
+    def spool_limit_bytes(self) -> int:
+        """What the spool could take: its size, and what the file system has left."""
+        return self.spool_size_bytes + _free_bytes(self._file)
+
+    def keep(self, start: int, pixels: Tensor) -> Tensor:
+        """Write the next rows."""
+        self._write(start, pixels)
+        return pixels
+
+    def rows(self, rows: slice) -> Tensor:
+        """Rows that were written."""
+        pixels = self._room(rows.stop - rows.start)
+        buffer, offset = pixels.numpy().data.cast("B"), rows.start * self._row_bytes
+        while buffer:
+            with self._errors_for_a_person():
+                read = os.preadv(self._file, [buffer], offset)
+            if read == 0:
+                raise DistapError(f"{self._folder}: the spool file has become shorter; nothing else may write to it")
+            buffer, offset = buffer[read:], offset + read
+        return pixels
+
+    def blank(self, rows: list[int]) -> None:
+        """Make these rows black."""
+        for row in rows:
+            self._write(row, torch.zeros(1, *self._shape, dtype=torch.uint8))
+
+    def _write(self, start: int, pixels: Tensor) -> None:
+        data, offset = pixels.contiguous().numpy().data.cast("B"), start * self._row_bytes
+        with self._errors_for_a_person():
+            while data:
+                written = os.pwrite(self._file, data, offset)
+                data, offset = data[written:], offset + written
+
+    def _room(self, count: int) -> Tensor:
+        if self._pinned:
+            # A copy to the GPU may still be reading what was handed out last; torch reuses that after the copy.
+            return torch.empty(count, *self._shape, dtype=torch.uint8, pin_memory=True)
+        if len(self._buffer) < count:
+            self._buffer = torch.empty(count, *self._shape, dtype=torch.uint8)
+        return self._buffer[:count]
+
+    @contextmanager
+    def _errors_for_a_person(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL:
+                raise DistapError(f"{self._folder}: the spool file cannot be used: {error}") from error
+            raise DistapError(
+                f"{self._folder}: too little space for the pixels of a step: this rank's spool file takes "
+                f"{self.spool_size_bytes} bytes, {_free_bytes(self._file)} are free; each rank of the host has one. "
+                "Make room, name another folder in data.pixels.spool_folder, set data.pixels.hold to reread, or "
+                "spread the batch over more hosts"
+            ) from error
+
+
+class Reread:
+    """Pixels that are not kept: each image is read, decoded and augmented again, once and in order.
+
+    Their checksums are kept, so that no image that has changed meanwhile trains the network.
+
+    Args:
+        again: the next rows, read again; as many at once as replay asks for.
+        name: shard and key of the image in a row.
+    """
+
+    spool_size_bytes = spool_limit_bytes = 0
+
+    def __init__(self, again: Callable[[], Tensor], name: Callable[[int], str]) -> None:
+        self._again, self._name = again, name
+        self._checksums: list[int] = []
+        self._blank: set[int] = set()
+        self._done = 0  # rows read again
+        self._first: Tensor | None = None
+
+    def keep(self, start: int, pixels: Tensor) -> Tensor:
+        """Note the checksums of the next rows."""
+        self._checksums += [_checksum(image) for image in pixels]
+        return pixels
+
+    def rows(self, rows: slice) -> Tensor:
+        """The next rows, read again; and row 0 as often as it is asked for, as padding.
+
+        Raises:
+            DistapError: an image is not what it was.
+        """
+        if self._first is not None and (rows.start, rows.stop) == (0, 1):
+            return self._first
+        if rows.start != self._done:
+            raise ValueError(f"rows are read again in order: after {self._done} cannot come {rows}")
+        parts = []
+        while self._done < rows.stop:
+            parts.append(self._next())
+        if self._done != rows.stop:
+            raise ValueError(f"{rows} ends within the rows that were read again at once, which end at {self._done}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def blank(self, rows: list[int]) -> None:
+        """Make these rows black."""
+        self._blank.update(rows)
+
+    def finish(self) -> None:
+        """Read on to the end, where a step was given up before its replay."""
+        while self._done < len(self._checksums):
+            self._next()
+
+    def _next(self) -> Tensor:
+        pixels = self._again()
+        for row, image in enumerate(pixels, self._done):
+            if _checksum(image) != self._checksums[row]:
+                raise DistapError(
+                    f"{self._name(row)}: read again for replay, it has other pixels than those that were described; "
+                    "data must not change during a training. If it did not, set data.pixels.hold to spool"
+                )
+            if row in self._blank:
+                image.zero_()
+        if self._first is None:
+            self._first = pixels[:1].clone()
+        self._done += len(pixels)
+        return pixels
+
+
+def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) -> Memory | Spool | None:
+    """Room for the pixels of `count` images of size x size; None where they are to be read again.
+
+    Raises:
+        DistapError: there is no room for the spool file.
+    """
+    way = settings.way(3 * count * size * size)
+    if way == "memory":
+        return Memory(count, size, pinned)
+    if way == "spool":
+        return Spool(count, size, settings.spool_folder or Path(tempfile.gettempdir()), pinned)
+    return None
+
+
+def _unlinked_file(folder: Path) -> int:
+    """A descriptor of a new file that goes away with this process."""
+    try:
+        file, path = tempfile.mkstemp(prefix="distap-spool-", dir=folder)
+    except OSError as error:
+        raise DistapError(
+            f"data.pixels.spool_folder: {folder}: no spool file can be made there: {error}; it has to be a folder "
+            "that this user may write to"
+        ) from error
+    Path(path).unlink()
+    return file
+
+
+def _free_bytes(file: int) -> int:
+    """What an ordinary user may still write to the file system of this file."""
+    status = os.fstatvfs(file)
+    return status.f_bavail * status.f_frsize
+
+
+def _reserve(file: int, size: int) -> None:
+    """Take the space now, by writing zeros where the file system knows no other way."""
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in WITHOUT_RESERVATION:
+            raise
+        zeros = bytes(ZEROS)
+        offset = 0
+        while offset < size:
+            offset += os.pwrite(file, zeros[: size - offset], offset)
+
+
+def _checksum(image: Tensor) -> int:
+    return zlib.crc32(image.contiguous().numpy().data.cast("B"))

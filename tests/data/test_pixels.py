@@ -1,0 +1,262 @@
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from batches import small_network
+from conftest import write_images
+from ranks import on_ranks
+from test_loading import damage, slot_images
+
+from distap.data.index import load_index
+from distap.data.loading import NO_SAMPLE, training_shares
+from distap.data.packing import pack
+from distap.data.pixels import PixelSettings, Reread, Spool
+from distap.distributed import World
+from distap.engine import DDPEngine
+from distap.errors import DistapError
+from distap.ranking import QuantizedAP
+from distap.step import ThreeStageStep
+from distap.stopwatch import Stopwatch
+
+WAYS = ("memory", "spool", "reread")
+BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 2  # 11 images are uneven on 2, 4 and 8 ranks
+
+
+def shares_of(folder, world, way, workers=0, settings=None, batch=BATCH):
+    images, pixels = slot_images(folder, batch), settings or PixelSettings(hold=way)
+    slots, steps = world.slots(batch), range(STEPS)
+    return training_shares(
+        images, slots, steps, DESCRIBE, workers, 2, Stopwatch(), pixels=pixels, replay_chunk=REPLAY
+    )
+
+
+def rows_of(count, size):
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def digest(image):
+    return hashlib.sha256(image.numpy().tobytes()).hexdigest()
+
+
+def seen(share, count):
+    """Samples of a share's rows, and their pixels by hash in describe and in replay."""
+    passes = []
+    for size in (DESCRIBE, REPLAY):
+        passes.append([digest(image) for rows in rows_of(count, size) for image in share.images(rows)])
+    return list(zip(share.samples, *passes, strict=True))
+
+
+def global_batches(folder, ranks, way, workers):
+    """What all ranks see of each step, in the order of slots."""
+    batches = [[None] * BATCH for _ in range(STEPS)]
+    for rank in range(ranks):
+        slots = World(rank, ranks).slots(BATCH)
+        for share in shares_of(folder, World(rank, ranks), way, workers):
+            for slot, what in zip(slots, seen(share, len(slots)), strict=True):
+                batches[share.step][slot] = what
+    return batches
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory):
+    """16 images: 8, 4, 2 and 2 of a class; three of the first class damaged, and one of the last."""
+    folder = tmp_path_factory.mktemp("spoilt")
+    write_images(folder / "images", {"apple": 8, "bear": 4, "car": 2, "dog": 2})
+    pack(folder / "images", folder / "shards", images_per_shard=4)
+    labels = load_index(folder / "shards").label.tolist()
+    damage(folder / "shards", [labels.index(0) + n for n in range(3)] + [labels.index(3)])
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def expected(spoilt):
+    return global_batches(spoilt, 1, "memory", 0)
+
+
+def test_the_batches_have_stand_ins_and_images_that_nothing_stands_in_for(spoilt, expected):
+    plan = slot_images(spoilt, BATCH).plan
+    replaced, missing = [], []
+    for step, batch in enumerate(expected):
+        labels = plan.classes.labels[plan.batch(step)].tolist()
+        for label, planned, (read, first, again) in zip(labels, plan.batch(step).tolist(), batch, strict=True):
+            assert first == again
+            if read == NO_SAMPLE:
+                missing.append(planned)
+            elif read != planned:
+                replaced.append((step, label))
+    assert missing
+    # Several of one class in one step, whose slots lie on different ranks.
+    assert any(replaced.count(what) > 1 for what in replaced)
+    for batch in expected:
+        used = [sample for sample, _, _ in batch if sample != NO_SAMPLE]
+        assert len(set(used)) == len(used)
+
+
+CASES = [(ranks, way, 0) for ranks in (1, 2, 4, 8) for way in WAYS]
+CASES += [(1, "memory", 2), (2, "spool", 2), (4, "memory", 2), (8, "reread", 2)]
+
+
+@pytest.mark.parametrize(("ranks", "way", "workers"), CASES)
+def test_samples_and_pixels_are_the_same_on_any_number_of_ranks(spoilt, expected, ranks, way, workers):
+    assert global_batches(spoilt, ranks, way, workers) == expected
+
+
+def gradients(world, folder, way):
+    """By how much each parameter moves in one step of SGD, and the loss."""
+    network = small_network()
+    before = [p.detach().clone() for p in network.parameters()]
+    scaled = torch.nn.Sequential(Scaling(), network)
+    engine = DDPEngine(scaled, torch.optim.SGD(scaled.parameters(), lr=1.0), world)
+    step = ThreeStageStep(engine, QuantizedAP(), world, 0, REPLAY, DESCRIBE)
+    losses = [step(share, 1.0).loss for share in shares_of(folder, world, way)]
+    return losses, [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+
+
+class Scaling(torch.nn.Module):
+    """Bytes to what the small network takes."""
+
+    def forward(self, images):
+        return images.double() / 255
+
+
+def all_gradients(world, folder):
+    return [gradients(world, folder, way) for way in WAYS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_the_same_bit_for_bit_wherever_pixels_wait(spoilt, ranks):
+    answers = on_ranks(ranks, all_gradients, spoilt) if ranks > 1 else [all_gradients(World(), spoilt)]
+    for in_memory, spooled, read_again in answers:
+        for losses, moved in (spooled, read_again):
+            assert losses == in_memory[0]
+            assert all(torch.equal(a, b) for a, b in zip(moved, in_memory[1], strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blanked_rows_are_black_in_replay_and_the_others_are_not(shards, way):
+    shares = shares_of(shards, World(), way, batch=9)
+    share = next(shares)
+    described = torch.cat([share.images(rows).clone() for rows in rows_of(9, DESCRIBE)])
+    share.blank(torch.tensor([0, 4]))
+    again = torch.cat([share.images(rows).clone() for rows in rows_of(9, REPLAY)])
+    described[[0, 4]] = 0
+    assert torch.equal(again, described)
+    assert torch.equal(share.images(slice(0, 1)), described[:1])  # as padding of a shorter share
+
+
+def test_a_step_without_replay_leaves_nothing_for_the_next(shards):
+    expected = [seen(share, 9)[0] for share in shares_of(shards, World(), "memory", batch=9)]
+    for share, (sample, first, _) in zip(shares_of(shards, World(), "reread", batch=9), expected, strict=True):
+        read = [digest(image) for rows in rows_of(9, DESCRIBE) for image in share.images(rows)]
+        assert (share.samples[0], read[0]) == (sample, first)
+
+
+def test_an_image_that_is_damaged_between_describe_and_replay_is_named(shards):
+    shares = shares_of(shards, World(), "reread", batch=9)
+    share = next(shares)
+    for rows in rows_of(9, DESCRIBE):
+        share.images(rows)
+    damage(shards, [share.samples[3]])
+    with pytest.raises(DistapError, match=r"0\.tar:.*cannot be read again for replay \(.*crc_mismatch\)"):
+        for rows in rows_of(9, REPLAY):
+            share.images(rows)
+
+
+def test_pixels_that_differ_when_read_again_are_named():
+    readings = iter([torch.full((2, 3, 4, 4), 7, dtype=torch.uint8) for _ in range(2)])
+    held = Reread(lambda: next(readings), lambda row: f"image {row}")
+    first = next(readings).clone()
+    first[1, 0, 0, 0] = 8
+    held.keep(0, first)
+    with pytest.raises(DistapError, match="image 1: read again for replay, it has other pixels"):
+        held.rows(slice(0, 2))
+
+
+def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path):
+    bytes_of_share = 9 * 3 * 16 * 16
+    for limit, spooled in ((bytes_of_share, 0), (bytes_of_share - 1, bytes_of_share)):
+        settings = PixelSettings(memory_bytes=limit, spool_folder=tmp_path)
+        share = next(shares_of(shards, World(), "auto", settings=settings, batch=9))
+        assert share.spool_size_bytes == spooled
+        assert (share.spool_limit_bytes > spooled) == bool(spooled)
+    assert not list(tmp_path.glob("distap-spool-*"))  # the file has no name
+
+
+def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
+    settings = PixelSettings(hold="spool", spool_folder=small_disk)
+    images = slot_images(shards, 9, size=256)
+    with pytest.raises(
+        DistapError, match=rf"{small_disk}: too little space .* takes 1769472 bytes, 1048576 are free"
+    ):
+        training_shares(images, range(9), range(1), 3, 0, 2, Stopwatch(), pixels=settings)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one mebibyte."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
+    held = Spool(10, 160, small_disk, pinned=False)  # 768,000 bytes
+    (small_disk / "other").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    assert held.spool_limit_bytes == held.spool_size_bytes
+    pixels = torch.randint(0, 256, (10, 3, 160, 160), dtype=torch.uint8)
+    held.keep(0, pixels)
+    assert torch.equal(held.rows(slice(0, 10)), pixels)
+
+
+def test_where_space_cannot_be_reserved_it_is_written(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    held = Spool(100, 64, tmp_path, pinned=False)
+    assert os.fstat(held._file).st_size == held.spool_size_bytes
+
+
+@pytest.mark.parametrize("folder", ["missing", "file"])
+def test_a_spool_folder_that_cannot_be_used_is_named(tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DistapError, match=rf"data\.pixels\.spool_folder: .*{folder}: no spool file can be made"):
+        Spool(1, 8, tmp_path / folder, pinned=False)
+
+
+PEAKS = """
+import re, sys
+from pathlib import Path
+import torch
+from distap.data.pixels import Memory, Spool
+
+def peak(held, count):
+    for start in range(0, count, 8):
+        held.keep(start, torch.full((8, 3, 256, 256), start % 256, dtype=torch.uint8))
+    for start in range(0, count, 8):
+        assert held.rows(slice(start, start + 8))[0, 0, 0, 0] == start % 256
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+folder = Path(sys.argv[1])
+for held, count in ((Spool(64, 256, folder, False), 64), (Spool(512, 256, folder, False), 512)):
+    print(peak(held, count))
+print(peak(Memory(512, 256, False), 512))
+"""
+
+
+def test_memory_does_not_grow_with_a_batch_that_is_spooled(tmp_path):
+    answer = subprocess.run([sys.executable, "-c", PEAKS, tmp_path], capture_output=True, check=True, text=True)
+    small, large, in_memory = map(int, answer.stdout.split())
+    share = 512 * 3 * 256 * 256
+    assert large - small < share / 20
+    assert in_memory - large > share / 2
