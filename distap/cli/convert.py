@@ -30,6 +30,10 @@ def convert_command(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Missing images are an error.")] = False,
     images_per_shard: Annotated[int, typer.Option(help="Images in a shard.", min=1)] = 1000,
+    shuffle: Annotated[
+        int | None,
+        typer.Option(help="Seed of a random order, as for distap data pack.", min=0, show_default="as listed"),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Processes that pack.", min=1, show_default="one a core")
     ] = None,
@@ -58,6 +62,7 @@ def convert_command(
         only=split or (),
         strict=strict,
         images_per_shard=images_per_shard,
+        shuffle=shuffle,
         workers=workers or usable_cores(),
         track=track,
     )

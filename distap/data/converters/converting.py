@@ -65,6 +65,7 @@ def convert(
     only: Sequence[str] = (),
     strict: bool = False,
     images_per_shard: int = 1000,
+    shuffle: int | None = None,
     workers: int = 1,
     track: Track = untracked,
 ) -> list[Converted]:
@@ -79,8 +80,7 @@ def convert(
         output: folder of the splits, made if need be.
         only: names of splits; all that are not on request where it is empty.
         strict: missing images are an error.
-        images_per_shard: the last shard of a split has fewer.
-        workers: processes that pack.
+        images_per_shard, shuffle, workers: as `pack_images` has them.
         track: wraps a loop to show its progress.
     Raises:
         DistapError: there is no such split, a list is missing or has a wrong line, no image of a split is there, or
@@ -102,7 +102,7 @@ def convert(
     done = _read_record(output / RECORD_FILE, dataset)
     converted = []
     for part in listed:
-        converted.append(_pack(part, output, done, images_per_shard, workers, track))
+        converted.append(_pack(part, output, done, images_per_shard, shuffle, workers, track))
         _write(output / RECORD_FILE, json.dumps(done, indent=2) + "\n")
     for file, contents in records:
         _write(output / file, json.dumps(contents, indent=1) + "\n")
@@ -167,10 +167,16 @@ def _require_images(listed: Iterable[Listed], file: Path, strict: bool) -> None:
 
 
 def _pack(
-    part: Listed, output: Path, done: dict[str, Any], images_per_shard: int, workers: int, track: Track
+    part: Listed,
+    output: Path,
+    done: dict[str, Any],
+    images_per_shard: int,
+    shuffle: int | None,
+    workers: int,
+    track: Track,
 ) -> Converted:
     name, folder = part.split.name, output / part.split.name
-    stamp = {"digest": part.digest, "images_per_shard": images_per_shard}
+    stamp = {"digest": part.digest, "images_per_shard": images_per_shard, "shuffle": shuffle}
     before = done["splits"].get(name)
     if folder.is_dir() and any(folder.iterdir()):
         if before is None or any(before.get(key) != value for key, value in stamp.items()):
@@ -184,7 +190,7 @@ def _pack(
     def named(items: Iterable[T], description: str, total: int, /) -> Iterable[T]:
         return track(items, f"{name}: {description}", total)
 
-    index, skipped = pack_images(part.present, folder, images_per_shard, named, workers=workers)
+    index, skipped = pack_images(part.present, folder, images_per_shard, named, shuffle=shuffle, workers=workers)
     done["splits"][name] = {
         **stamp,
         "fingerprint": index.fingerprint,

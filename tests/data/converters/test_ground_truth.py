@@ -67,11 +67,12 @@ def test_google_landmarks_has_the_positives_of_each_query_that_counts(tmp_path):
 
 
 def test_the_pairs_of_sfm_are_written_by_the_ends_of_keys(tmp_path):
-    output = converted("sfm-120k", tmp_path, only=["train", "whiten"])
+    output = converted("sfm-120k", tmp_path, only=["train", "whiten"], shuffle=1)
     for split in ("train", "whiten"):
         pairs = json.loads((output / f"{split}_pairs.json").read_text())
         keys = [key.split("-")[1] for key in load_index(output / split).key.tolist()]
-        assert [(keys.index(pair["query"]), keys.index(pair["positive"])) for pair in pairs] == [(0, 1), (2, 3)]
+        assert pairs == [{"query": f"{first:032x}", "positive": f"{first + 1:032x}"} for first in (1, 3)]
+        assert {name for pair in pairs for name in pair.values()} == set(keys)
     assert len(load_index(output / "whiten").class_name) == 4
     assert not (output / "validation_pairs.json").exists()
 
