@@ -1,7 +1,8 @@
 """Images a second of decoding with augmentation and of the loader, beside Pillow, torchvision and WebDataset.
 
-What is compared takes turns, round by round in one run, so that a noisy machine is noisy for all of it. Every
-candidate crops the same boxes of the same images, drawn by the same transform from the same seeds.
+What is compared takes turns in one run, so that a noisy machine is noisy for all of it: decoders image by image,
+timed by what they take of a core, loaders round by round. Every decoder crops the same boxes of the same images,
+drawn by the same transform from the same seeds.
 """
 
 import io
@@ -10,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -89,36 +91,50 @@ def measure(setting: Setting, track: Track = untracked) -> Iterator[Figures]:
     seeds = track(range(setting.count), "drawing photos", setting.count)
     files = [jpeg(photo(setting.image, setting.image, seed), setting.quality) for seed in seeds]
     for output in setting.outputs:
-        yield _measured("decode", setting, output, files, _decoders(setting, output, files))
+        transform = training_transform(output, Augmentation(crop=setting.crop))
+        with _one_thread():
+            turns = track(range(setting.rounds), f"decoding to {output} px", setting.rounds)
+            rounds = [_decoding_round(transform, files) for _ in turns]
+        yield _figures("decode", setting, transform, files, rounds)
     if not setting.workers:
         return
     with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
         shards = _shards(Path(folder), files, setting.workers)
         for output in setting.outputs:
-            yield _measured("load", setting, output, files, _loaders(setting, output, shards))
+            transform = training_transform(output, Augmentation(crop=setting.crop))
+            turns = track(range(setting.rounds), f"loading at {output} px", setting.rounds)
+            rounds = [_loading_round(setting, transform, shards) for _ in turns]
+            yield _figures("load", setting, transform, files, rounds)
 
 
-def _measured(
-    what: str, setting: Setting, output: int, files: Sequence[bytes], candidates: dict[str, Callable[[], float]]
+def _figures(
+    what: str, setting: Setting, transform: CropAndVary, files: Sequence[bytes], rounds: Sequence[dict[str, float]]
 ) -> Figures:
-    """Every candidate, which returns its images a second, in turns; on one thread each."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rounds = [{name: run() for name, run in candidates.items()} for _ in range(setting.rounds)]
-    finally:
-        torch.set_num_threads(threads)
-    own, *others = candidates
-    boxes = _boxes(_transform(setting, output), setting)
+    """From every candidate's images a second in each round; distap comes first."""
+    own, *others = rounds[0]
+    boxes = []
+    for seed in range(len(files)):
+        torch.manual_seed(seed)
+        boxes.append(transform.choose(setting.image, setting.image))
     return Figures(
         what,
         setting.image,
-        output,
+        transform.size,
         sum(map(len, files)) / len(files) / 1000,
-        statistics.mean(1 / reduction(box, output) for box in boxes),
-        {name: statistics.median(rates[name] for rates in rounds) for name in candidates},
+        statistics.mean(1 / reduction(box, transform.size) for box in boxes),
+        {name: statistics.median(rates[name] for rates in rounds) for name in rounds[0]},
         {name: statistics.median(rates[own] / rates[name] for rates in rounds) for name in others},
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class ByPillow:
@@ -146,37 +162,21 @@ class ByTorchvision(ByPillow):
         return pixels.contiguous()
 
 
-def _transform(setting: Setting, output: int) -> CropAndVary:
-    return training_transform(output, Augmentation(crop=setting.crop))
-
-
-def _boxes(transform: CropAndVary, setting: Setting) -> list[Box]:
-    """What is cropped of each image."""
-    boxes = []
-    for seed in range(setting.count):
-        torch.manual_seed(seed)
-        boxes.append(transform.choose(setting.image, setting.image))
-    return boxes
-
-
-def _decoders(setting: Setting, output: int, files: Sequence[bytes]) -> dict[str, Callable[[], float]]:
-    transform = _transform(setting, output)
-
-    def rate(opened: Callable[[bytes], Croppable], transform: Transform) -> Callable[[], float]:
-        def run() -> float:
-            started = time.perf_counter()
-            for seed, data in enumerate(files):
-                seeded(transform, opened(data), seed)
-            return len(files) / (time.perf_counter() - started)
-
-        return run
-
-    return {
-        "distap": rate(EncodedImage, transform),
-        "Pillow": rate(lambda data: ByPillow(Image.open(io.BytesIO(data))), transform),
-        "torchvision": rate(lambda data: ByTorchvision(Image.open(io.BytesIO(data))), transform),
-        "unscaled": rate(EncodedImage, replace(transform, scaled=False)),
+def _decoding_round(transform: CropAndVary, files: Sequence[bytes]) -> dict[str, float]:
+    """Images a second of a core's time, by decoder."""
+    decoders: dict[str, tuple[Callable[[bytes], Croppable], Transform]] = {
+        "distap": (EncodedImage, transform),
+        "Pillow": (lambda data: ByPillow(Image.open(io.BytesIO(data))), transform),
+        "torchvision": (lambda data: ByTorchvision(Image.open(io.BytesIO(data))), transform),
+        "unscaled": (EncodedImage, replace(transform, scaled=False)),
     }
+    seconds = dict.fromkeys(decoders, 0.0)
+    for seed, data in enumerate(files):
+        for name, (opened, changed) in decoders.items():
+            started = time.thread_time()
+            seeded(changed, opened(data), seed)
+            seconds[name] += time.thread_time() - started
+    return {name: len(files) / spent for name, spent in seconds.items()}
 
 
 def _shards(folder: Path, files: Sequence[bytes], workers: int) -> Path:
@@ -190,11 +190,11 @@ def _shards(folder: Path, files: Sequence[bytes], workers: int) -> Path:
     return folder / "shards"
 
 
-def _loaders(setting: Setting, output: int, shards: Path) -> dict[str, Callable[[], float]]:
-    transform = _transform(setting, output)
+def _loading_round(setting: Setting, transform: CropAndVary, shards: Path) -> dict[str, float]:
+    """Images a second, by loader."""
     return {
-        "distap": lambda: _rate(_by_distap(setting, transform, shards), setting),
-        "WebDataset": lambda: _rate(_by_webdataset(setting, transform, shards), setting),
+        "distap": _rate(_by_distap(setting, transform, shards), setting),
+        "WebDataset": _rate(_by_webdataset(setting, transform, shards), setting),
     }
 
 
@@ -256,7 +256,7 @@ def table(figures: Sequence[Figures]) -> Table:
 
 
 CAPTION = (
-    "decode: one core decodes and augments JPEG images. load: all workers of a loader. scale: at which distap "
+    "decode: images that one core decodes and augments. load: all workers of a loader. scale: at which distap "
     "decodes, on average. Pillow, torchvision: full decoding by Pillow, then the same crop by each. unscaled: "
     "distap without scaled decoding. WebDataset: its loader, decoding with Pillow and cropping with torchvision. "
     "faster: how many times distap is, the median over rounds."

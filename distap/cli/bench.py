@@ -84,7 +84,7 @@ def bench_data(
     ] = None,
     crop: Annotated[float, typer.Option(help="Smallest share of an image that a crop keeps.", min=0.01, max=1)] = 0.5,
     quality: Annotated[int, typer.Option(help="Of the JPEG images.", min=1, max=100)] = 90,
-    count: Annotated[int, typer.Option(help="Images.", min=32)] = 128,
+    count: Annotated[int, typer.Option(help="Images.", min=32)] = 64,
     workers: Annotated[int, typer.Option(help="Of the loaders; 0 leaves the loaders out.", min=0)] = 2,
     rounds: Annotated[int, typer.Option(help="Times that each is done; the median counts.", min=1)] = 5,
     output: Annotated[Path | None, typer.Option(help="Folder to write data.json and data.html to.")] = None,
