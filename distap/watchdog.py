@@ -226,21 +226,18 @@ class Watchdog:
             if now - woken > SILENT_BEATS * self.beat_seconds:
                 self._forgive(now - woken)
             woken = now
-            overdue = next((one for one in self._open if self._is_overdue(one)), None)
-            if overdue is not None:
+            unfinished = next((one for one in self._open if not one.is_over()), None)
+            if unfinished is not None and now - unfinished.since > self.timeout_seconds:
                 self._condemn(
-                    f"{self._here(overdue.name)} did not finish within {self.timeout_seconds:g} s: "
-                    f"{self._reasons(overdue)}"
+                    f"{self._here(unfinished.name)} did not finish within {self.timeout_seconds:g} s: "
+                    f"{self._reasons(unfinished)}"
                 )
             elif now - self._store_heard > self.timeout_seconds:
-                self._condemn(f"{self._here()}: {self._reasons()}")
+                self._condemn(f"{self._here(unfinished.name if unfinished else '')} cannot go on: {self._reasons()}")
         if not self._stopped.is_set():
             self._announce()
             if not self._stopped.wait(LEAVE_SECONDS):
                 os._exit(FAILED)
-
-    def _is_overdue(self, collective: Collective) -> bool:
-        return time.monotonic() - collective.since > self.timeout_seconds and not collective.is_over()
 
     def _forgive(self, seconds: float) -> None:
         """This process was stopped for a while, perhaps with all others: that is nobody's silence."""
@@ -271,7 +268,8 @@ class Watchdog:
         if now - self._store_heard > longest:
             return (
                 f"the store at {self.party.address} has not answered for {now - self._store_heard:.0f} s"
-                f"{self._store_error}: the network to it is broken, or the host that serves it is down"
+                f"{self._store_error}: the network to it is broken, or the host that serves it is down; "
+                f"nothing is known of {_listed([str(self.party.members[rank]) for rank in self._others])}"
             )
         found: list[str] = []
         for rank, other in sorted(self._others.items()):
@@ -287,12 +285,16 @@ class Watchdog:
                 found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
         if not found:
             return "every rank has begun it, so one may hang in it, or the network between them is broken"
-        return "; ".join([*found[:NAMED], f"and {len(found) - NAMED} more"] if len(found) > NAMED else found)
+        return _listed(found)
 
 
 def is_of_the_network(error: Exception) -> bool:
     """Whether torch raised it because a rank or the network failed, and not for what it was asked to do."""
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in OF_THE_NETWORK)
+
+
+def _listed(texts: list[str]) -> str:
+    return "; ".join([*texts[:NAMED], f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else texts)
 
 
 def _has_left(other: _Beat) -> bool:

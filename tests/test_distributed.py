@@ -1,13 +1,15 @@
 import os
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import RankFailedError, on_ranks
 
 from distap.distributed import World, joined_world
-from distap.errors import DistapError
+from distap.errors import CollectiveError, DistapError
 
 TOTAL = 11
 
@@ -58,3 +60,45 @@ def test_importing_the_command_line_does_not_wait_for_torch():
     """So that --help answers at once."""
     script = "import sys, distap.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env={**os.environ}).returncode == 0
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        message = rf"store at 127.0.0.1:{port} .* cannot be reached within 1 s"
+        with pytest.raises(CollectiveError, match=message), joined_world(timeout_seconds=1):
+            pass
+
+
+def leave_early(world):
+    world.note("gather of step 7")
+    if world.rank == 0:
+        raise DistapError("the data are gone")
+    world.barrier()
+
+
+def test_a_rank_that_leaves_with_an_error_is_quoted_by_the_others():
+    quoted = r"rank 1: barrier \(gather of step 7\) failed: rank 0 \(.*\) left: DistapError: the data are gone"
+    with pytest.raises(RankFailedError, match=quoted):
+        on_ranks(2, leave_early)
+
+
+def test_no_thread_outlives_the_world(monkeypatch):
+    def threads():
+        return {thread.name for thread in threading.enumerate() if thread.name.startswith("distap-")}
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with joined_world(timeout_seconds=20) as world:
+        assert world.size == 1
+        assert {"distap-beat", "distap-judge"} <= threads()
+    assert not threads()
