@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distap.errors import DistapError
+
 if TYPE_CHECKING:
     from distap.data.index import Index
     from distap.data.indexing import Skipped
+    from distap.data.storage import RemoteSettings
 
 data = typer.Typer(help="Fetch, pack and index images.", no_args_is_help=True)
 fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
@@ -87,23 +90,55 @@ def pack(
 
 
 @data.command("index")
-def index(folder: SHARDS) -> None:
-    """Index the WebDataset shards of a folder that others made: reads every byte once, refuses damaged tars.
+def index(
+    source: Annotated[
+        str,
+        typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.", show_default=False),
+    ],
+    path: Annotated[
+        Path | None, typer.Option("--index", help="File to write the index to.", show_default="beside the shards")
+    ] = None,
+    workers: WORKERS = None,
+    remote: Annotated[
+        str | None, typer.Option(help="What a recipe has as data.remote, such as '{options: {s3: {anon: true}}}'.")
+    ] = None,
+) -> None:
+    """Index WebDataset shards that others made: reads every byte once, refuses damaged tars and lists them all.
 
-    Each sample needs one image and a .cls member with its class number. A file classes.txt may name the classes.
+    Each sample needs one image and a .cls member with its class number. A file classes.txt beside the shards may name
+    the classes, a line each: the name and, after a tab, the super-category. Called again after an interruption, it
+    goes on where it stopped.
     """
     from distap.data.indexing import index_shards
+    from distap.data.locations import parse_source
+    from distap.data.parallel import usable_cores
     from distap.telemetry.terminal import track
 
-    _say_indexed(folder, *index_shards(folder, track))
+    parsed = parse_source(source, path)
+    _say_indexed(source, *index_shards(parsed, track, workers or usable_cores(), _remote(remote)))
 
 
-def _say_indexed(folder: Path, index: "Index", skipped: "list[Skipped]") -> None:
+def _remote(text: str | None) -> "RemoteSettings | None":
+    """The settings of --remote, checked as a recipe's are."""
+    import yaml
+    from pydantic import TypeAdapter, ValidationError
+
+    from distap.data.storage import RemoteSettings
+
+    if text is None:
+        return None
+    try:
+        return TypeAdapter(RemoteSettings).validate_python(yaml.safe_load(text))
+    except (yaml.YAMLError, ValidationError) as error:
+        raise DistapError(f"--remote {text!r}: {error}") from error
+
+
+def _say_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]") -> None:
     from distap.telemetry.terminal import console
 
     for image in skipped:
         console.print(f"left out: {image.name}: {image.reason}", markup=False)
     console.print(
-        f"{folder}: {len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
+        f"{source}: {len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
         + (f", {len(skipped)} damaged ones left out" if skipped else "")
     )

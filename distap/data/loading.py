@@ -15,6 +15,7 @@ from distap.data.loader_workers import LostWorkerError, begin_worker, started_wo
 from distap.data.pixels import HeldPixels, PixelSettings, Reread, held_pixels
 from distap.data.plan import Plan
 from distap.data.reading import Reader
+from distap.data.storage import Traffic
 from distap.data.transforms import Transform, seeded
 from distap.errors import DistapError
 from distap.randomness import seed_for
@@ -38,6 +39,7 @@ class Chunk(NamedTuple):
     pixels: Tensor  # (n, 3, size, size) uint8, zero where there is no image
     samples: list[int]  # numbers in the index, NO_SAMPLE where there is no image
     failures: list[Failure]
+    traffic: Traffic  # what reading them took
 
 
 class _Loaded(NamedTuple):
@@ -112,6 +114,7 @@ class ShareOfBatch:
         self.total = images.plan.size
         self.samples: list[int] = []
         self.failures: list[Failure] = []
+        self.traffic = Traffic()  # of what was read so far; workers read ahead
         self._slots = slots
         self._images = images
         self._chunks = chunks
@@ -151,6 +154,7 @@ class ShareOfBatch:
                 fresh.append(self._held.keep(len(self.samples), chunk.pixels))
                 self.samples += chunk.samples
                 self.failures += chunk.failures
+                self.traffic = self.traffic.plus(chunk.traffic)
             if fresh and (first, len(self.samples)) == (rows.start, rows.stop):
                 return fresh[0] if len(fresh) == 1 else torch.cat(fresh)
             return self._held.rows(rows)
@@ -166,6 +170,7 @@ class ShareOfBatch:
 
     def _read_again(self) -> Tensor:
         chunk = next(self._chunks)
+        self.traffic = self.traffic.plus(chunk.traffic)
         for row, sample in enumerate(chunk.samples, self._again):
             if sample != self.samples[row]:
                 reasons = ", ".join(f"{failure.where}: {failure.reason}" for failure in chunk.failures)
@@ -240,14 +245,14 @@ def evaluation_chunks(images: OrderedImages, samples: range, chunk: int, workers
 
 
 def _loaded(
-    images: Dataset[_Loaded], requests: Iterable[list[Any]], workers: int, prefetch: int
+    images: SlotImages | OrderedImages, requests: Iterable[list[Any]], workers: int, prefetch: int
 ) -> Generator[Chunk, None, None]:
     loader: DataLoader[Any] = DataLoader(
         images,
         batch_sampler=requests,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
-        collate_fn=_collate,
+        collate_fn=partial(_collate, images.reader),
         worker_init_fn=partial(begin_worker, os.getpid()),
     )
     with started_workers() as end_workers:
@@ -268,9 +273,10 @@ def _loaded(
         raise (LostWorkerError.of(error) or error) from None
 
 
-def _collate(loaded: list[_Loaded]) -> Chunk:
+def _collate(reader: Reader, loaded: list[_Loaded]) -> Chunk:
     failures = [failure for image in loaded for failure in image.failures]
-    return Chunk(torch.stack([image.pixels for image in loaded]), [image.sample for image in loaded], failures)
+    pixels, samples = torch.stack([image.pixels for image in loaded]), [image.sample for image in loaded]
+    return Chunk(pixels, samples, failures, reader.take_traffic())
 
 
 def _no_pixels(size: int) -> Tensor:
