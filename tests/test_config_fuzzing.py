@@ -1,0 +1,114 @@
+"""Configurations that someone else wrote: whatever is in them, a message names the culprit, and no code runs."""
+
+import contextlib
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distap.config import Recipe, load_recipe, recipe_from
+from distap.errors import DistapError
+from distap.model.weights import read_state
+
+VALID = {
+    "run": "runs/x",
+    "steps": 10,
+    "data": {"train": "shards", "augmentation": {"crop": 0.5}},
+    "sampling": {"name": "p_by_k", "classes": 5, "images": 4},
+    "loss": {"sup_ap": 0.5, "calibration": {"weight": 0.5}},
+    "model": {"weights": {"name": "random"}},
+    "optimizer": {"learning_rate": 1e-4},
+}
+SECTIONS = sorted(Recipe.model_fields)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(max_size=20)
+values = st.recursive(
+    plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+keys = st.sampled_from(SECTIONS) | st.text(max_size=8)
+quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@quick
+@given(st.dictionaries(keys, values, max_size=4))
+def test_any_settings_are_read_or_refused_by_name(changes):
+    try:
+        recipe_from({**VALID, **changes}, "the recipe")
+    except DistapError as error:
+        assert str(error).startswith("the recipe: ")
+
+
+@quick
+@given(st.sampled_from([section for section in VALID if isinstance(VALID[section], dict)]), keys, values)
+def test_any_value_in_a_section_is_read_or_refused_by_name(section, key, value):
+    try:
+        recipe_from({**VALID, section: {**VALID[section], key: value}}, "the recipe")
+    except DistapError as error:
+        assert section in str(error)
+
+
+@quick
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes_are_read_or_refused_by_name(tmp_path, content):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    with pytest.raises(DistapError, match=r"recipe\.yaml"):
+        load_recipe(path)
+
+
+@quick
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_any_override_is_read_or_refused_by_name(tmp_path, key, value):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(VALID))
+    with contextlib.suppress(DistapError):
+        load_recipe(path, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.mkdir [{path}]",
+        "!!python/object/new:os.mkdir [{path}]",
+        "!!python/name:os.mkdir",
+        "!!python/module:os",
+        "!!python/object/apply:builtins.open [{path}, w]",
+    ],
+)
+def test_a_tag_in_a_recipe_or_an_override_runs_no_code(tmp_path, value):
+    evil = tmp_path / "evil"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(VALID) + f"seed: {value.format(path=evil)}\n")
+    with pytest.raises(DistapError, match=r"recipe\.yaml: not valid YAML"):
+        load_recipe(path)
+    path.write_text(yaml.safe_dump(VALID))
+    with pytest.raises(DistapError, match=r"override 'seed=.*not valid YAML"):
+        load_recipe(path, [f"seed={value.format(path=evil)}"])
+    assert not evil.exists()
+
+
+def test_aliases_that_stand_for_billions_of_values_do_not_take_the_memory(tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(VALID) + "\n".join(lines) + "\n")
+    with pytest.raises(DistapError, match=r"recipe\.yaml: a0: unknown key"):
+        load_recipe(path)
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_evil_weights_run_no_code(tmp_path):
+    torch.save({"stem.weight": Evil(tmp_path / "evil")}, tmp_path / "weights.pt")
+    with pytest.raises(DistapError, match=r"weights\.pt"):
+        read_state(tmp_path / "weights.pt")
+    assert not (tmp_path / "evil").exists()
