@@ -17,11 +17,14 @@ from faults import recorded_batches
 from PIL import Image
 from test_trainer import losses, parameters, recipe
 
-from distap.checkpoint import list_checkpoints
+from distap.checkpoint import find_checkpoint, list_checkpoints
+from distap.config import load_recipe
 from distap.data.index import load_index
 from distap.data.packing import pack
+from distap.distributed import World
 from distap.exits import MISTAKE, RESTART
 from distap.telemetry.runlog import read_run_log
+from distap.trainer import network_of
 
 TESTS = Path(__file__).parent
 STEPS = 8
@@ -35,7 +38,7 @@ class Run:
         self.folder = folder / "run"
         self.records = folder / "records"
         self.records.mkdir(parents=True)
-        settings = {"steps": STEPS, "checkpoint": {"every": 2}, "timeout_seconds": 60.0, **changes}
+        settings = {"steps": STEPS, "checkpoint": {"every": 2}, "timeout_seconds": 60.0, "optimizer": {}, **changes}
         self.config = folder / "recipe.yaml"
         self.config.write_text(json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json")))
 
@@ -105,6 +108,17 @@ def same(first: Run, second: Run) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def distance(first: Run, second: Run) -> float:
+    """How far apart two runs ended, as a share of the way from the start: Adam makes much of rounding at first."""
+    ours, theirs = parameters(first.folder), parameters(second.folder)
+    start = network_of(load_recipe(first.config), World()).state_dict()
+    apart, way = (
+        torch.cat([(ours[f"network.{name}"] - other).double().flatten() for name, other in others])
+        for others in ([(name, theirs[f"network.{name}"]) for name in start], start.items())
+    )
+    return float(apart.norm() / way.norm())
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, training_shards) -> Run:
     """The run on two ranks that nothing happens to."""
@@ -140,8 +154,7 @@ def test_from_4_to_2_to_3_ranks_the_batches_and_the_parameters_are_those_of_one_
     assert status == 0, output
     assert run.batches() == undisturbed.batches()
     assert losses(run.folder) == pytest.approx(losses(undisturbed.folder), abs=1e-4)
-    whole, resumed = parameters(undisturbed.folder), parameters(run.folder)
-    assert all(torch.allclose(whole[name].float(), resumed[name].float(), atol=2e-3) for name in whole)
+    assert distance(run, undisturbed) < 0.02
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -189,7 +202,7 @@ def test_the_grace_time_is_a_hard_limit(tmp_path, training_shards):
     run = Run(tmp_path, training_shards, stop={"grace_seconds": 2})
     status, output = run.go(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank")
     assert "the grace time of 2 s (stop.grace_seconds) is over" in output
-    assert status == 1, output  # the other rank was not asked, and lost its peer
+    assert status in (1, RESTART), output  # the other rank lost its peer, or was asked in time by the launcher
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
 
 
@@ -292,8 +305,6 @@ def test_a_step_that_is_not_finite_is_not_applied_but_written_down(tmp_path, tra
 
 
 def parameters_equal(first: Path, second: Path) -> bool:
-    from distap.checkpoint import find_checkpoint
-
     ours, theirs = (find_checkpoint(path).tensors() for path in (first, second))
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
