@@ -173,6 +173,22 @@ def test_cmyk_jpeg_is_not_shown_as_its_negative(scaled):
     assert (cyan.flatten(1).float().mean(1) - torch.tensor([0.0, 255.0, 255.0])).abs().max() < 3
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_ycck_jpeg_is_converted_by_adobes_convention(scaled):
+    # Luma 200 and neutral chroma, as inks are stored: inverted, so that each ink is 200 and black none.
+    data = bytearray(encoded(Image.new("CMYK", (64, 64), (55, 127, 127, 0)), "JPEG", quality=95))
+    data[data.index(b"Adobe") + 11] = 2  # the marker's transform: from CMYK to YCCK
+    grey = EncodedImage(bytes(data)).crop((0, 0, 64, 64), 16, scaled)
+    assert (grey.int() - 55).abs().max() <= 3
+
+
+def test_of_several_pictures_in_a_jpeg_the_first_counts():
+    data = encoded(PHOTO, "MPO", save_all=True, append_images=[Image.new("RGB", (9, 9))], quality=90)
+    assert torch.equal(
+        EncodedImage(data).crop((0, 0, 301, 203), 50), EncodedImage(jpeg(PHOTO, 90)).crop((0, 0, 301, 203), 50)
+    )
+
+
 def test_of_an_animation_the_first_frame_counts():
     frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "lime")]
     for file_format in ("GIF", "WEBP", "PNG", "TIFF"):
