@@ -22,6 +22,7 @@ REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "mis
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # all others stay shut: some run programs, as EPS does
 MAX_PIXELS = 100_000_000
 MAX_SIDE = 65_535  # pixels; JPEG's own limit, beyond which lie only images made to harm
+MAX_SCANS = 100  # of a progressive JPEG as large as is allowed, more of smaller ones: each takes a tenth of a second
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
@@ -39,6 +40,7 @@ UPRIGHT = {
 }
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
+START_OF_SCAN = b"\xff\xda"  # JPEG's marker
 END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by how a file begins
 
 
@@ -172,6 +174,10 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit must not stand below what the caller allows
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     _refuse_large(*image.size, max_pixels)
+    if image.info.get("progressive"):
+        scans = data.count(START_OF_SCAN)
+        if scans * image.width * image.height > MAX_SCANS * max_pixels:
+            raise DamagedImageError("too_large", f"{scans} scans of {image.width} x {image.height} pixels")
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
         width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))
         _refuse_large(width, height, max_pixels)

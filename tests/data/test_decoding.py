@@ -246,6 +246,13 @@ def test_a_small_tiff_of_one_huge_tile_is_refused():
     assert reason(data) == "too_large"
 
 
+def test_a_progressive_jpeg_of_countless_scans_is_refused():
+    data = encoded(PHOTO, "JPEG", progressive=True)
+    decode(data, max_pixels=301 * 203)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    assert reason(data[:-2] + scan * 100 + data[-2:], max_pixels=301 * 203) == "too_large"
+
+
 def test_a_larger_limit_than_pillows_own_is_obeyed(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     data = encoded(Image.new("RGB", (50, 40)), "PNG")
