@@ -16,6 +16,7 @@ from distap.errors import DistapError
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
 PASSING = (408, 425, 429)  # statuses of 400 to 499 that another attempt may mend
+MISTAKES = (TypeError, AttributeError, NotImplementedError)  # of options: file systems look at some of them late
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 T = TypeVar("T")
@@ -173,6 +174,9 @@ def _file_system(scheme: str, settings: RemoteSettings) -> Any:
         # Attempts and time-outs are counted here, for all schemes alike.
         client = {"retries": {"total_max_attempts": 1}, "read_timeout": settings.timeout_seconds}
         options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
+    if scheme == "gs":
+        # Its support of zonal buckets asks over gRPC, which hangs in processes that were forked after its first use.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
     except ImportError as error:
@@ -190,7 +194,7 @@ def _file_system(scheme: str, settings: RemoteSettings) -> Any:
 
 def _is_permanent(error: Exception) -> bool:
     """Whether another attempt would fail as this one did."""
-    if isinstance(error, (*PERMANENT, TypeError, NotImplementedError)) or type(error).__name__ in LACKS_CREDENTIALS:
+    if isinstance(error, (*PERMANENT, *MISTAKES)) or type(error).__name__ in LACKS_CREDENTIALS:
         return True
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int) and 400 <= status < 500:

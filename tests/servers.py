@@ -1,0 +1,135 @@
+"""Real servers for tests: a web server on a thread, with faults on demand, and one that speaks S3."""
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves a folder as nginx does, apart from the faults that are asked for."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.requests: list[str] = []  # path and range of each
+        self.faults: list[str] = []  # of the next requests, one each: a status, "cut", "stall" or "shift"
+        self.ranges = True
+        self.released = threading.Event()
+        self._lock = threading.Lock()
+
+    def next_fault(self, request: str) -> str:
+        with self._lock:
+            self.requests.append(request)
+            return self.faults.pop(0) if self.faults else ""
+
+    def handle_error(self, request, client_address) -> None:
+        """Say nothing of clients that went away."""
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    server: WebServer
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range", "")
+        fault = self.server.next_fault(f"{self.path} {wanted}")
+        if fault.isdigit():
+            self.send_error(int(fault))
+            return
+        if fault == "stall":
+            self.server.released.wait()
+            return
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
+        if bounds and self.server.ranges:
+            first, last = int(bounds[1]), min(int(bounds[2]), len(data) - 1)
+            if first >= len(data):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(data)}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            if fault == "shift":
+                first, last = first + 1, last + 1
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+            data = data[first : last + 1]
+        else:
+            self.send_response(200)
+        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+        if fault == "cut":
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the terminal free."""
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[WebServer]:
+    with WebServer(folder) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.released.set()
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, dict[str, str]]]:
+    """A server that speaks S3, with a bucket called `shards`; what data.remote.options needs to reach it."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        server.start()
+        try:
+            host, port = server.get_host_and_port()
+            options = {"s3": {"endpoint_url": f"http://{host}:{port}"}}
+            s3_files(options).mkdir("shards")
+            yield options
+        finally:
+            server.stop()
+
+
+@contextmanager
+def gcs_server() -> Iterator[dict[str, dict[str, str]]]:
+    """A server that speaks Google's storage API, with a bucket called `shards`; what options need to reach it."""
+    from gcp_storage_emulator.server import create_server
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="shards")
+    server.start()
+    try:
+        yield {"gs": {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "test"}}
+    finally:
+        server.stop()
+
+
+def s3_files(options: dict[str, dict[str, str]]):
+    """An S3 file system to arrange a test with."""
+    import fsspec
+
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False, **options["s3"])
