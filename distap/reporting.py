@@ -12,7 +12,7 @@ import yaml
 from distap.checkpoint import Written
 from distap.config import Recipe
 from distap.data.decoding import REASONS
-from distap.data.loading import Failure
+from distap.data.loading import ShareOfBatch
 from distap.distributed import World
 from distap.ranking import AP_LOSSES
 from distap.step import StepResult
@@ -91,14 +91,15 @@ class RunReport:
         )
         self._progress.show(step, f"loss {result.loss:.4f}  {speed:.0f} images/s")
 
-    def damage(self, step: int, failures: list[Failure]) -> None:
-        """Images of this rank could not be used."""
-        for failure in failures:
+    def reading(self, step: int, share: ShareOfBatch) -> None:
+        """This rank's share of a step was read: damaged images, traffic, the room that pixels take."""
+        for failure in share.failures:
             name = f"{failure.where}: {failure.reason}"
             self.metrics.skipped.labels(failure.reason).inc()
             if name not in self.damaged:
                 logger.warning("step %d: %s left out", step, name)
             self.damaged.add(name)
+        self.metrics.observe_reading(share.traffic, share.spool_size_bytes, share.spool_limit_bytes)
 
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
         """A step was not applied, since its loss or gradient is not finite; `keys` name its images, on rank 0."""

@@ -157,7 +157,7 @@ class Trainer:
 
     def _agree_on_damage_and_stop(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
         """Whether any rank was asked to stop; too many damaged among the `images` read so far are an error."""
-        self.report.damage(self.done, share.failures)
+        self.report.reading(self.done, share)
         counts = torch.tensor([len(share.failures), int(stop.requested)], device=self.world.device)
         damaged, stopping = self.world.sum(counts).tolist()
         self.report.skipped_images += damaged

@@ -57,6 +57,8 @@ class TrainingMetrics:
             self.skipped.labels(reason)
         for what in ("loss", "gradient"):
             self.nonfinite.labels(what)
+        for result in ("hit", "miss"):
+            self.cache_requests.labels(result)
 
     def _define_of_rank(self, where: dict[str, Any]) -> None:
         """What each rank exports of itself."""
@@ -71,6 +73,13 @@ class TrainingMetrics:
         )
         self.images_per_second = Gauge("images_per_second", "Images of this rank a second, last step", **where)
         self.skipped = Counter("samples_skipped", "Damaged images left out", ["reason"], **where)
+        self.read_bytes = Counter("data_read_bytes", "Bytes of shards read by this rank's workers", **where)
+        self.read_retries = Counter("data_read_retries", "Reads that were tried again", **where)
+        self.cache_requests = Counter(
+            "data_cache_requests", "Reads that the shard cache did or did not answer", ["result"], **where
+        )
+        self.spool_size = Gauge("spool_size_bytes", "Size of this rank's spool file of pixels", **where)
+        self.spool_limit = Gauge("spool_limit_bytes", "What the spool file could take of its disk", **where)
         self.step = Gauge("step", "Steps behind the present state", **where)
         self.last_step = Gauge("last_step_timestamp_seconds", "When the last step ended", **where)
         self.host_memory = Gauge("host_memory_peak_bytes", "Greatest resident memory so far", **where)
@@ -138,6 +147,22 @@ class TrainingMetrics:
         self.host_memory.set(host_memory_peak())
         if torch.cuda.is_available():
             self.device_memory.set(torch.cuda.max_memory_allocated())
+
+    def observe_reading(self, traffic: tuple[int, int, int, int], spool_size: int, spool_limit: int) -> None:
+        """Take over what reading this rank's share of a step took.
+
+        Args:
+            traffic: bytes read, reads tried again, hits and misses of the shard cache.
+            spool_size: bytes of the spool file; 0 without one.
+            spool_limit: bytes that it could take; 0 without one.
+        """
+        read_bytes, retries, hits, misses = traffic
+        self.read_bytes.inc(read_bytes)
+        self.read_retries.inc(retries)
+        self.cache_requests.labels("hit").inc(hits)
+        self.cache_requests.labels("miss").inc(misses)
+        self.spool_size.set(spool_size)
+        self.spool_limit.set(spool_limit)
 
     def observe_checkpoint(self, seconds: float, size: int) -> None:
         """A checkpoint of `size` bytes was written."""
