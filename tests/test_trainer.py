@@ -187,6 +187,25 @@ def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
     assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
 
 
+def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
+    train(
+        World(),
+        tmp_path,
+        training_shards,
+        steps=6,
+        data__validation=str(training_shards[1]),
+        evaluation={"every": 1},
+        checkpoint={"every": 5, "keep": 1},
+    )
+    scores = {entry["step"]: entry["validation"]["mAP"] for entry in read_run_log(tmp_path) if "validation" in entry}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+    assert find_checkpoint(tmp_path, best=True).manifest.score == scores[best]
+    _, network = trained_network(tmp_path, World(), best=True)
+    assert isinstance(network.state_dict()["pooling.power"], torch.Tensor)
+
+
 def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_shards):
     shared = write_images(tmp_path / "images", {"test-3": 3, "train-5": 3})
     pack(shared, tmp_path / "shared")
@@ -278,7 +297,7 @@ def test_every_rank_answers_with_its_metrics_and_rank_0_with_the_global_ones(tmp
         assert 'distap_stage_duration_seconds_count{stage="replay"} 2.0' in answer
         assert 'distap_samples_skipped_total{reason="truncated"} 0.0' in answer
         assert 'distap_data_cache_requests_total{result="hit"} 0.0' in answer
-        assert float(re.search(r"distap_data_read_bytes_total (\S+)", answer)[1]) > 24 * 1000
+        assert float(re.search(r"distap_data_read_bytes_total (\d\S*)", answer)[1]) > 24 * 1000
         assert "distap_spool_size_bytes 0.0" in answer
     assert 'distap_images_total{stage="describe"} 26.0' in first[1]
     assert 'distap_images_total{stage="describe"} 24.0' in second[1]
