@@ -74,6 +74,7 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
     def joined() -> Party:
         left = timedelta(seconds=max(deadline - time.monotonic(), 1))
         server = TCPStore(host, port, None, serves, left, wait_for_workers=False, multi_tenant=True)
+        server.set_timeout(timedelta(seconds=timeout_seconds))  # what is left to join is too short for later
         attempt, members = _answer_roll_call(server, Member(rank), size, timeout_seconds, deadline)
         return Party(PrefixStore(f"distap/{attempt}", server), members, address, rank, serves)
 

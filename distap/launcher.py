@@ -38,7 +38,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, FOLDER, LAUNCHER, MISTAKE, RESTART, recorded_outcomes
 
-LEAVE_SECONDS = 10  # for the ranks beside one that has failed, which can only say so
+LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
+POLL_SECONDS = 0.1
 MARGIN_SECONDS = 15  # beyond the grace time, before torchrun kills a rank
 LONGEST_LINGER_SECONDS = 60.0
 PROBE_SECONDS = 1.0
@@ -149,13 +150,26 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._has_failed() and self._pcontext is not None:
-            # torch gives a stopped rank half a minute.
-            self._pcontext.close(signal.SIGTERM, LEAVE_SECONDS)
+        if self._has_failed():
+            self._let_leave()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and {MISTAKE, RESTART} & set(recorded_outcomes(self._outcomes).values()):
-            self._remaining_restarts = 0
+        if result.is_failed():
+            outcomes = recorded_outcomes(self._outcomes)
+            if status_of(outcomes, len(worker_group.workers)) in (MISTAKE, RESTART):
+                self._remaining_restarts = 0
         return result
+
+    def _let_leave(self) -> None:
+        """Wait for the other ranks, then kill them.
+
+        They know why to leave. Torch's SIGTERM would be a second request to stop for one that is about to leave with
+        status 75, and nothing to one that is stopped, which it gives half a minute.
+        """
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes()):
+            time.sleep(POLL_SECONDS)
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGKILL, LEAVE_SECONDS)
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})

@@ -17,7 +17,8 @@ def main(behaviour: str, folder: Path, timeout_seconds: float) -> int:
     attempt = len(list(folder.glob(f"{os.environ['RANK']}.*")))
     (folder / f"{os.environ['RANK']}.{attempt}").write_text(str(os.getpid()))
     if behaviour == "absent" and os.environ["RANK"] == "1":
-        time.sleep(600)
+        time.sleep(2 * timeout_seconds)
+        return FAILED
     with joined_world(timeout_seconds) as world:
         return BEHAVIOURS.get(behaviour, finish)(world, folder, attempt)
 
