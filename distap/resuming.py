@@ -75,12 +75,7 @@ class RunState:
         if score is not None:
             self.best = max(self.best, score)
         recipe = self.recipe.model_dump(mode="json")
-        state = {
-            "step": step,
-            "schedule": dataclasses.asdict(self.schedule),
-            "identity": self._identity(),
-            "recipe": recipe,
-        }
+        state = {"step": step, "identity": self._identity(), "may_change": self._may_change(), "recipe": recipe}
         about = {"configuration": _hash(recipe), "data": self.fingerprint}
         return self._writer.save(step, self._tensors(), state, about, score)
 
@@ -113,8 +108,10 @@ class RunState:
         memory = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
         self.engine.load_state_dict(tensors)
         self.memory.load_state_dict(memory)
-        if state["schedule"] != dataclasses.asdict(self.schedule):
-            logger.warning("%s: the schedule has changed since: it was %s", checkpoint.path, state["schedule"])
+        for name, value in self._may_change().items():
+            if state["may_change"].get(name) != value:
+                before = state["may_change"].get(name)
+                logger.warning("%s: %s has changed since: it was %s, now %s", checkpoint.path, name, before, value)
         logger.info("going on from %s", checkpoint.path)
 
     def _identity(self) -> dict[str, Any]:
@@ -128,6 +125,14 @@ class RunState:
             "loss": recipe["loss"],
             # The optimiser's state brings these along; rate, warm-up and steps may change.
             **{f"optimizer.{key}": recipe["optimizer"][key] for key in ("name", "betas", *PARTS)},
+        }
+
+    def _may_change(self) -> dict[str, Any]:
+        """What may change within a run, though figures before and after are then of two trainings."""
+        data = self.recipe.model_dump(mode="json")["data"]
+        return {
+            "schedule": dataclasses.asdict(self.schedule),
+            **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
         }
 
 

@@ -9,9 +9,11 @@ import time
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import write_images
+from PIL import Image
 from ranks import on_ranks
 
 from distap.checkpoint import find_checkpoint, list_checkpoints
@@ -188,12 +190,18 @@ def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
 
 
 def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
+    generator = np.random.default_rng(0)
+    for number in range(24):  # with nothing in common, so that the figure goes up and down
+        path = tmp_path / "noise" / f"noise-{number % 6}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(path)
+    pack(tmp_path / "noise", tmp_path / "hard")
     train(
         World(),
         tmp_path,
         training_shards,
         steps=6,
-        data__validation=str(training_shards[1]),
+        data__validation=str(tmp_path / "hard"),
         evaluation={"every": 1},
         checkpoint={"every": 5, "keep": 1},
     )
