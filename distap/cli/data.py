@@ -1,4 +1,4 @@
-"""`distap data`: fetch, pack and index images."""
+"""`distap data`: fetch, pack, index, check and count images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,11 +12,16 @@ if TYPE_CHECKING:
     from distap.data.indexing import Skipped
     from distap.data.storage import RemoteSettings
 
-data = typer.Typer(help="Fetch, pack and index images.", no_args_is_help=True)
+data = typer.Typer(help="Fetch, pack, index, check and count images.", no_args_is_help=True)
 fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
 data.add_typer(fetch, name="fetch")
 
-SHARDS = Annotated[Path, typer.Argument(help="Folder of WebDataset shards.", show_default=False)]
+SOURCE = Annotated[
+    str,
+    typer.Argument(
+        help="Folder, glob or brace pattern of WebDataset shards, or a URL of them; indexed.", show_default=False
+    ),
+]
 WORKERS = Annotated[int | None, typer.Option(help="Processes that work.", min=1, show_default="one a core")]
 
 
@@ -93,7 +98,9 @@ def pack(
 def index(
     source: Annotated[
         str,
-        typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.", show_default=False),
+        typer.Argument(
+            help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.", show_default=False
+        ),
     ],
     path: Annotated[
         Path | None, typer.Option("--index", help="File to write the index to.", show_default="beside the shards")
@@ -116,6 +123,65 @@ def index(
 
     parsed = parse_source(source, path)
     _say_indexed(source, *index_shards(parsed, track, workers or usable_cores(), _remote(remote)))
+
+
+@data.command("check")
+def check(
+    source: SOURCE,
+    output: Annotated[
+        Path | None, typer.Option(help="CSV file to list what is damaged in.", show_default="only printed")
+    ] = None,
+    workers: WORKERS = None,
+) -> None:
+    """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
+
+    Nothing is changed. A damaged or missing shard is listed and the check goes on.
+    """
+    from distap.data.checking import check as check_source
+    from distap.data.checking import write_damage
+    from distap.data.parallel import usable_cores
+    from distap.telemetry.terminal import console, track
+
+    checked = check_source(source, workers or usable_cores(), track)
+    for damage in checked.damaged:
+        console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
+    if output is not None:
+        write_damage(output, checked.damaged)
+    seen = f"{source}: {checked.images} images in {checked.shards} shards"
+    if not checked.damaged:
+        console.print(f"{seen}, all sound", markup=False)
+        return
+    counts = ", ".join(f"{reason} {count}" for reason, count in checked.reasons.items())
+    console.print(f"{seen}, {len(checked.damaged)} things damaged: {counts}", markup=False, style="red")
+    raise typer.Exit(1)
+
+
+@data.command("stats")
+def stats(
+    source: SOURCE,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A page (.html) or figures (.json) to write as well.", show_default="only printed"),
+    ] = None,
+) -> None:
+    """Count classes, images a class and sizes, and say what each way of sampling would make of them.
+
+    Reads the index, and few images: some for their format, and those that the page shows.
+    """
+    from distap.data.index import load_index
+    from distap.data.reading import Reader
+    from distap.data.statistics import statistics
+    from distap.data_report import tables, write_statistics
+    from distap.telemetry.terminal import console
+
+    index = load_index(source)
+    reader = Reader(source, index)
+    figures = statistics(index, reader)
+    for table in tables(figures):
+        console.print(table)
+    if output is not None:
+        write_statistics(output, figures, f"distap: {source}", index, reader)
+        console.print(f"{output}: written", markup=False)
 
 
 def _remote(text: str | None) -> "RemoteSettings | None":

@@ -105,8 +105,7 @@ def _pack(
         with _locked(aside):
             packing = _Packing(aside, layout, workers, track)
             skipped = packing.write(_sized(images, layout.shuffle, track), groups)
-            index, undecodable = index_shards(packing.shards, track)
-            packing.require_as_written(index)
+            index, undecodable = packing.index()
             _sync(packing.shards)
             packing.shards.replace(output)
             _sync(output.parent)
@@ -150,9 +149,18 @@ class _Packing:
             write_whole(self.shards / NAMES_FILE, "".join(lines).encode())
             return left_out + found
 
-    def require_as_written(self, index: Index) -> None:
-        """Compare what the pass over the written shards read with what went into them."""
-        for name, digest in zip(index.shard_name.tolist(), index.shard_sha256.tolist(), strict=True):
+    def index(self) -> tuple[Index, list[Skipped]]:
+        """Index the shards by reading them back, and compare that with what went into them."""
+        try:
+            index, undecodable = index_shards(self.shards, self.track, self.workers)
+        except DistapError:
+            self._require_as_written({shard.name: _sha256(shard) for shard in sorted(self.shards.glob("*.tar"))})
+            raise
+        self._require_as_written(dict(zip(index.shard_name.tolist(), index.shard_sha256.tolist(), strict=True)))
+        return index, undecodable
+
+    def _require_as_written(self, digests: dict[str, str]) -> None:
+        for name, digest in digests.items():
             packed = read_record(self.records / f"{Path(name).stem}.json")
             if packed is None or packed.sha256 != digest:
                 (self.shards / name).unlink()
@@ -300,6 +308,11 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"{folder}: another process is packing there; wait for it or choose another output"
             ) from error
         yield
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(folder: Path) -> None:

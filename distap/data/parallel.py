@@ -3,8 +3,9 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ def usable_cores() -> int:
 
 
 @contextmanager
-def spread(function: Callable[[Job], Result], jobs: Iterable[Job], workers: int) -> Iterator[Iterator[Result]]:
-    """Results of the jobs in their order, computed by `workers` processes; by this one where that is 1.
+def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int) -> Iterator[Iterator[Result]]:
+    """Results of the jobs in their order, computed by up to `workers` processes; by this one where one is enough.
 
     Whatever leaves the block early (an error, Ctrl-C) ends the processes at once, in the middle of their jobs; so
     does the death of this process.
@@ -35,14 +36,14 @@ def spread(function: Callable[[Job], Result], jobs: Iterable[Job], workers: int)
     Raises:
         DistapError: a process was killed, or could not start.
     """
-    if workers == 1:
+    workers = min(workers, len(jobs))
+    if workers <= 1:
         yield map(function, jobs)
         return
-    # Forked from a server of one thread: this process may have threads, which a plain fork copies half of.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
+    # As PyTorch's loader does. A server that forks, or a spawn, would import torch anew: seconds for each command.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     ours, theirs = context.Pipe()
-    pool = ProcessPoolExecutor(workers, context, initializer=_tie, initargs=(theirs,))
+    pool = ProcessPoolExecutor(workers, context, initializer=_tie, initargs=(ours, theirs))
     try:
         yield pool.map(function, jobs)
     except BaseException as error:
@@ -59,8 +60,9 @@ def spread(function: Callable[[Job], Result], jobs: Iterable[Job], workers: int)
         theirs.close()
 
 
-def _tie(to_parent: Connection) -> None:
-    """End this process when the other end of the connection closes."""
+def _tie(of_parent: Connection, to_parent: Connection) -> None:
+    """End this process when the parent's end of the connection closes, of which this process has a copy."""
+    of_parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
 
     def wait() -> None:

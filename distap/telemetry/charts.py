@@ -9,6 +9,7 @@ from itertools import pairwise
 WIDTH, HEIGHT = 520, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
 MOST_POINTS = 400
+LETTER = 7.5  # about the width of one, in the picture's units
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
@@ -158,6 +159,34 @@ def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], 
             )
             floor += height
     return _figure(parts, list(heights))
+
+
+def bar_chart(bars: Sequence[tuple[str, float]], x_label: str, y_label: str) -> str:
+    """A bar for each name, in the order given.
+
+    Args:
+        bars: names and heights.
+        x_label, y_label: what the names and heights are, and their units.
+    """
+    if not bars:
+        return '<p class="none">nothing to draw yet</p>'
+    scale = _Scale([(0, height) for _, height in bars], from_zero=True)
+    width = (WIDTH - LEFT - RIGHT) / len(bars)
+    parts = [f"<title>{escape(y_label)} by {escape(x_label)}</title>"]
+    parts += [_grid_line(scale.y(value), f"{value:,.4g}") for value in ticks(scale.low, scale.high)]
+    longest = max(len(name) for name, _ in bars)
+    every = math.ceil((longest + 1) * LETTER / width)  # names that would overlap are left out
+    for number, (name, height) in enumerate(bars):
+        left, top = LEFT + number * width, scale.y(height)
+        parts.append(
+            f'<rect class="f0" x="{left + width * 0.1:.1f}" y="{top:.1f}" width="{min(width * 0.8, 60):.1f}" '
+            f'height="{max(scale.y(0) - top, 0):.1f}"><title>{escape(name)}: {height:,.6g}</title></rect>'
+        )
+        if number % every == 0:
+            middle = left + width * 0.1 + min(width * 0.8, 60) / 2
+            parts.append(f'<text x="{middle:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{escape(name)}</text>')
+    parts.append(_x_label(x_label))
+    return _figure(parts, [])
 
 
 class _Scale:

@@ -1,0 +1,167 @@
+import csv
+import io
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+from conftest import write_images
+from PIL import Image
+
+from distap.data.checking import check, write_damage
+from distap.data.index import load_index
+from distap.data.packing import pack
+from distap.data.reading import Reader
+from distap.errors import DistapError
+
+
+def listed(checked):
+    return [(damage.where, damage.reason) for damage in checked.damaged]
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def jpeg(size=(64, 48)):
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sound_data_set_has_nothing_damaged(shards, workers):
+    checked = check(shards, workers)
+    assert (checked.images, checked.shards, checked.damaged) == (9, 3, ())
+    assert checked.reasons == {}
+
+
+def test_a_flipped_bit_in_an_image_names_it(shards):
+    index = load_index(shards)
+    flip(shards / "000001.tar", int(index.offset[5]) + 30)
+    where = Reader(shards, index).where(5)
+    assert listed(check(shards)) == [("000001.tar", "shard_sha256"), (where, "crc_mismatch")]
+
+
+def test_every_flipped_bit_anywhere_is_found(shards):
+    generator = np.random.default_rng(0)
+    shard = shards / "000002.tar"
+    whole = shard.read_bytes()
+    for place in generator.integers(0, len(whole), 40).tolist():
+        flip(shard, place)
+        assert check(shards).reasons["shard_sha256"] == 1
+        shard.write_bytes(whole)
+
+
+def test_a_changed_label_is_told_from_a_changed_image(tmp_path):
+    pack(write_images(tmp_path / "images", {"a": 2, "b": 2}), tmp_path / "out")
+    shard = tmp_path / "out" / "000000.tar"
+    with tarfile.open(shard) as tar:
+        label = next(member.offset_data for member in tar if member.name.endswith(".cls"))
+    flip(shard, label)
+    (damage,) = check(tmp_path / "out").damaged
+    assert damage.reason == "shard_sha256"
+    assert "no image, but what is around them, such as labels" in damage.detail
+
+
+def test_a_sample_that_lost_its_label_is_named(shards):
+    shard = shards / "000000.tar"
+    whole = bytearray(shard.read_bytes())
+    with tarfile.open(shard) as tar:
+        member = next(member for member in tar if member.name.endswith(".cls"))
+    member.name = member.name.replace(".cls", ".txt")
+    whole[member.offset : member.offset + 512] = member.tobuf(tarfile.USTAR_FORMAT)
+    shard.write_bytes(whole)
+    (damage,) = check(shards).damaged
+    assert "has no .cls member" in damage.detail
+
+
+def test_the_check_goes_on_after_missing_and_cut_shards(shards):
+    index = load_index(shards)
+    (shards / "000000.tar").unlink()
+    cut = int(index.offset[6])
+    shard = shards / "000001.tar"
+    shard.write_bytes(shard.read_bytes()[: cut + 10])
+    flip(shards / "000002.tar", int(index.offset[8]) + 30)
+    where = Reader(shards, index).where
+    assert listed(check(shards, workers=2)) == [
+        ("000000.tar", "shard_missing"),
+        ("000001.tar", "shard_size"),
+        (where(6), "truncated"),
+        (where(7), "truncated"),
+        ("000002.tar", "shard_sha256"),
+        (where(8), "crc_mismatch"),
+    ]
+    (shards / "000002.tar").unlink()
+    (shards / "000002.tar").mkdir()
+    assert listed(check(shards))[-1] == ("000002.tar", "shard_unreadable")
+
+
+def test_images_that_were_packed_damaged_are_listed_by_reason(tmp_path, image_folder):
+    whole = jpeg()
+    for name, data in {
+        "cut.jpg": whole[: len(whole) // 2],
+        "noise.png": (image_folder / "car" / "0.png").read_bytes()[:60] + bytes(400),
+        "sound.jpg": whole,
+    }.items():
+        (image_folder / "car" / name).write_bytes(data)
+    pack(image_folder, tmp_path / "out")
+    found = {damage.key.partition("-")[2]: damage.reason for damage in check(tmp_path / "out").damaged}
+    assert found.keys() == {"cut", "noise"}
+    assert found["cut"] == "truncated"
+    too_large = check(tmp_path / "out", max_pixels=24 * 24)
+    assert too_large.reasons["too_large"] == 2
+    assert next(iter(too_large.reasons)) == "too_large"
+
+
+def test_what_the_decoder_turns_and_converts_is_sound(tmp_path):
+    folder = tmp_path / "images" / "a"
+    folder.mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (8, 6)).save(folder / "turned.jpg", exif=exif)
+    Image.new("CMYK", (8, 6)).save(folder / "cmyk.jpg")
+    Image.new("I;16", (8, 6)).save(folder / "deep.png")
+    Image.new("P", (8, 6)).save(folder / "palette.gif")
+    pack(tmp_path / "images", tmp_path / "out")
+    assert check(tmp_path / "out").damaged == ()
+
+
+def test_nothing_in_the_folder_is_changed(shards):
+    before = {path.name: path.read_bytes() for path in shards.iterdir()}
+    check(shards, workers=2)
+    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
+
+
+def test_samples_that_share_bytes_are_all_looked_at(tmp_path, shards):
+    index = load_index(shards)
+    rows = {name: np.concatenate([getattr(index, name), getattr(index, name)[:1]]) for name in (
+        "shard", "offset", "size", "crc32", "label", "width", "height", "key")}  # fmt: skip
+    type(index)(**{**vars(index), **rows}).save(shards)
+    assert check(shards).damaged == ()
+    flip(shards / "000000.tar", int(index.offset[0]) + 30)
+    assert check(shards).reasons["crc_mismatch"] == 2
+
+
+def test_damage_is_written_as_csv(tmp_path, shards):
+    index = load_index(shards)
+    flip(shards / "000001.tar", int(index.offset[5]) + 30)
+    damaged = check(shards).damaged
+    write_damage(tmp_path / "new" / "damaged.csv", damaged)
+    with (tmp_path / "new" / "damaged.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["shard"], row["key"], row["reason"], row["detail"]) for row in rows] == [
+        (damage.shard, damage.key, damage.reason, damage.detail) for damage in damaged
+    ]
+    with pytest.raises(DistapError, match=r"images\.csv: cannot be written"):
+        (tmp_path / "images.csv").mkdir()
+        write_damage(tmp_path / "images.csv", damaged)
+
+
+def test_without_an_index_there_is_nothing_to_check_against(tmp_path, shards):
+    shutil.copytree(shards, tmp_path / "bare", ignore=shutil.ignore_patterns("*.npz"))
+    with pytest.raises(DistapError, match=r"no index\.npz in it"):
+        check(tmp_path / "bare")

@@ -1,0 +1,67 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from distap.data.parallel import spread
+from distap.errors import DistapError
+
+
+def square(number):
+    return number**2
+
+
+def refuse(number):
+    if number == 3:
+        raise DistapError("job 3: no")
+    return number
+
+
+def die(number):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_come_in_the_order_of_the_jobs(workers):
+    with spread(square, range(50), workers) as results:
+        assert list(results) == [number**2 for number in range(50)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_for_a_person_reaches_the_caller_as_it_is(workers):
+    with pytest.raises(DistapError, match=r"^job 3: no$"), spread(refuse, range(9), workers) as results:
+        list(results)
+
+
+def test_a_worker_that_is_killed_is_told():
+    told = pytest.raises(DistapError, match="a worker process ended in the middle of its work")
+    with told, spread(die, range(2), 2) as results:
+        list(results)
+
+
+SPREADER = """
+    import os, signal, sys, time
+    from distap.data.parallel import spread
+
+    def work(number):
+        if number:
+            time.sleep(600)
+        return number
+
+    if __name__ == "__main__":
+        with spread(work, range(4), 2) as results:
+            next(results)
+            os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_in_the_middle_of_their_jobs_with_their_parent(tmp_path, number):
+    script = tmp_path / "spreader.py"
+    script.write_text(textwrap.dedent(SPREADER))
+    # Every process inherits the pipe: reading it to its end waits until the last one is gone.
+    stopped = subprocess.run([sys.executable, str(script), str(int(number))], capture_output=True, timeout=120)
+    assert stopped.returncode == -number

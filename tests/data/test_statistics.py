@@ -1,0 +1,114 @@
+from itertools import combinations
+
+import numpy as np
+import pytest
+from conftest import write_images
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from distap.data.index import load_index
+from distap.data.packing import pack, pack_images
+from distap.data.plan import Classes
+from distap.data.reading import Reader
+from distap.data.sampling import PByKSampling
+from distap.data.sources import ImageFile
+from distap.data.statistics import RandomBatch, _doubling, _p_by_k, _round_bins, _with_positive, statistics
+from distap.errors import DistapError
+
+
+def test_a_small_set_is_counted_by_hand(shards):
+    index = load_index(shards)
+    figures = statistics(index, Reader(shards, index))
+    assert (figures.images, figures.classes, figures.shards, figures.groups) == (9, 3, 3, 0)
+    assert figures.bytes == int(index.size.sum())
+    spread = figures.images_a_class
+    assert (spread.least, spread.median, spread.mean, spread.greatest) == (2, 3, 3, 4)
+    assert figures.images_a_class_histogram == (("2", 1), ("3", 1), ("4", 1))
+    assert figures.singletons == 0
+    assert figures.formats == {"PNG": 9}
+    assert figures.shorter_side_histogram == (("20-50", 9),)
+    assert figures.aspect_histogram == (("square", 9),)
+    assert figures.largest == {"apple": 4, "bear": 3, "car": 2}
+    assert figures.smallest_classes_batch == 6
+    assert figures.classes_a_shard.greatest == 2
+
+
+def test_sizes_formats_groups_and_singletons_are_told_apart(tmp_path):
+    images = []
+    for name, size in {"tall.jpg": (30, 90), "wide.png": (300, 40), "flat.webp": (2000, 1000)}.items():
+        path = tmp_path / name
+        Image.new("RGB", size).save(path)
+        images.append(ImageFile(path, path.stem, "animals" if name == "tall.jpg" else ""))
+    index, _ = pack_images(images, tmp_path / "out")
+    figures = statistics(index, Reader(tmp_path / "out", index))
+    assert figures.formats == {"JPEG": 1, "PNG": 1, "WEBP": 1}
+    assert (figures.singletons, figures.groups, figures.without_group) == (3, 1, 2)
+    assert figures.group_sizes == {"animals": (1, 1)}
+    assert {name for name, count in figures.aspect_histogram if count} == {"1:3-1:2", "2:1-3:1", ">3:1"}
+    assert figures.megapixels_histogram[-1] == ("2-5", 1)
+    assert all(each.most_classes == 0 for each in figures.p_by_k)
+
+
+def test_an_image_that_cannot_be_read_does_not_stop_the_count(shards):
+    index = load_index(shards)
+    shard = shards / "000000.tar"
+    data = bytearray(shard.read_bytes())
+    data[int(index.offset[0]) + 30] ^= 1
+    shard.write_bytes(data)
+    assert statistics(index, Reader(shards, index)).formats == {"PNG": 8, "damaged": 1}
+
+
+def test_shards_class_by_class_are_told_from_mixed_ones(tmp_path):
+    images = write_images(tmp_path / "images", {f"{c}": 6 for c in range(12)}, size=8)
+    listed, _ = pack(images, tmp_path / "listed", images_per_shard=6)
+    mixed, _ = pack(images, tmp_path / "mixed", images_per_shard=6, shuffle=0)
+    assert statistics(listed).mixed < 0.3
+    assert 0.8 < statistics(mixed).mixed < 1.2
+    assert statistics(listed).formats == {}
+
+
+labels = st.lists(st.integers(0, 4), min_size=4, max_size=8).map(
+    lambda values: np.unique(values, return_inverse=True)[1].astype(np.int64)
+)
+
+
+@given(labels, st.integers(1, 4))
+def test_the_share_with_a_positive_is_that_of_all_batches(label, size):
+    batches = list(combinations(label.tolist(), size))
+    found = sum(batch.count(one) > 1 for batch in batches for one in batch)
+    assert _with_positive(Classes(label), size) == pytest.approx(found / (size * len(batches)))
+
+
+@given(labels, st.integers(2, 5))
+def test_p_by_k_takes_as_many_classes_as_told_and_no_more(label, images):
+    classes = Classes(label)
+    most = _p_by_k(classes, images).most_classes
+    if most:
+        PByKSampling(classes=most, images=images).check(classes)
+    with pytest.raises(DistapError):
+        PByKSampling(classes=most + 1, images=images).check(classes)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
+def test_every_class_is_in_the_bin_that_its_size_names(sizes):
+    values = np.array(sizes)
+    found = {}
+    for name, count in _doubling(values):
+        low, _, high = name.partition("-")
+        assert count == ((values >= int(low)) & (values <= int(high or low))).sum()
+        found[name] = count
+    assert sum(found.values()) == len(sizes)
+
+
+@given(st.lists(st.floats(1e-5, 1e10), min_size=1, max_size=50))
+def test_no_value_falls_between_the_bins(values):
+    bins = _round_bins(np.array(values))
+    assert sum(count for _, count in bins) == len(values)
+    assert bins[0][1] > 0
+    assert bins[-1][1] > 0
+
+
+def test_batches_larger_than_the_data_set_are_not_told_of(tmp_path):
+    index, _ = pack(write_images(tmp_path / "images", {"a": 150, "b": 150}, size=4), tmp_path / "out")
+    assert [type(batch) for batch in statistics(index).random] == [RandomBatch]
