@@ -134,7 +134,7 @@ class ThreeStageStep:
         drift = norm = float("nan")
         if ranking.is_finite:
             drift = self.replay(batch, descriptors, ranking.gradient)
-            self.world.note(f"optimizer of step {batch.step}")
+            self.world.note(f"optimizer of step {batch.step + 1}")
             norm = self.update(learning_rate)
         return StepResult(
             float(ranking.loss),
@@ -149,7 +149,7 @@ class ThreeStageStep:
 
     def describe(self, batch: Batch) -> Float[Tensor, "b C"]:
         """Stage one: the descriptors of this rank's images, without a graph; the pixels stay with the batch."""
-        self.world.note(f"describe of step {batch.step}")
+        self.world.note(f"describe of step {batch.step + 1}")
         micro_batches = self.micro_batches(batch, self.describe_size or self.replay_size)
         with self.stopwatch.stage("describe"), torch.no_grad(), self._own_randomness():
             return torch.cat(
@@ -165,7 +165,7 @@ class ThreeStageStep:
 
         One descriptor that is not a number would poison every query of every rank, so its row is left out.
         """
-        self.world.note(f"gather of step {batch.step}")
+        self.world.note(f"gather of step {batch.step + 1}")
         with self.stopwatch.stage("gather"):
             finite = descriptors.isfinite().all(dim=1)
             lost = (~finite).nonzero().flatten()
@@ -177,7 +177,7 @@ class ThreeStageStep:
 
     def rank(self, gathered: Gathered, step: int) -> Ranking:
         """Stage two: the loss of the global batch and the gradient of this rank's descriptors."""
-        self.world.note(f"rank of step {step}")
+        self.world.note(f"rank of step {step + 1}")
         with self.stopwatch.stage("rank"):
             remembers = step >= self.memory_after
             ranked = self.memory.extend(gathered) if remembers else gathered
@@ -188,7 +188,7 @@ class ThreeStageStep:
 
     def replay(self, batch: Batch, descriptors: Float[Tensor, "b C"], gradient: Float[Tensor, "b C"]) -> float:
         """Stage three: describe again with a graph, send each descriptor's gradient back; returns the drift."""
-        self.world.note(f"replay of step {batch.step}")
+        self.world.note(f"replay of step {batch.step + 1}")
         micro_batches = self.micro_batches(batch, self.replay_size)
         drift = torch.zeros((), dtype=torch.float64, device=descriptors.device)
         reduced = self.engine.reduce_seconds
@@ -209,7 +209,7 @@ class ThreeStageStep:
         worst = self.world.maximum(float(drift))
         if worst > self.max_drift:
             self.engine.discard()
-            raise DistapError(_drift_message(worst, self.max_drift, batch.step))
+            raise DistapError(_drift_message(worst, self.max_drift, batch.step + 1))
         return worst
 
     def update(self, learning_rate: float) -> float:

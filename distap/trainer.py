@@ -210,6 +210,7 @@ class Trainer:
         return figures["mAP"]
 
     def _save(self, score: float | None) -> None:
+        self.world.note(f"checkpoint after step {self.done}")
         self._agree_on_statistics()
         self.report.checkpoint(self.state.save(self.done, score))
 

@@ -135,7 +135,7 @@ class Restless(torch.nn.Module):
 def test_replay_drift_is_an_error_that_says_why_and_moves_nothing():
     network = Restless(small_network())
     before = [p.detach().clone() for p in network.parameters()]
-    with pytest.raises(DistapError, match=r"step 7: replay drift .* gave different descriptors"):
+    with pytest.raises(DistapError, match=r"step 8: replay drift .* gave different descriptors"):
         step_on(World(), network, None, 4, "sharded")(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
     assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
 
