@@ -17,6 +17,7 @@ BLOCK = 512  # bytes of a tar block; two of zeros end an archive
 MAX_MEMBER = 2**30  # bytes; no image is larger
 MAX_EXTENSION = 2**20  # bytes of the headers that carry a long name
 _CHECKSUM = slice(148, 156)  # of a header
+_OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
 _LENGTH = re.compile(rb"(\d{1,7}) ")  # of a record in a PAX header
 
 
@@ -85,8 +86,8 @@ class _Tar:
 
     def parsed(self, block: bytes) -> tarfile.TarInfo:
         """A header. Its plain sum has to be right, which one changed bit or byte never leaves so."""
-        stored = tarfile.nti(block[_CHECKSUM])  # type: ignore[attr-defined]
-        if stored != sum(block) - sum(block[_CHECKSUM]) + 8 * ord(" "):
+        stored = _OCTAL.fullmatch(block[_CHECKSUM])
+        if stored is None or int(stored.group(1), 8) != sum(block) - sum(block[_CHECKSUM]) + 8 * ord(" "):
             raise self.damaged("bad checksum")
         member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         if not member.name.isascii():

@@ -1,0 +1,426 @@
+import io
+import itertools
+import shutil
+import tarfile
+import zlib
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+from servers import web_server
+
+from distap.data import scanning
+from distap.data.index import load_index
+from distap.data.indexing import index_shards
+from distap.data.locations import parse_source
+from distap.data.packing import pack_images
+from distap.data.scanning import Skipped, read_samples
+from distap.data.sources import ImageFile
+from distap.data.storage import RemoteSettings, UnreachableError
+from distap.data.tar import BLOCK
+from distap.errors import DistapError
+
+FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT, "ustar": tarfile.USTAR_FORMAT}
+LONG = "a-folder-with-a-name-of-some-length/" * 3
+
+
+def png(shade=0):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 6), (shade, 10, 10)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def member(name, data=b"", **fields):
+    """A header with contents, as tarfile writes them."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, data
+
+
+def archive(members, kind="ustar", end=True):
+    buffer = io.BytesIO()
+    for info, data in members:
+        buffer.write(info.tobuf(FORMATS[kind], "utf-8", "surrogateescape"))
+        buffer.write(data + bytes(-len(data) % BLOCK))
+    return buffer.getvalue() + (bytes(2 * BLOCK) if end else b"")
+
+
+def sample_members(name, label=1, shade=0):
+    return [member(f"{name}.cls", str(label).encode()), member(f"{name}.png", png(shade))]
+
+
+def samples(data):
+    """What the strict pass finds: key, label and CRC-32 of each sample."""
+    skipped = []
+    found = [(s.key, s.label, s.crc32) for s in read_samples(io.BytesIO(data), len(data), "x.tar", skipped)]
+    return found + skipped
+
+
+def refusal(data):
+    with pytest.raises(DistapError, match=r"x\.tar: ") as error:
+        samples(data)
+    return str(error.value)
+
+
+def sound_archives(tmp_path):
+    """Tars of eight samples by everything that writes shards, with short and long names."""
+    written = {}
+    images = []
+    for number in range(8):
+        path = tmp_path / "images" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(png(30 * number))
+        images.append(ImageFile(path, f"class {number % 3}"))
+    pack_images(images, tmp_path / "packed")
+    written["ours"] = (tmp_path / "packed" / "000000.tar").read_bytes()
+    for name, prefix in (("webdataset", ""), ("webdataset, long names", LONG + "é")):
+        path = tmp_path / "webdataset.tar"
+        with webdataset.TarWriter(str(path)) as writer:
+            for number in range(8):
+                writer.write({"__key__": f"{prefix}{number}", "png": png(30 * number), "cls": number})
+        written[name] = path.read_bytes()
+    for kind, prefix in itertools.product(FORMATS, ("", LONG)):
+        members = [part for n in range(8) for part in sample_members(f"{prefix}{n}", n, 30 * n)]
+        written[f"{kind}, {len(prefix)}"] = archive(members, kind)
+    return written
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return sound_archives(tmp_path_factory.mktemp("sound"))
+
+
+def headers(data):
+    """Offsets of all bytes that are no file's contents: headers, and the blocks that carry long names."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        contents = np.zeros(len(data), dtype=bool)
+        last = 0
+        for info in tar:
+            contents[info.offset_data : info.offset_data + info.size + -info.size % BLOCK] = True
+            last = info.offset_data + info.size + -info.size % BLOCK
+    return np.flatnonzero(~contents[:last])
+
+
+def test_every_writer_s_shards_are_read_whole(sound):
+    for name, data in sound.items():
+        found = samples(data)
+        assert [label for _, label, _ in found] == (
+            [n % 3 for n in range(8)] if name == "ours" else list(range(8))
+        ), name
+        assert [crc for _, _, crc in found] == [zlib.crc32(png(30 * n)) for n in range(8)], name
+
+
+def test_every_cut_that_lost_a_sample_is_refused(sound):
+    generator = np.random.default_rng(0)
+    refused = 0
+    for data in sound.values():
+        expected = samples(data)
+        end = len(data.rstrip(b"\0"))
+        blocks = range(0, len(data), BLOCK)
+        anywhere = generator.integers(0, end + BLOCK, 20).tolist()
+        for cut in [*anywhere, *generator.choice(blocks, 20).tolist()]:
+            try:
+                assert samples(data[:cut]) == expected
+            except DistapError:
+                refused += 1
+    assert refused >= 200
+
+
+def test_every_flip_in_a_header_that_lost_or_changed_a_sample_is_refused(sound):
+    generator = np.random.default_rng(1)
+    refused = tried = 0
+    for data in sound.values():
+        expected, places = samples(data), headers(data)
+        for number in range(60):
+            damaged = bytearray(data)
+            place = int(generator.choice(places))
+            damaged[place] ^= 1 << int(generator.integers(8)) if number % 2 else int(generator.integers(1, 256))
+            tried += 1
+            try:
+                assert samples(bytes(damaged)) == expected
+            except DistapError:
+                refused += 1
+    assert tried >= 300
+    assert refused > 0.7 * tried  # the rest is in what headers of long names say beside the name
+
+
+def test_every_flip_in_a_header_without_long_names_is_refused(sound):
+    generator = np.random.default_rng(2)
+    for name in ("ours", "ustar, 0", f"ustar, {len(LONG)}", "gnu, 0"):
+        data = sound[name]
+        # A checksum ends with a space or a zero byte, which are a bit apart.
+        places = [place for place in headers(data).tolist() if place % BLOCK not in (154, 155)]
+        for place in generator.choice(places, 40).tolist():
+            damaged = bytearray(data)
+            damaged[place] ^= 1 << int(generator.integers(8))
+            refusal(bytes(damaged))
+
+
+def with_checksum(block):
+    """A header whose plain checksum is right."""
+    block = bytearray(block)
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def test_what_tarfile_takes_for_the_end_is_refused():
+    whole = archive([*sample_members("a"), *sample_members("b")])
+    third = 2 * (BLOCK + BLOCK)  # where b begins
+    for junk in (b"x" * BLOCK, bytes(BLOCK), whole[third : third + 100] + bytes(BLOCK - 100)):
+        damaged = whole[:third] + junk + whole[third + BLOCK :]
+        assert "damaged tar" in refusal(damaged)
+    with tarfile.open(fileobj=io.BytesIO(whole[:third] + bytes(BLOCK) + whole[third + BLOCK :])) as tar:
+        assert len(tar.getmembers()) == 2  # without a word
+
+
+def test_a_checksum_of_signed_bytes_is_refused():
+    info, data = member("é.cls", b"1")
+    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT, "utf-8"))
+    assert max(block) >= 128
+    signed = sum(byte - 256 if byte >= 128 else byte for byte in block[:148] + b" " * 8 + block[156:])
+    block[148:156] = b"%06o\0 " % signed
+    tarfile.TarInfo.frombuf(bytes(block), "utf-8", "strict")  # accepts it
+    assert "bad checksum" in refusal(bytes(block) + data.ljust(BLOCK, b"\0") + bytes(2 * BLOCK))
+
+
+@pytest.mark.parametrize(
+    "kind", ["LNKTYPE", "SYMTYPE", "CHRTYPE", "BLKTYPE", "FIFOTYPE", "CONTTYPE", "GNUTYPE_SPARSE"]
+)
+def test_links_devices_and_files_with_holes_are_refused(kind):
+    evil = member("a.png", type=getattr(tarfile, kind), linkname="/etc/passwd")
+    assert "'a.png' is no plain file" in refusal(archive([evil, *sample_members("b")]))
+
+
+@pytest.mark.parametrize("size", [b"\x80" + (2**40).to_bytes(11, "big"), b"\xff" * 11 + b"\x00", b"77777777777\0"])
+def test_a_size_that_cannot_be_is_refused(size):
+    info, _ = member("a.png", b"x")
+    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+    block[124:136] = size
+    assert "beyond the file's" in refusal(with_checksum(block) + bytes(3 * BLOCK))
+
+
+def pax(*records):
+    """A PAX header for the next member."""
+    lines = b""
+    for key, value in records:
+        body = b" " + key + b"=" + value + b"\n"
+        length = next(n for n in range(len(body), len(body) + 5) if len(str(n)) + len(body) == n)
+        lines += str(length).encode() + body
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (pax((b"size", b"0")), "changes the size"),
+        (pax((b"GNU.sparse.map", b"0,1")), "changes the GNU.sparse.map"),
+        (pax((b"hdrcharset", b"BINARY")), "changes the hdrcharset"),
+        (pax((b"path", b"b.png"), (b"path", b"c.png")), "stands twice"),
+        (pax((b"path", b"b\0.png")), "zero byte"),
+        (pax((b"path", b"\xff.png")), "not UTF-8"),
+        (b"99 path=b.png\n", "another length"),
+        (b"14 path=b.png", "another length"),
+        (b"7 path\n", "without KEY=VALUE"),
+        (b"0 path=b\n", "another length"),
+        (b"\xb2 path=b\n", "another length"),
+    ],
+)
+def test_a_pax_header_may_only_name_its_file(payload, message):
+    header = member("x", payload, type=tarfile.XHDTYPE)
+    assert message in refusal(archive([header, *sample_members("a")]))
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([member("L", b"b.png", type=tarfile.GNUTYPE_LONGNAME), member("a.png")], "without its end"),
+        ([member("L", b"b\0c\0", type=tarfile.GNUTYPE_LONGNAME), member("a.png")], "zero byte"),
+        ([member("L", b"b.png\0", type=tarfile.GNUTYPE_LONGNAME)], "without its file"),
+        ([member("L", b"b.png\0", type=tarfile.GNUTYPE_LONGNAME)] * 2, "two long names"),
+        ([member("x", pax((b"path", b"b.png")), type=tarfile.XGLTYPE), member("a.png")], "two long names"),
+        ([member("L", bytes(2**20 + 1), type=tarfile.GNUTYPE_LONGNAME)], "more than the 1048576"),
+        ([member("folder", b"contents", type=tarfile.DIRTYPE)], "has contents"),
+    ],
+)
+def test_a_long_name_belongs_to_one_file(members, message):
+    assert message in refusal(archive(members))
+
+
+def test_folders_and_harmless_pax_headers_are_passed_over():
+    whole = archive(
+        [
+            member("x", pax((b"comment", b"made by git")), type=tarfile.XGLTYPE),
+            member("folder", type=tarfile.DIRTYPE),
+            member("x", pax((b"mtime", b"1.5"), (b"path", b"folder/a.cls")), type=tarfile.XHDTYPE),
+            member("short", b"3"),
+            member("folder/a.png", png()),
+        ]
+    )
+    assert samples(whole) == [("folder/a", 3, zlib.crc32(png()))]
+
+
+def test_data_in_the_padding_is_refused():
+    whole = bytearray(archive(sample_members("a")))
+    whole[BLOCK + 5] = 1
+    assert "where zeros are expected" in refusal(bytes(whole))
+
+
+def test_a_label_of_countless_digits_is_refused():
+    members = [member("a.cls", b"9" * 5000), member("a.png", png())]
+    assert "is no integer of 0 or more" in refusal(archive(members))
+
+
+EVIL = ["/tmp/distap-evil", "../../distap-evil", "a/../../distap-evil", "~/distap-evil", "C:\\distap-evil"]
+
+
+def test_evil_members_are_neither_written_nor_run(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    code = b"import pathlib; pathlib.Path('ran').touch()"
+    pickled = b"cposix\nsystem\n(S'touch ran'\ntR."
+    members = []
+    for number, name in enumerate(EVIL):
+        members += [*sample_members(name, number), member(f"{name}.pyd", code), member(f"{name}.pth", code)]
+        members += [member(f"{name}.pkl", pickled), member(f"{name}.pickle", pickled), member(f"{name}.npz", pickled)]
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "a.tar").write_bytes(archive(members))
+    before = sorted(path for path in tmp_path.rglob("*"))
+    index, _ = index_shards(tmp_path / "evil")
+    assert len(load_index(tmp_path / "evil")) == len(index) == len(EVIL)
+    assert sorted(path for path in tmp_path.rglob("*")) == sorted([*before, tmp_path / "evil" / "index.npz"])
+
+
+def test_all_damaged_shards_are_listed(shards):
+    shutil.copy(shards / "000000.tar", shards / "000003.tar")
+    for name in ("000000.tar", "000002.tar"):
+        (shards / name).write_bytes((shards / name).read_bytes()[:-2000])
+    with pytest.raises(DistapError, match="2 of 4 shards cannot be used") as error:
+        index_shards(shards)
+    lines = str(error.value).splitlines()[1:]
+    assert [
+        line.startswith(str(shards / name)) for line, name in zip(lines, ("000000.tar", "000002.tar"), strict=True)
+    ]
+
+
+def test_a_missing_shard_of_a_pattern_is_listed(shards):
+    with pytest.raises(DistapError, match="1 of 4 shards cannot be used") as error:
+        index_shards(f"{shards}/{{000000..000003}}.tar")
+    assert f"{shards}/000003.tar: there is no such file" in str(error.value)
+
+
+def test_processes_side_by_side_make_the_same_index(shards):
+    alone, _ = index_shards(shards)
+    together, _ = index_shards(shards, workers=2)
+    assert alone.fingerprint == together.fingerprint == load_index(shards).fingerprint
+
+
+def count_scans(monkeypatch):
+    scanned = []
+    real = scanning._scan
+
+    def counted(storage, name, about):
+        scanned.append(name)
+        return real(storage, name, about)
+
+    monkeypatch.setattr(scanning, "_scan", counted)
+    return scanned
+
+
+def test_an_interrupted_scan_goes_on_where_it_stopped(shards, monkeypatch):
+    scanned = count_scans(monkeypatch)
+    whole, _ = index_shards(shards)
+    (shards / "index.npz").unlink()
+    scanned.clear()
+
+    def interrupt(items, description, total):
+        yield from itertools.islice(items, 2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index_shards(shards, interrupt)
+    assert not (shards / "index.npz").exists()
+    again, _ = index_shards(shards)
+    assert scanned == ["000000.tar", "000001.tar", "000002.tar"]
+    assert again.fingerprint == whole.fingerprint
+    assert not list(shards.glob(".*"))
+
+
+def test_what_changed_since_an_interruption_is_scanned_again(shards, monkeypatch):
+    scanned = count_scans(monkeypatch)
+    sound = (shards / "000001.tar").read_bytes()
+    (shards / "000001.tar").write_bytes(sound[:1000])
+    with pytest.raises(DistapError, match=r"000001\.tar"):
+        index_shards(shards)
+    record = next(iter(shards.glob(".index.npz.scan/*")))
+    record.write_bytes(b"damaged")
+    (shards / "000001.tar").write_bytes(sound)
+    scanned.clear()
+    index_shards(shards)
+    assert len(scanned) == 2
+    assert "000001.tar" in scanned
+
+
+def test_what_cannot_be_reached_is_not_called_damaged(shards, tmp_path):
+    with web_server(shards) as server:
+        source = parse_source(f"{server.url}/{{000000..000002}}.tar", tmp_path / "kept.npz")
+        server.faults = ["503"] * 100
+        with pytest.raises(UnreachableError, match="2 attempts failed"):
+            index_shards(source, remote=RemoteSettings(attempts=2, backoff_seconds=0))
+        server.faults = []
+        assert len(index_shards(source)[0]) == 9
+
+
+def test_samples_without_a_readable_image_are_left_out_and_listed(tmp_path):
+    members = [*sample_members("a"), member("b.cls", b"1"), member("b.png", b"no image"), *sample_members("c")]
+    (tmp_path / "x.tar").write_bytes(archive(members))
+    for _ in range(2):
+        index, skipped = index_shards(tmp_path)
+        assert index.key.tolist() == ["a", "c"]
+        assert [(image.name, image.reason.partition(":")[0]) for image in skipped] == [("x.tar:b", "decode_error")]
+        assert isinstance(skipped[0], Skipped)
+
+
+def test_super_categories_are_read_from_the_names_of_classes(shards):
+    plain = load_index(shards)
+    assert plain.class_group.tolist() == ["", "", ""]
+    (shards / "classes.txt").write_text("apple\tfruit\nbear\ncar\tthing\n")
+    index, _ = index_shards(shards)
+    assert index.class_name.tolist() == ["apple", "bear", "car"]
+    assert load_index(shards).class_group.tolist() == ["fruit", "", "thing"]
+    assert index.fingerprint != plain.fingerprint
+
+
+def test_an_index_of_version_one_is_read_and_stands_for_the_same_data(shards):
+    import hashlib
+
+    index = load_index(shards)
+    columns = {name: getattr(index, name) for name in index.__dataclass_fields__ if name != "class_group"}
+    digest = hashlib.sha256()
+    for values in columns.values():  # as version 1 defined it
+        digest.update("\0".join(values.tolist()).encode() if values.dtype.kind == "U" else values.tobytes())
+    np.savez_compressed(shards / "index.npz", version=np.array(1), **columns)
+    old = load_index(shards)
+    assert old.fingerprint == index.fingerprint == digest.hexdigest()
+    assert old.class_group.tolist() == ["", "", ""]
+
+
+def test_patterns_in_one_folder_have_an_index_each(shards):
+    first, _ = index_shards(f"{shards}/00000[01].tar")
+    second, _ = index_shards(f"{shards}/{{000002..000002}}.tar")
+    assert len(load_index(shards)) == 9
+    assert len(load_index(f"{shards}/00000[01].tar")) == len(first) == 8
+    assert len(load_index(f"{shards}/{{000002..000002}}.tar")) == len(second) == 1
+
+
+def test_shards_in_folders_below_are_named_by_their_path(tmp_path, shards):
+    for part in "ab":
+        (tmp_path / "parts" / part).mkdir(parents=True)
+    shutil.copy(shards / "000000.tar", tmp_path / "parts" / "a" / "0.tar")
+    shutil.copy(shards / "000002.tar", tmp_path / "parts" / "b" / "0.tar")
+    source = f"{tmp_path}/parts/{{a,b}}/*.tar"
+    index, _ = index_shards(source)
+    assert load_index(source).shard_name.tolist() == index.shard_name.tolist() == ["a/0.tar", "b/0.tar"]
