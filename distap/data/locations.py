@@ -109,7 +109,11 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
 
 
 def _of_path(text: str, path: str, index: Path | None) -> Source:
-    if Path(path).is_dir():
+    try:
+        is_folder = Path(path).is_dir()
+    except OSError:  # such as of a long pattern, which is no name of anything
+        is_folder = False
+    if is_folder:
         return Source(text, path.rstrip("/") or "/", None, index)
     base, pattern = _split(path)
     return Source(text, base or ("/" if path.startswith("/") else "."), pattern, index)

@@ -1,0 +1,296 @@
+"""What strangers may send: index files, tars and names that mutate in every way that hypothesis finds."""
+
+import io
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from numpy.lib import format as npy
+
+from distap.data.index import Index, load_index, parse_index
+from distap.data.locations import parse_source, shard_names
+from distap.data.scanning import read_samples
+from distap.errors import DistapError
+from distap.randomness import permutation
+
+quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+SHARD = 10_000  # bytes
+COLUMNS = {
+    "version": np.array(2),
+    "shard": np.array([0, 0, 1], dtype=np.int32),
+    "offset": np.array([512, 2048, 512], dtype=np.int64),
+    "size": np.array([100, 200, 300], dtype=np.int64),
+    "crc32": np.array([1, 2, 3], dtype=np.uint32),
+    "label": np.array([0, 1, 1], dtype=np.int64),
+    "width": np.array([8, 8, 8], dtype=np.int32),
+    "height": np.array([6, 6, 6], dtype=np.int32),
+    "key": np.array(["a", "b", "c"]),
+    "shard_name": np.array(["0.tar", "sub/1.tar"]),
+    "shard_size": np.array([SHARD, SHARD], dtype=np.int64),
+    "shard_sha256": np.array(["0" * 64, "f" * 64]),
+    "class_name": np.array(["x", "y"]),
+    "class_group": np.array(["", "g"]),
+}
+
+
+def packed(**changes):
+    buffer = io.BytesIO()
+    columns = {name: value for name, value in {**COLUMNS, **changes}.items() if value is not None}
+    np.savez_compressed(buffer, **columns)
+    return buffer.getvalue()
+
+
+def with_entry(name, data, compression=zipfile.ZIP_DEFLATED):
+    """An index one of whose columns has these bytes."""
+    buffer = io.BytesIO(packed(**{name: None}))
+    with zipfile.ZipFile(buffer, "a", compression) as archive:
+        archive.writestr(f"{name}.npy", data)
+    return buffer.getvalue()
+
+
+def declared(shape, dtype, data=b""):
+    """A .npy file whose header says what it likes."""
+    buffer = io.BytesIO()
+    npy.write_array_header_1_0(buffer, {"shape": shape, "fortran_order": False, "descr": dtype})
+    return buffer.getvalue() + data
+
+
+def read(data):
+    """The index, or None where it is refused by name."""
+    try:
+        index = parse_index(data, "shards/index.npz")
+    except DistapError as error:
+        assert str(error).startswith("shards/index.npz: ")
+        return None
+    check_is_sound(index)
+    return index
+
+
+def check_is_sound(index):
+    """Nothing in an index that was accepted leads outside its shards, its classes or its folder."""
+    assert ((index.shard >= 0) & (index.shard < len(index.shard_name))).all()
+    assert ((index.label >= 0) & (index.label < len(index.class_name))).all()
+    assert len(index.class_group) == len(index.class_name)
+    ends = [int(offset) + int(size) for offset, size in zip(index.offset, index.size, strict=True)]
+    assert all(end <= int(index.shard_size[shard]) for end, shard in zip(ends, index.shard, strict=True))
+    assert (index.offset >= 0).all()
+    assert (index.size > 0).all()
+    for name in index.shard_name.tolist():
+        assert not name.startswith("/")
+        assert ".." not in name.split("/")
+    assert len(index.fingerprint) == 64
+
+
+def test_the_index_that_is_mutated_here_is_sound():
+    assert read(packed()) is not None
+    assert read(packed(version=np.array(1), class_group=None)) is not None
+
+
+@given(st.binary(max_size=2000))
+@example(b"PK\x05\x06" + bytes(18))
+@quick
+def test_random_bytes_are_no_index(data):
+    assert read(data) is None
+
+
+@given(st.data())
+@quick
+def test_a_mutated_index_is_refused_or_sound(data):
+    whole = bytearray(packed())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(whole) - 1))
+        if data.draw(st.booleans()):
+            whole[place] = data.draw(st.integers(0, 255))
+        else:
+            del whole[place : place + data.draw(st.integers(1, 64))]
+    read(bytes(whole))
+
+
+ARRAYS = st.one_of(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(lambda v: np.array(v, dtype=np.int64)),
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4).map(lambda v: np.array(v, dtype=np.int32)),
+    st.lists(st.integers(0, 2**32 - 1), max_size=4).map(lambda v: np.array(v, dtype=np.uint32)),
+    st.lists(st.text(max_size=5), min_size=1, max_size=4).map(np.array),
+    st.lists(st.binary(max_size=5), min_size=1, max_size=4).map(np.array),
+    st.lists(st.floats(allow_subnormal=False), max_size=4).map(np.array),
+    st.integers(-(2**63), 2**63 - 1).map(np.array),
+    st.sampled_from([np.zeros((2, 2), np.int64), np.array(True), np.array([], "U3"), np.zeros(3, "i4,i8"), None]),
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(COLUMNS)), ARRAYS, min_size=1, max_size=3))
+@quick
+def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
+    read(packed(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offset": np.array([512, 9_900, 512])}, r"sample 1 \('b'\): its image reaches beyond its shard"),
+        ({"offset": np.array([512, 2**63 - 100, 512])}, "reaches beyond its shard"),
+        ({"offset": np.array([-1, 2048, 512])}, "reaches beyond its shard"),
+        ({"size": np.array([100, 2**63 - 1, 300])}, "reaches beyond its shard"),
+        ({"size": np.array([100, 0, 300])}, "size is below 1"),
+        ({"label": np.array([0, 2, 1])}, r"label is none of 0 \.\. 1"),
+        ({"label": np.array([0, -1, 1])}, "label is none of"),
+        ({"shard": np.array([0, 2, 1], dtype=np.int32)}, "shard is none of"),
+        ({"shard": np.array([0, -1, 1], dtype=np.int32)}, "shard is none of"),
+        ({"label": np.array([0, 1])}, "columns of unequal length: .*label 2"),
+        ({"class_group": np.array([""])}, "columns of unequal length: class_name 2, class_group 1"),
+        ({"label": np.array([0, 1, 1], dtype=np.int32)}, "column label: of type int32, expected int64"),
+        ({"key": np.array([b"a", b"b", b"c"])}, r"column key: of type \|S1, expected U"),
+        ({"label": None}, "no column label"),
+        ({"class_group": None}, "version 2"),
+        ({"version": np.array(7)}, "version 7 of the index, expected 2"),
+        ({"shard_size": np.array([-5, SHARD])}, "negative size"),
+        ({"shard_sha256": np.array(["0" * 64, "../../../etc/passwd"])}, "no SHA-256"),
+        ({"shard_name": np.array(["0.tar", "0.tar"])}, "two shards of one name"),
+        ({"shard_name": np.array(["0.tar", "/etc/passwd"])}, "'/etc/passwd' is no name of a shard"),
+        ({"shard_name": np.array(["0.tar", "../1.tar"])}, "is no name of a shard"),
+        ({"shard_name": np.array(["0.tar", "a/../../1.tar"])}, "is no name of a shard"),
+        ({"shard_name": np.array(["0.tar", "s3://b/1.tar"])}, "is no name of a shard"),
+        ({"shard_name": np.array(["0.tar", "1\n.tar"])}, "is no name of a shard"),
+        ({"width": np.array([0, 8, 8], dtype=np.int32)}, "width or height is below 1"),
+    ],
+)
+def test_what_cannot_be_is_named(changes, message):
+    with pytest.raises(DistapError, match=message):
+        parse_index(packed(**changes), "index.npz")
+
+
+class Evil:
+    def __reduce__(self):
+        return eval, ("1/0",)
+
+
+def test_objects_are_refused_without_being_made():
+    with pytest.raises(DistapError, match="column key: of type object"):
+        parse_index(packed(key=np.array([Evil(), None, None], dtype=object)), "index.npz")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_entry("label", declared((2**40,), "<i8")),
+        with_entry("label", declared((2**62,), "<i8")),
+        with_entry("key", declared((2**20,), "<U1000000000")),
+        with_entry("key", declared((2**60,), "<U0")),
+        with_entry("label", declared((-1,), "<i8")),
+        with_entry("label", declared((3,), "<i8", bytes(23))),
+        with_entry("key", declared((3,), "<U1", b"\xff" * 12)),
+        with_entry("key", declared((1,), "<U1", b"\x00\xd8\x00\x00")),
+        with_entry("label", b"\x93NUMPY\x03\x00" + bytes(100)),
+        with_entry("label", b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535),
+        with_entry("label", declared((3,), "<i8", bytes(24)), zipfile.ZIP_LZMA),
+    ],
+)
+def test_a_header_that_declares_what_is_not_there_is_refused_without_taking_memory(data):
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(DistapError, match=r"index\.npz: not a readable index: column (key|label): "):
+            parse_index(data, "index.npz")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_index_that_unpacks_to_more_than_it_can_hold_is_refused():
+    data = bytearray(with_entry("label", declared((3,), "<i8", bytes(24))))
+    entry = zipfile.ZipFile(io.BytesIO(bytes(data))).getinfo("label.npy")
+    directory = data.rindex(b"label.npy") - 46  # of the entry in the central directory
+    data[directory + 24 : directory + 28] = (2**31).to_bytes(4, "little")
+    with pytest.raises(DistapError, match=f"{entry.compress_size} bytes cannot hold 2147483648"):
+        parse_index(bytes(data), "index.npz")
+
+
+@given(st.binary(max_size=4 * 512))
+@quick
+def test_random_bytes_are_no_tar(data):
+    with pytest.raises(DistapError, match=r"x\.tar: damaged tar"):
+        list(read_samples(io.BytesIO(data), len(data), "x.tar", []))
+
+
+@given(st.data())
+@settings(parent=quick, max_examples=300)
+def test_a_mutated_tar_is_refused_or_read_within_its_bounds(shards, data):
+    whole = bytearray((shards / "000002.tar").read_bytes().rstrip(b"\0"))
+    whole += bytes(-len(whole) % 512 + 1024)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(whole) - 1))
+        what = data.draw(st.sampled_from(["change", "header", "cut", "repeat"]))
+        if what == "change":
+            whole[place] = data.draw(st.integers(0, 255))
+        elif what == "cut":
+            del whole[place : place + data.draw(st.integers(1, 2000))]
+        elif what == "repeat":
+            whole[place:place] = whole[place : place + 512]
+        elif len(whole) >= 512:
+            start = min(place - place % 512, len(whole) - 512)
+            field, width = data.draw(
+                st.sampled_from([(0, 100), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155)])
+            )
+            whole[start + field : start + field + width] = data.draw(st.binary(min_size=width, max_size=width))
+            whole[start + 148 : start + 156] = b" " * 8
+            whole[start + 148 : start + 156] = b"%06o\0 " % sum(whole[start : start + 512])
+        if not whole:
+            whole += b"x"
+    data = bytes(whole)
+    try:
+        samples = list(read_samples(io.BytesIO(data), len(data), "x.tar", []))
+    except DistapError as error:
+        assert str(error).startswith("x.tar: ")
+        return
+    for sample in samples:
+        assert zlib.crc32(data[sample.offset : sample.offset + sample.size]) == sample.crc32
+        sample.key.encode()
+
+
+@given(st.text(alphabet="ab01.{},*?[]/:~%\\-!s3 htpf", max_size=40))
+@example("{" * 1500)
+@example("s3://" + "{a," * 400)
+@example("a/{0..9}" * 20)
+@example("a{1..1000000}.tar")
+@settings(parent=quick, max_examples=300)
+def test_any_text_is_a_source_or_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+
+    class Listing:
+        def names(self, pattern):
+            return [pattern.replace("*", "x").replace("?", "x").replace("[", "x")]
+
+    try:
+        names = shard_names(parse_source(text), Listing())
+    except DistapError:
+        return
+    for name in names:
+        assert ".." not in name.split("/")
+        assert not name.startswith("/")
+
+
+def test_what_is_read_through_an_evil_index_stays_within_the_folder(tmp_path, shards):
+    """An index may come with the data: whatever it says, the file outside is not read."""
+    secret = tmp_path / "secret.tar"
+    secret.write_bytes(bytes(SHARD))
+    index = load_index(shards)
+    for name in ("../secret.tar", str(secret), f"file://{secret}", "./../secret.tar", "a/../../secret.tar"):
+        columns = {column: getattr(index, column) for column in Index.__dataclass_fields__}
+        columns["shard_name"] = np.array([name, *index.shard_name[1:].tolist()])
+        Index(**columns).save(shards)
+        with pytest.raises(DistapError, match=r"index\.npz: .* is no name of a shard"):
+            load_index(shards)
+
+
+def test_a_shuffled_index_is_a_data_set_of_its_own(shards):
+    index = load_index(shards)
+    order = permutation(len(index), 3)
+    columns = {name: getattr(index, name) for name in Index.__dataclass_fields__}
+    for name in ("shard", "offset", "size", "crc32", "label", "width", "height", "key"):
+        columns[name] = columns[name][order]
+    assert Index(**columns).fingerprint != index.fingerprint
