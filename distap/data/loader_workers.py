@@ -5,14 +5,12 @@ import gc
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -28,16 +26,13 @@ class LostWorkerError(DistapError):
     status = FAILED
 
     @classmethod
-    def of(cls, error: RuntimeError) -> "LostWorkerError | None":
-        """What to say of an error of torch's loader; None where it is about something else."""
-        if not str(error).startswith("DataLoader worker"):
-            return None
-        what = str(error).removeprefix("DataLoader worker").partition(". ")[0].strip()
+    def because(cls, what: str) -> "LostWorkerError":
+        """One that says what happened to which worker, and why it usually does."""
         return cls(
-            f"a process that reads images was lost: worker {what}. Usual causes: the host's memory was used up (its "
-            "kernel log names the process then): set data.workers or data.prefetch lower, or data.pixels.hold to "
-            "spool; or /dev/shm is too small, 64 MB in a container unless its --shm-size, or a volume of medium "
-            "Memory at /dev/shm, says more"
+            f"a process that reads images was lost: {what}. Usual causes: the host's memory was used up (its kernel "
+            "log names the process then): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or "
+            "/dev/shm is too small, 64 MB in a container unless its --shm-size, or a volume of medium Memory at "
+            "/dev/shm, says more"
         )
 
 
@@ -57,50 +52,72 @@ def begin_worker(rank: int, _: int) -> None:
         os._exit(FAILED)
 
 
-@contextmanager
-def started_workers() -> Iterator[Callable[[], None]]:
-    """Look after the workers that a loader starts within; gives a function that kills those still there.
+class LoaderWorkers:
+    """The workers of one loader, which start while this is entered.
 
-    Python's end does the same, since it would wait for a worker that is stuck in a slow read.
+    Python's end kills those that are left, since it would wait for one that is stuck in a slow read.
     """
-    workers: list[BaseProcess] = []
-    before = active_children()
-    yield partial(_kill, workers)
-    workers += [process for process in active_children() if process not in before]
-    if workers:
-        Finalize(None, _kill_quietly, args=(workers,), exitpriority=0)
-        _tell_of_lost_workers()
+
+    def __init__(self) -> None:
+        self._workers: list[BaseProcess] = []
+
+    def __enter__(self) -> "LoaderWorkers":
+        self._others = active_children()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers += [process for process in active_children() if process not in self._others]
+        if self._workers:
+            Finalize(None, _kill, args=(self._workers,), exitpriority=0)
+            theirs = signal.getsignal(signal.SIGCHLD)
+            if callable(theirs) and not isinstance(theirs, _WhileWaiting) and current_thread() is main_thread():
+                signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Waiting for them, which ends with an error when one is lost.
+
+        Raises:
+            LostWorkerError: one was lost, now or before.
+        """
+        for worker in self._workers:
+            if not worker.is_alive():
+                raise LostWorkerError.because(f"worker {worker.pid} has ended with status {worker.exitcode}")
+        handler = signal.getsignal(signal.SIGCHLD)
+        if isinstance(handler, _WhileWaiting):
+            handler.waiting = True
+        try:
+            yield
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise LostWorkerError.because(str(error).removeprefix("DataLoader ").partition(". ")[0]) from None
+        finally:
+            if isinstance(handler, _WhileWaiting):
+                handler.waiting = False
+
+    def kill(self) -> None:
+        """End those that are still there."""
+        _kill(self._workers)
 
 
 def _kill(workers: list[BaseProcess]) -> None:
     for worker in workers:
         if worker.is_alive():
             worker.kill()
+            worker.join(1)  # longer only where the kernel itself is stuck
     workers.clear()
 
 
-def _kill_quietly(workers: list[BaseProcess]) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would take it for a failure
-    _kill(workers)
+class _WhileWaiting:
+    """Lets torch's handler of SIGCHLD, with which its loader notices a lost worker, speak while it is waited for.
 
+    It raises in the midst of whatever the rank is doing, be it a collective or the handling of another error.
+    """
 
-def _tell_of_lost_workers() -> None:
-    """Have the handler of SIGCHLD, with which torch's loader notices a lost worker, say what a person understands."""
-    theirs = signal.getsignal(signal.SIGCHLD)
-    if (
-        threading.current_thread() is threading.main_thread()
-        and callable(theirs)
-        and not isinstance(theirs, _LostWorkerHandler)
-    ):
-        signal.signal(signal.SIGCHLD, _LostWorkerHandler(theirs))
-
-
-@dataclass(frozen=True)
-class _LostWorkerHandler:
-    theirs: Callable[[int, FrameType | None], Any]
+    def __init__(self, theirs: Callable[[int, FrameType | None], Any]) -> None:
+        self.theirs, self.waiting = theirs, False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        try:
+        if self.waiting:
             self.theirs(number, frame)
-        except RuntimeError as error:
-            raise (LostWorkerError.of(error) or error) from None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distap.data.decoding import DamagedImageError, Reason
-from distap.data.loader_workers import LostWorkerError, begin_worker, started_workers
+from distap.data.loader_workers import LoaderWorkers, LostWorkerError, begin_worker
 from distap.data.pixels import HeldPixels, PixelSettings, Reread, held_pixels
 from distap.data.plan import Plan
 from distap.data.reading import Reader
@@ -255,22 +255,28 @@ def _loaded(
         collate_fn=partial(_collate, images.reader),
         worker_init_fn=partial(begin_worker, os.getpid()),
     )
-    with started_workers() as end_workers:
+    failure: DistapError | None = None
+    with LoaderWorkers() as started:
         chunks = iter(loader)
     try:
-        yield from chunks
-        end_workers()
-    except GeneratorExit:
-        del chunks  # torch asks its workers to end; one that is stuck in a slow read does not hear it
-        end_workers()
-        raise
-    except LostWorkerError:
-        raise
+        while True:
+            with started.awaited():
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            yield chunk
+    except LostWorkerError as error:
+        started.kill()  # the others may wait for what the lost one held
+        failure = LostWorkerError(str(error))
     except DistapError as error:
         # The loader has put the worker's traceback before the message that is meant for the user.
-        raise type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip()) from None
-    except RuntimeError as error:
-        raise (LostWorkerError.of(error) or error) from None
+        failure = type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
+    finally:
+        # Now, and not when an error that refers to it is forgotten: by then its workers hear no more.
+        del chunks
+        started.kill()
+    if failure is not None:
+        raise failure
 
 
 def _collate(reader: Reader, loaded: list[_Loaded]) -> Chunk:

@@ -1,0 +1,150 @@
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+from test_loading import slot_images
+
+from distap.data.loading import training_shares
+from distap.data.pixels import PixelSettings
+from distap.errors import DistapError
+from distap.stopwatch import Stopwatch
+
+STEPS = 20
+
+
+def started(folder, workers=2, steps=STEPS, settings=PixelSettings()):  # noqa: B008 - frozen
+    """Shares that loader workers read, and the first of them with its images."""
+    images = slot_images(folder)
+    shares = training_shares(images, range(6), range(steps), 2, workers, 2, Stopwatch(), pixels=settings)
+    share = next(shares)
+    share.images(slice(0, 6))
+    return shares, share
+
+
+# A rank with two workers, which tells their process ids and waits.
+RANK = """
+import sys
+from multiprocessing import active_children
+from pathlib import Path
+from test_loader_workers import started
+
+shares, _ = started(Path(sys.argv[1]))
+print(*(worker.pid for worker in active_children()), flush=True)
+sys.stdin.read()
+"""
+
+
+def python(code, *arguments):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def test_workers_end_when_their_rank_is_killed(shards):
+    with python(RANK, shards) as rank:
+        workers = [os.pidfd_open(int(pid)) for pid in rank.stdout.readline().split()]
+        rank.kill()
+        assert len(workers) == 2
+        for worker in workers:
+            assert select.select([worker], [], [], 60)[0], "still there"
+            os.close(worker)
+
+
+def test_a_worker_that_is_stuck_ends_with_its_rank_as_well(shards):
+    with python(STUCK + "print(active_children()[0].pid, flush=True)\nsys.stdin.read()", shards) as rank:
+        worker = os.pidfd_open(int(rank.stdout.readline()))
+        rank.kill()
+        assert select.select([worker], [], [], 60)[0], "still there"
+        os.close(worker)
+
+
+def test_workers_go_on_reading_when_the_process_group_is_asked_to_end(shards):
+    shares, _ = started(shards)
+    workers = active_children()
+    assert len(workers) == 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for worker in workers:
+            os.kill(worker.pid, number)
+    assert sum(share.images(slice(0, 6)).shape[0] for share in shares) == 6 * (STEPS - 1)
+
+
+def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
+    shares, _ = started(shards)
+    with pytest.raises(
+        DistapError, match=r"was lost: worker .*Usual causes: the host's memory .* /dev/shm is too small"
+    ):
+        for worker in active_children():
+            worker.kill()
+        for share in shares:
+            share.images(slice(0, 6))
+
+
+def test_an_error_in_a_worker_says_what_it_says_in_the_rank(shards):
+    messages = []
+    ready = [slot_images(shards) for _ in range(2)]
+    (shards / str(ready[0].reader.index.shard_name[0])).unlink()
+    for workers, images in enumerate(ready):
+        shares = training_shares(images, range(6), range(1), 2, workers, 2, Stopwatch())
+        with pytest.raises(DistapError) as error:
+            next(shares).images(slice(0, 6))
+        messages.append(str(error.value))
+    assert str(shards) in messages[0]
+    assert messages[0] == messages[1]
+
+
+def open_files():
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_neither_loaders_nor_spools_leave_files_open(shards, tmp_path):
+    counts = []
+    for _ in range(3):
+        shares, share = started(shards, steps=2, settings=PixelSettings(hold="spool", spool_folder=tmp_path))
+        next(shares).images(slice(0, 6))
+        del shares, share
+        counts.append(open_files())
+    assert counts[0] == counts[1] == counts[2]
+
+
+# Someone whose only worker is stuck in reading: the second shard is a pipe that no one writes to.
+STUCK = """
+import os, sys
+from multiprocessing import active_children
+from pathlib import Path
+from distap.data.index import load_index
+from distap.data.loading import OrderedImages, evaluation_chunks
+from distap.data.reading import Reader
+from distap.data.transforms import evaluation_transform
+
+folder = Path(sys.argv[1])
+index = load_index(folder)
+shard = folder / str(index.shard_name[1])
+shard.unlink()
+os.mkfifo(shard)
+images = OrderedImages(Reader(folder, index), evaluation_transform(16), 16)
+chunks = evaluation_chunks(images, range(9), 1, 1)
+for _ in range(4):
+    next(chunks)
+"""
+
+
+def test_a_worker_that_is_stuck_does_not_keep_its_rank(shards):
+    with python(STUCK, shards) as rank:
+        assert rank.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stuck_is_gone_when_its_loader_is(shards):
+    with python(STUCK + "chunks.close()\nprint(active_children())", shards) as rank:
+        assert rank.stdout.readline() == b"[]\n"
