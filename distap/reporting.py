@@ -14,6 +14,7 @@ from distap.config import Recipe
 from distap.data.decoding import REASONS
 from distap.data.loading import ShareOfBatch
 from distap.distributed import World
+from distap.errors import DistapError
 from distap.ranking import AP_LOSSES
 from distap.step import StepResult
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
@@ -46,9 +47,12 @@ class RunReport:
         recipe, is_first = self.recipe, self.world.rank == 0
         with ExitStack() as stack:
             if is_first:
-                recipe.run.mkdir(parents=True, exist_ok=True)
-                (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-                self._log = stack.enter_context(closing(RunLog(recipe.run, step)))
+                try:
+                    recipe.run.mkdir(parents=True, exist_ok=True)
+                    (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+                    self._log = stack.enter_context(closing(RunLog(recipe.run, step)))
+                except OSError as error:
+                    raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 self._not_finite = NotFiniteLog(recipe.run)
             if recipe.metrics.port is not None:
                 server = self.metrics.serve(recipe.metrics.port + self.world.local_rank, recipe.metrics.address)

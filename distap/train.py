@@ -38,7 +38,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
 
 def run(command: typer.Typer, name: str) -> None:
     """Run the command line called `name`; an error that is meant for a person is printed, without a traceback."""
-    status = FAILED
+    status, problem = FAILED, None
     try:
         command(prog_name=name)
         status = FINISHED
@@ -46,13 +46,13 @@ def run(command: typer.Typer, name: str) -> None:
         from rich.console import Console
 
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False, style="red")
-        status = error.status
+        status, problem = error.status, error
         sys.exit(status)
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else FINISHED if leaving.code is None else FAILED
         raise
     finally:
-        record_outcome(status)
+        record_outcome(status, problem)
 
 
 def main() -> None:

@@ -190,6 +190,7 @@ class Trainer:
     def _evaluate(self) -> float:
         """mAP on the validation set."""
         started = time.perf_counter()
+        self.world.note(f"evaluation after step {self.done}")
         source = self.recipe.data.validation_source
         assert source is not None
         self._agree_on_statistics()

@@ -1,4 +1,7 @@
 import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +31,25 @@ def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: in
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a file system of a size such as `128k` or `1m`."""
+    disks = []
+
+    def make(size: str) -> Path:
+        folder = tmp_path / f"disk-{len(disks)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if os.geteuid() or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting needs root")
+        disks.append(folder)
+        return folder
+
+    yield make
+    for folder in disks:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -206,27 +206,16 @@ def test_the_grace_time_is_a_hard_limit(tmp_path, training_shards):
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system that holds one checkpoint and a half."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=90m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_on_a_full_disk_the_run_goes_on_and_the_good_checkpoint_stays(small_disk, training_shards, undisturbed):
-    run = Run(small_disk, training_shards)
+    disk = small_disk("90m")  # for a checkpoint and a half
+    run = Run(disk, training_shards)
     status, output = run.go(2)
     assert status == MISTAKE, output
     assert "step-00000004: the checkpoint cannot be written" in output
     assert re.search(r"error: .*step-00000008: the last checkpoint cannot be written.*MB are free", output)
     assert len(losses(run.folder)) == STEPS
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
-    subprocess.run(["mount", "-o", "remount,size=400m", str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=400m", str(disk)], check=True)
     status, output = run.go(2)
     assert status == 0, output
     assert "step-00000002" in output

@@ -1,14 +1,42 @@
 """The run's log: metrics.jsonl, one JSON object a step or evaluation."""
 
 import json
+import logging
 import math
+import os
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from distap.errors import DistapError
 
 RUN_LOG, NOT_FINITE_LOG = "metrics.jsonl", "not_finite.jsonl"
+logger = logging.getLogger("distap")
+
+
+class _Lines:
+    """Appends JSON lines to a file; a full disk costs lines, not the training, and no half line stays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._is_short = False
+
+    def write(self, entry: dict[str, Any]) -> None:
+        line = memoryview(_line(entry).encode())
+        whole = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.truncate(whole)
+            if not self._is_short:
+                logger.warning("%s: cannot be written: %s; what follows is missing in it", self.path, error)
+            self._is_short = True
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class RunLog:
@@ -25,15 +53,15 @@ class RunLog:
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(_line(entry) for entry in kept))
         aside.replace(path)
-        self._file = path.open("a", buffering=1)
+        self._lines = _Lines(path)
 
     def write(self, entry: dict[str, Any]) -> None:
         """Add a line; it is on its way to the disk at once."""
-        self._file.write(_line(entry))
+        self._lines.write(entry)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
 
 
 class NotFiniteLog:
@@ -47,8 +75,8 @@ class NotFiniteLog:
 
     def write(self, step: int, what: str, keys: list[str]) -> None:
         """Add a step: `what` was not finite, and shard and key of each image in slot order."""
-        with self.path.open("a") as file:
-            file.write(_line({"step": step, "time": time.time(), "what": what, "samples": keys}))
+        with closing(_Lines(self.path)) as lines:
+            lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})
 
 
 def read_run_log(folder: Path) -> list[dict[str, Any]]:

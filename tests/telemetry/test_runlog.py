@@ -1,4 +1,5 @@
 import json
+from contextlib import closing
 
 import pytest
 
@@ -36,3 +37,17 @@ def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(DistapError, match=r"metrics\.jsonl, line 2: damaged"):
         read_run_log(tmp_path)
+
+
+def test_a_full_disk_costs_lines_and_not_the_training(small_disk, caplog):
+    folder = small_disk("1m")
+    with closing(RunLog(folder, 0)) as log:
+        log.write({"step": 1})
+        ballast = folder / "ballast"
+        ballast.write_bytes(bytes(1024**2 - 4096))  # but for the page that the log has
+        log.write({"step": 2, "text": "x" * 10_000})
+        log.write({"step": 3, "text": "x" * 10_000})
+        ballast.unlink()
+        log.write({"step": 4})
+    assert [entry["step"] for entry in read_run_log(folder)] == [1, 4]
+    assert caplog.text.count("metrics.jsonl: cannot be written: [Errno 28] No space left on device") == 1
