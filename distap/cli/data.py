@@ -22,6 +22,10 @@ SOURCE = Annotated[
         help="Folder, glob or brace pattern of WebDataset shards, or a URL of them; indexed.", show_default=False
     ),
 ]
+INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="beside the shards")]
+REMOTE = Annotated[
+    str | None, typer.Option(help="What a recipe has as data.remote, such as '{options: {s3: {anon: true}}}'.")
+]
 WORKERS = Annotated[int | None, typer.Option(help="Processes that work.", min=1, show_default="one a core")]
 
 
@@ -79,18 +83,22 @@ def pack(
     """
     from distap.data.packing import pack as pack_images
     from distap.data.parallel import usable_cores
-    from distap.telemetry.terminal import track
+    from distap.telemetry.terminal import console, track
 
-    index, skipped = pack_images(
-        source,
-        output,
-        images_per_shard,
-        track,
-        max_shard_bytes=None if max_shard_mb is None else int(max_shard_mb * 1e6),
-        shuffle=shuffle,
-        decode=decode,
-        workers=workers or usable_cores(),
-    )
+    try:
+        index, skipped = pack_images(
+            source,
+            output,
+            images_per_shard,
+            track,
+            max_shard_bytes=None if max_shard_mb is None else int(max_shard_mb * 1e6),
+            shuffle=shuffle,
+            decode=decode,
+            workers=workers or usable_cores(),
+        )
+    except KeyboardInterrupt:
+        console.print("interrupted: the same command goes on from the shards that are whole")
+        raise
     _say_indexed(output, index, skipped)
 
 
@@ -106,9 +114,7 @@ def index(
         Path | None, typer.Option("--index", help="File to write the index to.", show_default="beside the shards")
     ] = None,
     workers: WORKERS = None,
-    remote: Annotated[
-        str | None, typer.Option(help="What a recipe has as data.remote, such as '{options: {s3: {anon: true}}}'.")
-    ] = None,
+    remote: REMOTE = None,
 ) -> None:
     """Index WebDataset shards that others made: reads every byte once, refuses damaged tars and lists them all.
 
@@ -128,10 +134,12 @@ def index(
 @data.command("check")
 def check(
     source: SOURCE,
+    path: INDEX = None,
     output: Annotated[
         Path | None, typer.Option(help="CSV file to list what is damaged in.", show_default="only printed")
     ] = None,
     workers: WORKERS = None,
+    remote: REMOTE = None,
 ) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
 
@@ -139,10 +147,11 @@ def check(
     """
     from distap.data.checking import check as check_source
     from distap.data.checking import write_damage
+    from distap.data.locations import parse_source
     from distap.data.parallel import usable_cores
     from distap.telemetry.terminal import console, track
 
-    checked = check_source(source, workers or usable_cores(), track)
+    checked = check_source(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
     for damage in checked.damaged:
         console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
     if output is not None:
@@ -159,23 +168,27 @@ def check(
 @data.command("stats")
 def stats(
     source: SOURCE,
+    path: INDEX = None,
     output: Annotated[
         Path | None,
         typer.Option(help="A page (.html) or figures (.json) to write as well.", show_default="only printed"),
     ] = None,
+    remote: REMOTE = None,
 ) -> None:
     """Count classes, images a class and sizes, and say what each way of sampling would make of them.
 
     Reads the index, and few images: some for their format, and those that the page shows.
     """
     from distap.data.index import load_index
+    from distap.data.locations import parse_source
     from distap.data.reading import Reader
     from distap.data.statistics import statistics
     from distap.data_report import tables, write_statistics
     from distap.telemetry.terminal import console
 
-    index = load_index(source)
-    reader = Reader(source, index)
+    parsed, settings = parse_source(source, path), _remote(remote)
+    index = load_index(parsed, settings)
+    reader = Reader(parsed, index, remote=settings)
     figures = statistics(index, reader)
     for table in tables(figures):
         console.print(table)

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from conftest import write_images
 from PIL import Image
+from servers import web_server
 
 from distap.data.checking import check, write_damage
 from distap.data.index import load_index
 from distap.data.packing import pack
 from distap.data.reading import Reader
+from distap.data.storage import RemoteSettings
 from distap.errors import DistapError
 
 
@@ -165,3 +167,16 @@ def test_without_an_index_there_is_nothing_to_check_against(tmp_path, shards):
     shutil.copytree(shards, tmp_path / "bare", ignore=shutil.ignore_patterns("*.npz"))
     with pytest.raises(DistapError, match=r"no index\.npz in it"):
         check(tmp_path / "bare")
+
+
+def test_a_data_set_behind_a_url_is_checked_as_one_on_disk(shards):
+    index = load_index(shards)
+    flip(shards / "000002.tar", int(index.offset[8]) + 30)
+    (shards / "000000.tar").unlink()
+    remote = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0)
+    with web_server(shards) as server:
+        checked = check(server.url, workers=2, remote=remote)
+        assert listed(checked) == listed(check(shards))
+        assert checked.reasons == {"shard_missing": 1, "shard_sha256": 1, "crc_mismatch": 1}
+        server.faults = ["", "", "503", "503", "503", "503"]
+        assert "shard_unreadable" in check(server.url, remote=remote).reasons
