@@ -1,0 +1,57 @@
+import pytest
+from servers import s3_files, s3_server
+from test_trainer import losses, recipe, train
+
+from distap.cli import main
+from distap.distributed import World
+from distap.errors import DistapError
+
+
+def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, training_shards, monkeypatch, capsys):
+    with s3_server() as options:
+        for part, folder in zip(("train", "test"), training_shards, strict=True):
+            s3_files(options).put(f"{folder}/", f"s3://shards/{part}/", recursive=True)
+        remote = {
+            "train": "s3://shards/train/*.tar",
+            "train_index": str(tmp_path / "train.npz"),
+            "validation": "s3://shards/test",
+            "remote": {"options": options},
+            "cache": {"folder": str(tmp_path / "cache"), "max_bytes": 10**9},
+            "image_size": 32,
+            "workers": 2,
+        }
+        monkeypatch.setenv("AWS_ENDPOINT_URL", options["s3"]["endpoint_url"])
+        monkeypatch.setattr(
+            "sys.argv", ["distap", "data", "index", remote["train"], "--index", remote["train_index"]]
+        )
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, capsys.readouterr().err
+        changes = {"steps": 2, "evaluation": {"every": 2}}
+        local = {
+            "train": str(training_shards[0]),
+            "validation": str(training_shards[1]),
+            "image_size": 32,
+            "workers": 0,
+        }
+        train(World(), tmp_path / "local", training_shards, data=local, **changes)
+        train(World(), tmp_path / "s3", training_shards, data=remote, **changes)
+        assert losses(tmp_path / "s3") == losses(tmp_path / "local")
+        assert len(list((tmp_path / "cache").rglob("*.tar"))) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__train": "pipe:cat a.tar"}, r"data\.train: 'pipe:cat a\.tar': pipe:cat a\.tar: pipe: runs a shell"),
+        ({"data__train": "ftp://host/a"}, r"data\.train: .* ftp:// is unknown"),
+        ({"data__remote": {"attempts": 0}}, r"data\.remote: .* attempts: 0: at least one is needed"),
+        ({"data__remote": {"attemps": 1}}, r"data\.remote\.attemps: unknown key; .*attempts"),
+        ({"data__remote": {"options": {"ftp": {}}}}, r"data\.remote: .* 'ftp' is no scheme"),
+        ({"data__cache": {"folder": "x"}}, r"data\.cache\.max_bytes: missing"),
+        ({"data__cache": {"folder": "x", "max_bytes": 0}}, r"data\.cache: .* max_bytes: 0: expected"),
+    ],
+)
+def test_a_wrong_source_remote_or_cache_is_named_by_its_key(tmp_path, changes, message):
+    with pytest.raises(DistapError, match=message):
+        recipe(tmp_path, [tmp_path], **changes)
