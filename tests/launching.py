@@ -12,6 +12,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 MARK = "DISTAP_TEST_JOB"
+OF_JOBS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS.parent)}
 LAUNCH = """
 import sys
 from distap.launcher import launch
@@ -33,7 +34,7 @@ class Job:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=TESTS,
-                env=os.environ | {MARK: self._mark, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
+                env=os.environ | OF_JOBS | {MARK: self._mark} | environment,
             )
 
     @property

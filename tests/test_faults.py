@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,91 +14,19 @@ import pytest
 import torch
 from faults import recorded_batches
 from PIL import Image
-from test_trainer import losses, parameters, recipe
+from runs import STEPS, Run
+from test_trainer import losses, parameters
 
 from distap.checkpoint import find_checkpoint, list_checkpoints
 from distap.config import load_recipe
 from distap.data.index import load_index
 from distap.data.packing import pack
 from distap.distributed import World
-from distap.exits import MISTAKE, RESTART
+from distap.exits import FAILED, MISTAKE, RESTART
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import network_of
 
-TESTS = Path(__file__).parent
-STEPS = 8
 pytestmark = pytest.mark.slow
-
-
-class Run:
-    """A training in a folder of its own, started as often as needed."""
-
-    def __init__(self, folder: Path, shards: tuple[Path, ...], **changes: object) -> None:
-        self.folder = folder / "run"
-        self.records = folder / "records"
-        self.records.mkdir(parents=True)
-        settings = {"steps": STEPS, "checkpoint": {"every": 2}, "timeout_seconds": 60.0, "optimizer": {}, **changes}
-        self.config = folder / "recipe.yaml"
-        self.config.write_text(json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json")))
-
-    def start(self, ranks: int, faults: str = "", restarts: int = 0, grace: float = 60) -> subprocess.Popen[str]:
-        """On `ranks` ranks of this machine, by distap's launcher."""
-        options = [
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            f"--max-restarts={restarts}",
-            "--monitor-interval=0.1",
-        ]
-        script = (
-            "import sys; from distap.launcher import launch; "
-            f"sys.exit(launch({options!r}, 'faults', {[str(self.config)]!r}, {grace}, 60))"
-        )
-        environment = os.environ | {
-            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "FAULTS": faults,
-            "RECORD": str(self.records),
-        }
-        return subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def go(self, ranks: int, faults: str = "", restarts: int = 0) -> tuple[int, str]:
-        """Start and wait; exit status and what it said."""
-        process = self.start(ranks, faults, restarts)
-        output, _ = process.communicate(timeout=300)
-        return process.returncode, output
-
-    def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
-        """Until rank 0 has done the step."""
-        record = self.records / "0.jsonl"
-        while not (record.exists() and f'"step": {step},' in record.read_text()):
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
-
-    def ranks_of(self, launcher: subprocess.Popen[str]) -> list[int]:
-        """Process numbers of the ranks, in the order of ranks."""
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        found = {}
-        for pid in map(int, children):
-            environment = dict(
-                item.split("=", 1) for item in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in item
-            )
-            if "RANK" in environment:
-                found[int(environment["RANK"])] = pid
-        return [found[rank] for rank in sorted(found)]
-
-    def batches(self) -> list[tuple[int, ...]]:
-        """The images of each step, which must have been the same whenever the step was done."""
-        recorded = recorded_batches(self.records)
-        assert sorted(recorded) == list(range(STEPS))
-        assert all(len(batches) == 1 for batches in recorded.values())
-        return [next(iter(recorded[step])) for step in range(STEPS)]
 
 
 def same(first: Run, second: Run) -> bool:
@@ -146,9 +73,9 @@ def test_from_4_to_2_to_3_ranks_the_batches_and_the_parameters_are_those_of_one_
     run = Run(tmp_path, training_shards)
     first, second = int(generator.integers(3, 5)), int(generator.integers(5, 7))
     status, output = run.go(4, f"SIGKILL rank=2 step={first} stage=replay")
-    assert status == 1, output
+    assert status == FAILED, output
     status, output = run.go(2, f"SIGKILL rank=0 step={second} stage=describe")
-    assert status == 1, output
+    assert status == FAILED, output
     assert "going on from" in output
     status, output = run.go(3)
     assert status == 0, output
@@ -174,35 +101,52 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, 
 
 def test_a_launcher_that_is_asked_to_stop_stops_its_ranks_in_the_same_way(tmp_path, training_shards):
     run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
-    process = run.start(2)
-    run.wait_for_step(1, process)
-    process.terminate()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == RESTART, output
-    stopped = int(re.search(r"stopped after step (\d+) of 10000", output)[1])
+    with run.started(2) as job:
+        job.wait_until(lambda: run.has_done(1))
+        job.process.terminate()
+        assert job.status(120) == RESTART, job.said
+        stopped = int(re.search(r"stopped after step (\d+) of 10000", job.said)[1])
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
 
 
 def test_a_second_request_stops_at_once(tmp_path, training_shards):
     run = Run(tmp_path, training_shards)
     # The rank stands still in the step, so that the first request cannot be met.
-    process = run.start(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank")
-    said = ""
-    while "stopping after this step" not in said:
-        said += process.stdout.readline()
-    time.sleep(1.5)  # what comes within a second is the same request
-    os.kill(run.ranks_of(process)[1], signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert "SIGTERM again: stopping at once" in output
-    assert process.returncode == 1
-    assert not [path for path in list_checkpoints(run.folder / "checkpoints") if path.name == "step-00000004"]
+    with run.started(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank") as job:
+        job.wait_until(lambda: "stopping after this step" in job.said)
+        time.sleep(1.5)  # what comes within a second is the same request
+        (rank,) = [pid for pid in job.left() if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(rank, signal.SIGTERM)
+        assert job.status(120) == FAILED
+        assert "SIGTERM again: stopping at once" in job.said
+    assert not (run.folder / "checkpoints" / "step-00000004").exists()
+
+
+def test_a_stopped_rank_is_named_by_the_others_and_nothing_is_left(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, timeout_seconds=6.0, data__workers=1)
+    with run.started(4, "SIGSTOP rank=2 step=3 stage=rank", timeout=6) as job:
+        assert job.status(120) == FAILED, job.said
+        for rank in (0, 1, 3):
+            where = rf"rank {rank}: all_reduce of a sum \(rank of step 4\) did not finish within 6 s: "
+            assert re.search(where + r"rank 2 \(\S+, pid \d+\) has not been heard of for \d+ s", job.said), job.said
+        job.wait_until_none_is_left()
+
+
+def test_a_killed_launcher_leaves_no_orphan(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=10_000, data__workers=1)
+    with run.started(2) as job:
+        job.wait_until(lambda: run.has_done(1))
+        assert len(job.left()) >= 5  # launcher, ranks and their loader workers
+        job.process.kill()
+        job.status()
+        job.wait_until_none_is_left()
 
 
 def test_the_grace_time_is_a_hard_limit(tmp_path, training_shards):
     run = Run(tmp_path, training_shards, stop={"grace_seconds": 2})
     status, output = run.go(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank")
     assert "the grace time of 2 s (stop.grace_seconds) is over" in output
-    assert status in (1, RESTART), output  # the other rank lost its peer, or was asked in time by the launcher
+    assert status in (FAILED, RESTART), output  # the other rank lost its peer, or was asked in time by the launcher
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
 
 
@@ -255,7 +199,7 @@ def test_a_flipped_byte_in_the_newest_checkpoint_is_found_and_the_one_before_use
 ):
     run = Run(tmp_path, training_shards)
     status, output = run.go(2, "SIGKILL rank=0 step=5 stage=rank")
-    assert status == 1, output
+    assert status == FAILED, output
     newest = list_checkpoints(run.folder / "checkpoints")[-1]
     damaged = newest / "__1_0.distcp"
     content = bytearray(damaged.read_bytes())

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launching import launcher, started
+from launching import Job, started
+from runs import Run
 
 from distap.exits import FAILED
 from distap.launcher import LEAVE_SECONDS
@@ -51,17 +52,17 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     @contextmanager
-    def job(self, number, behaviour, folder, options=""):
-        """The launcher on host a (0) or b (1), with one rank."""
+    def job(self, number: int, run: Run, options: str) -> Iterator[Job]:
+        """The launcher on host a (0) or b (1), with one rank of a training."""
         address = f"10.77.0.{number + 1}"
         options = (
             "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400 --rdzv-id=test "
             f"--rdzv-conf=is_host={1 - number},join_timeout={JOIN_SECONDS} --local-addr={address} {options}"
         )
-        command = launcher(options, behaviour, folder, TIMEOUT_SECONDS)
+        command = run.command(options, TIMEOUT_SECONDS)
         host = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c"]
         host += [f'hostname host-{"ab"[number]} && exec "$@"', "sh", *command]
-        with started(host, folder, GLOO_SOCKET_IFNAME=self.cards[number]) as job:
+        with started(host, run.folder.parent, **run.environment, GLOO_SOCKET_IFNAME=self.cards[number]) as job:
             yield job
 
 
@@ -82,16 +83,17 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_both_sides_of_a_cut_network_leave_within_the_bound(hosts, tmp_path):
+def test_both_sides_of_a_cut_network_leave_within_the_bound(hosts, tmp_path, training_shards):
     options = "--max-restarts=1"
-    with hosts.job(0, "go_on", tmp_path, options) as a, hosts.job(1, "go_on", tmp_path, options) as b:
-        a.wait_for_step(0, 40)
+    run = Run(tmp_path, training_shards, steps=100_000, timeout_seconds=float(TIMEOUT_SECONDS))
+    with hosts.job(0, run, options) as a, hosts.job(1, run, options) as b:
+        a.wait_until(lambda: run.has_done(1))
         hosts.cut()
         # The side with the rendezvous waits for the other to come back, since ranks may be started again.
         assert a.status(BOUND_SECONDS + 2 * JOIN_SECONDS) == FAILED
         assert b.status(BOUND_SECONDS) == FAILED
         assert a.left() == b.left() == []
-        where = r"rank \d: all_gather of rows \(gather of step \d+\)"
+        where = r"rank \d: \w+ of [\w ]+ \(\w+ of step \d+\)"
         silent = rf"{where} did not finish within 5 s: rank \d \(host-b, pid \d+\) has not been heard of for \d+ s"
         assert re.search(silent, a.said), a.said
         cut_off = rf"{where} (did not finish within 5 s|cannot go on): the store at 10.77.0.1:\d+ has not answered"
