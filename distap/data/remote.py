@@ -93,7 +93,7 @@ class RemoteStorage:
         """Write a file; a bucket shows it when it is whole."""
         if self._is_web:
             raise DistapError(f"{self.where(name)}: nothing can be written behind {self.scheme}://")
-        self._retried(name, lambda: self._sync(self._files._pipe_file, self._path(name), data))
+        self._retried(name, lambda: self._sync(self._files._pipe_file, self._path(name), data), "written")
 
     @property
     def _is_web(self) -> bool:
@@ -114,8 +114,8 @@ class RemoteStorage:
         result: T = sync(files.loop, function, *args, timeout=self.settings.timeout_seconds, **kwargs)
         return result
 
-    def _retried(self, name: str, call: Callable[[], T]) -> T:
-        return retried(call, self.where(name), self.settings, self.meter, _is_permanent)
+    def _retried(self, name: str, call: Callable[[], T], done: str = "read") -> T:
+        return retried(call, self.where(name), self.settings, self.meter, _is_permanent, done)
 
     def _ignores_ranges(self, name: str) -> str:
         return (

@@ -163,6 +163,7 @@ def retried(
     settings: RemoteSettings,
     meter: Meter,
     is_permanent: Callable[[Exception], bool] = lambda error: isinstance(error, PERMANENT),
+    done: str = "read",
 ) -> T:
     """The result of `call`, tried again after errors that may pass.
 
@@ -182,10 +183,10 @@ def retried(
             if isinstance(error, FileNotFoundError):
                 raise MissingFileError(f"{where}: there is no such file") from error
             if is_permanent(error):
-                raise DistapError(f"{where}: cannot be read: {reason}") from error
+                raise DistapError(f"{where}: cannot be {done}: {reason}") from error
             if attempt == settings.attempts:
                 raise UnreachableError(
-                    f"{where}: cannot be read: {attempt} attempts failed, the last with: {reason}; "
+                    f"{where}: cannot be {done}: {attempt} attempts failed, the last with: {reason}; "
                     "data.remote has the number of attempts and their time-out"
                 ) from error
         meter.add(Traffic(retries=1))

@@ -162,6 +162,9 @@ def test_an_object_store_is_read_listed_and_written(s3, shards):
         storage.read("none", 0, 1)
     with pytest.raises(MissingFileError):
         storage_of("s3://nowhere", RemoteSettings(options=s3)).about("a")
+    locked = RemoteSettings(attempts=1, options={"s3": {**s3["s3"], "endpoint_url": "http://127.0.0.1:9"}})
+    with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 1 attempts failed"):
+        storage_of("s3://shards", locked).write("note", b"")
 
 
 def test_options_of_a_wrong_kind_are_told_at_once(s3):
