@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -225,26 +224,13 @@ def test_a_folder_that_cannot_be_used_is_an_error(shards, tmp_path):
         reader(shards, tmp_path / "file")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of a few kilobytes."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("needs to mount a file system, as root")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
 def test_a_full_disk_keeps_less_says_so_once_and_goes_on(shards, small_disk, caplog):
-    (small_disk / "other").write_bytes(bytes(30_000))
+    disk = small_disk("64k")
+    (disk / "other").write_bytes(bytes(30_000))
     with caplog.at_level(logging.WARNING, "distap"):
-        expected, _ = read_all(reader(shards, Path(f"{small_disk}-apart")))
-        readers = [reader(shards, small_disk / "cache") for _ in range(2)]  # as two ranks
+        expected, _ = read_all(reader(shards, Path(f"{disk}-apart")))
+        readers = [reader(shards, disk / "cache") for _ in range(2)]  # as two ranks
         assert [read_all(each)[0] for each in readers] == [expected, expected]
     assert caplog.text.count("no more shards are kept: No space left on device") == 1
-    assert 0 < len(kept(small_disk)) < 3
-    assert kept(small_disk, ".part") == []
+    assert 0 < len(kept(disk)) < 3
+    assert kept(disk, ".part") == []

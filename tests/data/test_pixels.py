@@ -187,31 +187,17 @@ def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path
 
 
 def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
-    settings = PixelSettings(hold="spool", spool_folder=small_disk)
+    disk = small_disk("1m")
+    settings = PixelSettings(hold="spool", spool_folder=disk)
     images = slot_images(shards, 9, size=256)
-    with pytest.raises(
-        DistapError, match=rf"{small_disk}: too little space .* takes 1769472 bytes, 1048576 are free"
-    ):
+    with pytest.raises(DistapError, match=rf"{disk}: too little space .* takes 1769472 bytes, 1048576 are free"):
         training_shares(images, range(9), range(1), 3, 0, 2, Stopwatch(), pixels=settings)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one mebibyte."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
 def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
-    held = Spool(10, 160, small_disk, pinned=False)  # 768,000 bytes
-    (small_disk / "other").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+    disk = small_disk("1m")
+    held = Spool(10, 160, disk, pinned=False)  # 768,000 bytes
+    (disk / "other").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
     assert held.spool_limit_bytes == held.spool_size_bytes
     pixels = torch.randint(0, 256, (10, 3, 160, 160), dtype=torch.uint8)
     held.keep(0, pixels)
