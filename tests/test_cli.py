@@ -97,7 +97,18 @@ def test_a_missing_npm_is_named(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["data"], ["data", "fetch", "emoji"], ["data", "pack"], ["train"], ["eval"], ["report"], ["bench"]],
+    [
+        [],
+        ["data"],
+        ["data", "fetch", "emoji"],
+        ["data", "pack"],
+        ["data", "check"],
+        ["data", "stats"],
+        ["train"],
+        ["eval"],
+        ["report"],
+        ["bench"],
+    ],
 )
 def test_every_command_explains_itself(monkeypatch, capsys, command):
     assert distap(monkeypatch, *command, "--help") == 0

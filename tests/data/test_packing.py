@@ -346,36 +346,25 @@ def test_ctrl_c_leaves_no_process_and_nothing_that_looks_whole(tmp_path, image_f
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 128 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting a file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_is_named_and_packing_goes_on_once_there_is_space(tmp_path, small_disk, workers):
+    disk = small_disk("128k")
     images = write_images(tmp_path / "images", {"a": 6, "b": 6}, size=60)
     pack(images, tmp_path / "straight", images_per_shard=2)
-    with pytest.raises(DistapError, match=r"small/\.out\.packing: No space left on device; .* whole are kept"):
-        pack(images, small_disk / "out", images_per_shard=2, workers=workers)
-    assert not (small_disk / "out").exists()
-    kept = {p.name: p.stat().st_mtime_ns for p in (small_disk / ".out.packing" / "shards").glob("*.tar")}
+    with pytest.raises(DistapError, match=r"disk-0/\.out\.packing: No space left on device; .* whole are kept"):
+        pack(images, disk / "out", images_per_shard=2, workers=workers)
+    assert not (disk / "out").exists()
+    kept = {p.name: p.stat().st_mtime_ns for p in (disk / ".out.packing" / "shards").glob("*.tar")}
     assert kept
-    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
-    pack(images, small_disk / "out", images_per_shard=2, workers=workers)
-    assert kept.items() <= {p.name: p.stat().st_mtime_ns for p in (small_disk / "out").glob("*.tar")}.items()
-    assert contents(small_disk / "out") == contents(tmp_path / "straight")
+    subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+    pack(images, disk / "out", images_per_shard=2, workers=workers)
+    assert kept.items() <= {p.name: p.stat().st_mtime_ns for p in (disk / "out").glob("*.tar")}.items()
+    assert contents(disk / "out") == contents(tmp_path / "straight")
 
 
 def test_a_mount_point_is_refused_before_any_work(image_folder, small_disk):
     with pytest.raises(DistapError, match="the root of a file system"):
-        pack(image_folder, small_disk)
+        pack(image_folder, small_disk("128k"))
 
 
 def test_packing_takes_what_pillow_reads_under_any_suffix_case(tmp_path):
