@@ -106,7 +106,7 @@ def s3_server() -> Iterator[dict[str, dict[str, str]]]:
         try:
             host, port = server.get_host_and_port()
             options = {"s3": {"endpoint_url": f"http://{host}:{port}"}}
-            s3_files(options).mkdir("shards")
+            s3_files(options).makedirs("shards", exist_ok=True)  # moto keeps buckets as long as the process
             yield options
         finally:
             server.stop()

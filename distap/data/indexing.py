@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from distap.data.index import Index
-from distap.data.locations import LISTABLE, Source, parse_source, shard_names
+from distap.data.locations import LISTABLE, Source, joined, parse_source, shard_names
 from distap.data.parallel import spread
 from distap.data.progress import Track, untracked
 from distap.data.scanning import COLUMNS, LABEL_FIELD, ScanJob, Scanned, Skipped, scan_shard
@@ -61,19 +61,22 @@ def index_shards(
 
 
 def _records(source: Source) -> Path:
-    """The folder that keeps what was found in single shards: beside the index where that is a local file."""
-    if source.kept_index is not None or not source.scheme:
-        index = Path(source.index)
-        folder = index.with_name(f".{index.name}.scan")
-    else:
+    """The folder that keeps what was found in single shards.
+
+    That of a remote does not depend on where its index goes, which may have to be chosen again after a long scan.
+    """
+    index = Path(source.index)
+    folder = index.with_name(f".{index.name}.scan")
+    if source.scheme:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = cache / "distap" / "scan" / hashlib.sha256(source.index.encode()).hexdigest()[:32]
+        folder = (
+            cache / "distap" / "scan" / hashlib.sha256(joined(source.base, source.index_name).encode()).hexdigest()
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DistapError(
-            f"{folder}: cannot be written: {error.strerror}; say where the index goes with --index PATH"
-        ) from error
+        remedy = "set XDG_CACHE_HOME to a folder" if source.scheme else "say where the index goes with --index PATH"
+        raise DistapError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
     return folder
 
 

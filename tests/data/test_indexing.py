@@ -364,7 +364,8 @@ def test_what_changed_since_an_interruption_is_scanned_again(shards, monkeypatch
     assert "000001.tar" in scanned
 
 
-def test_what_cannot_be_reached_is_not_called_damaged(shards, tmp_path):
+def test_what_cannot_be_reached_is_not_called_damaged(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with web_server(shards) as server:
         source = parse_source(f"{server.url}/{{000000..000002}}.tar", tmp_path / "kept.npz")
         server.faults = ["503"] * 100
