@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -38,6 +38,22 @@ class Skipped:
 
     name: str
     reason: str
+
+
+class IncompleteSampleError(DamagedImageError):
+    """A sample without its image, or without a class that can be read."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("missing_field", detail)
+        self.detail = detail
+
+
+class LabelledImage(NamedTuple):
+    """An image with its class, as a shard has them."""
+
+    label: int
+    image: Member
+    size: tuple[int, int]  # width and height, pixels
 
 
 @dataclass(frozen=True)
@@ -132,50 +148,69 @@ def read_samples(file: BinaryIO, length: int, where: str, skipped: list[Skipped]
     Raises:
         DamagedShardError: the tar is damaged, or a sample is incomplete.
     """
+    for key, members in read_groups(file, length, where):
+        try:
+            label, image, (width, height) = labelled_image(key, members)
+        except IncompleteSampleError as error:
+            raise DamagedShardError(f"{where}: {error.detail}") from error
+        except DamagedImageError as error:
+            skipped.append(Skipped(key, str(error)))
+        else:
+            yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height)
+
+
+def read_groups(file: BinaryIO, length: int | None, where: str) -> Iterator[tuple[str, dict[str, Member]]]:
+    """The members of one shard that belong together, by field, with the key that they share; in order.
+
+    Args:
+        file: the shard from its first byte.
+        length: bytes of the shard; None where only its end will tell.
+        where: its name, for messages.
+    Raises:
+        DamagedShardError: the tar is damaged, or members of one key do not stand together.
+    """
     seen: set[str] = set()
     members: dict[str, Member] = {}
     present: str | None = None
-
-    def close(key: str | None) -> Iterator[Sample]:
-        if key is not None:
-            try:
-                yield _sample(where, key, members)
-            except DamagedImageError as error:
-                skipped.append(Skipped(key, str(error)))
-        members.clear()
-
     for member in read_members(file, length, where):
         folder, _, name = member.name.rpartition("/")
         stem, _, field = name.partition(".")
         key = f"{folder}/{stem}" if folder else stem
         if key != present:
-            yield from close(present)
+            if present is not None:
+                yield present, members
             if key in seen:
                 raise DamagedShardError(f"{where}: the members of key {key!r} do not stand together")
             seen.add(key)
-            present = key
+            present, members = key, {}
         if field in members:
             raise DamagedShardError(f"{where}: key {key!r} has two members .{field}")
         members[field] = member
-    yield from close(present)
+    if present is not None:
+        yield present, members
 
 
-def _sample(where: str, key: str, members: dict[str, Member]) -> Sample:
+def labelled_image(key: str, members: dict[str, Member]) -> LabelledImage:
+    """What trains of a sample.
+
+    Raises:
+        IncompleteSampleError: it lacks its image or integer label.
+        DamagedImageError: the image has no readable header, or is too large for any use.
+    """
     images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
     if len(images) != 1:
         found = ", ".join(f".{field}" for field in members)
-        raise DamagedShardError(f"{where}: key {key!r} needs one image member; it has {found}")
+        raise IncompleteSampleError(f"key {key!r} needs one image member; it has {found}")
     if LABEL_FIELD not in members:
-        raise DamagedShardError(f"{where}: key {key!r} has no .{LABEL_FIELD} member with its class number")
+        raise IncompleteSampleError(f"key {key!r} has no .{LABEL_FIELD} member with its class number")
     text = members[LABEL_FIELD].data.strip()
     if not text.isdigit() or len(text) > MAX_DIGITS:
         shown = text[:40].decode(errors="replace")
-        raise DamagedShardError(
-            f"{where}: label {shown!r} of key {key!r} is no integer of 0 or more (at most {MAX_DIGITS} digits)"
+        raise IncompleteSampleError(
+            f"label {shown!r} of key {key!r} is no integer of 0 or more (at most {MAX_DIGITS} digits)"
         )
     image = members[images[0]]
-    width, height = image_size(image.data, MAX_PIXELS)
-    return Sample(key, int(text), image.offset, len(image.data), zlib.crc32(image.data), width, height)
+    return LabelledImage(int(text), image, image_size(image.data, MAX_PIXELS))
 
 
 def _record_name(name: str, about: About) -> str:

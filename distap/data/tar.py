@@ -33,12 +33,12 @@ class Member(NamedTuple):
     data: bytes
 
 
-def read_members(file: BinaryIO, length: int, where: str) -> Iterator[Member]:
+def read_members(file: BinaryIO, length: int | None, where: str) -> Iterator[Member]:
     """Files of a tar with their contents; anything but a whole archive is refused.
 
     Args:
         file: the archive from its first byte; it is read once to its end, never seeked.
-        length: bytes of the archive.
+        length: bytes of the archive; None where only its end will tell, as with a pipe.
         where: its name, for messages.
     Raises:
         DamagedShardError: it is damaged, or has something in it that is neither a plain file nor a folder.
@@ -51,7 +51,7 @@ def read_members(file: BinaryIO, length: int, where: str) -> Iterator[Member]:
 
 
 class _Tar:
-    def __init__(self, file: BinaryIO, length: int, where: str) -> None:
+    def __init__(self, file: BinaryIO, length: int | None, where: str) -> None:
         self.file, self.length, self.where = file, length, where
         self.offset = 0  # of what is read next
         self.header = 0  # offset of the header that is being looked at
@@ -92,10 +92,11 @@ class _Tar:
         member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         if not member.name.isascii():
             self.checked(member.name.encode("utf-8", "surrogateescape"))
-        if member.size < 0 or self.offset + member.size > self.length:
+        end = self.offset + member.size
+        if member.size < 0 or (self.length is not None and end > self.length):
             raise DamagedShardError(
-                f"{self.where}: damaged tar: {member.name!r} ends at byte {self.offset + member.size}, "
-                f"beyond the file's {self.length}"
+                f"{self.where}: damaged tar: {member.name!r} ends at byte {end}, beyond the file's "
+                f"{self.length or 'end'}"
             )
         return member
 
@@ -152,22 +153,24 @@ class _Tar:
 
     def end(self) -> None:
         """Two blocks of zeros at least, and nothing but zeros."""
-        rest = self.length - self.offset
-        zeros = rest >= BLOCK and self.length % BLOCK == 0
-        while zeros and self.offset < self.length:
-            zeros = not any(self.take(min(2**20, self.length - self.offset)))
-        if not zeros or self.file.read(1):
+        zeros = True
+        while zeros and (data := self.file.read(2**20)):
+            self.offset += len(data)
+            zeros = not any(data)
+        rest = self.offset - self.header - BLOCK
+        if not zeros or rest < BLOCK or rest % BLOCK or self.length not in (None, self.offset):
             raise DamagedShardError(
-                f"{self.where}: damaged tar: no proper end after byte {self.header} of {self.length}; "
+                f"{self.where}: damaged tar: no proper end after byte {self.header} of {self.length or self.offset}; "
                 "expected zeros alone"
             )
 
     def take(self, size: int) -> bytes:
         """The next bytes."""
-        data = self.file.read(size) if self.offset + size <= self.length else b""
+        data = self.file.read(size) if self.length is None or self.offset + size <= self.length else b""
         if len(data) < size:
+            end = self.length or self.offset + len(data)
             raise DamagedShardError(
-                f"{self.where}: damaged tar: it ends at byte {self.length}, with no proper end of two blocks of zeros"
+                f"{self.where}: damaged tar: it ends at byte {end}, with no proper end of two blocks of zeros"
             )
         self.offset += size
         return data
