@@ -4,6 +4,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from distap.data.pixels import HeldPixels, PixelSettings, Reread, held_pixels
 from distap.data.plan import Plan
 from distap.data.reading import Reader
 from distap.data.storage import Traffic
-from distap.data.transforms import Transform, seeded
+from distap.data.transforms import Croppable, Transform, seeded
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
@@ -37,18 +38,24 @@ class Chunk(NamedTuple):
     """Some images as a worker hands them over."""
 
     pixels: Tensor  # (n, 3, size, size) uint8, zero where there is no image
-    samples: list[int]  # numbers in the index, NO_SAMPLE where there is no image
+    samples: list[int]  # numbers of the images, NO_SAMPLE where there is none
+    labels: list[int]  # classes, -1 where there is no image
+    names: list[str]  # shards and keys; of the damaged image where nothing stands in for it
     failures: list[Failure]
     traffic: Traffic  # what reading them took
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
+    """An image that was read, or what is known of one that could not be."""
+
     pixels: Tensor
     sample: int
+    label: int
+    name: str
     failures: list[Failure]
 
 
-class SlotImages(Dataset[_Loaded]):
+class SlotImages(Dataset[Loaded]):
     """Images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
     A damaged image is replaced by one of its class that is not in the batch; where there is none, the slot
@@ -58,35 +65,42 @@ class SlotImages(Dataset[_Loaded]):
     def __init__(self, reader: Reader, plan: Plan, transform: Transform, size: int) -> None:
         self.reader, self.plan, self.transform, self.size = reader, plan, transform, size
 
-    def __getitem__(self, request: tuple[int, int, int]) -> _Loaded:
+    def __getitem__(self, request: tuple[int, int, int]) -> Loaded:
         step, slot, sample = request
         failures: list[Failure] = []
         for candidate in self._candidates(step, slot, sample):
+            name = self.reader.where(candidate)
             try:
-                seed = seed_for(AUGMENTATION, self.plan.seed, step, slot)
-                pixels = seeded(self.transform, self.reader.encoded(candidate), seed)
+                pixels = augmented(self.transform, self.reader.encoded(candidate), self.plan.seed, step, slot)
             except DamagedImageError as error:
-                failures.append(Failure(self.reader.where(candidate), error.reason))
+                failures.append(Failure(name, error.reason))
             else:
-                return _Loaded(pixels, candidate, failures)
-        return _Loaded(_no_pixels(self.size), NO_SAMPLE, failures)
+                return Loaded(pixels, candidate, int(self.plan.classes.labels[candidate]), name, failures)
+        return _missing(self.size, self.reader.where(sample), failures)
 
     def _candidates(self, step: int, slot: int, sample: int) -> Iterator[int]:
         yield sample
         yield from self.plan.stand_ins(step, slot).tolist()
 
 
-class OrderedImages(Dataset[_Loaded]):
+def augmented(transform: Transform, image: Croppable, seed: int, step: int, slot: int) -> Tensor:
+    """(3, size, size) uint8: what a slot of a step gets of an image, a function of these alone."""
+    return seeded(transform, image, seed_for(AUGMENTATION, seed, step, slot))
+
+
+class OrderedImages(Dataset[Loaded]):
     """Images by number, for evaluation: a damaged one is left out, since nothing can stand in for it."""
 
     def __init__(self, reader: Reader, transform: Transform, size: int) -> None:
         self.reader, self.transform, self.size = reader, transform, size
 
-    def __getitem__(self, sample: int) -> _Loaded:
+    def __getitem__(self, sample: int) -> Loaded:
+        name = self.reader.where(sample)
         try:
-            return _Loaded(self.transform(self.reader.encoded(sample)), sample, [])
+            pixels = self.transform(self.reader.encoded(sample))
         except DamagedImageError as error:
-            return _Loaded(_no_pixels(self.size), NO_SAMPLE, [Failure(self.reader.where(sample), error.reason)])
+            return _missing(self.size, name, [Failure(name, error.reason)])
+        return Loaded(pixels, sample, int(self.reader.index.label[sample]), name, [])
 
 
 class ShareOfBatch:
@@ -94,8 +108,7 @@ class ShareOfBatch:
 
     Args:
         step: whose batch it is.
-        slots: this rank's slots of it.
-        images: the images of the plan.
+        total: B, images of the global batch.
         held: where the pixels wait; None reads them again, which `chunks` then repeats.
         chunks: the share's images; other shares may follow.
         stopwatch: counts the waiting as `data_wait`.
@@ -104,30 +117,27 @@ class ShareOfBatch:
     def __init__(
         self,
         step: int,
-        slots: range,
-        images: SlotImages,
+        total: int,
         held: HeldPixels | None,
         chunks: Iterator[Chunk],
         stopwatch: Stopwatch,
     ) -> None:
         self.step = step
-        self.total = images.plan.size
+        self.total = total
         self.samples: list[int] = []
+        self.names: list[str] = []  # shards and keys; of the damaged image where nothing stands in for it
         self.failures: list[Failure] = []
         self.traffic = Traffic()  # of what was read so far; workers read ahead
-        self._slots = slots
-        self._images = images
+        self._labels: list[int] = []
         self._chunks = chunks
         self._again = 0  # rows that have been read again
-        self._held: HeldPixels = held or Reread(self._read_again, self._name)
+        self._held: HeldPixels = held or Reread(self._read_again, self.names.__getitem__)
         self._stopwatch = stopwatch
 
     @property
     def labels(self) -> Tensor:
         """(b,) int64 classes of the images; -1 where there is no image."""
-        of_samples = self._images.plan.classes.labels
-        labels = [int(of_samples[sample]) if sample != NO_SAMPLE else -1 for sample in self.samples]
-        return torch.tensor(labels, dtype=torch.int64)
+        return torch.tensor(self._labels, dtype=torch.int64)
 
     @property
     def present(self) -> Tensor:
@@ -153,6 +163,8 @@ class ShareOfBatch:
                 chunk = next(self._chunks)
                 fresh.append(self._held.keep(len(self.samples), chunk.pixels))
                 self.samples += chunk.samples
+                self.names += chunk.names
+                self._labels += chunk.labels
                 self.failures += chunk.failures
                 self.traffic = self.traffic.plus(chunk.traffic)
             if fresh and (first, len(self.samples)) == (rows.start, rows.stop):
@@ -175,19 +187,12 @@ class ShareOfBatch:
             if sample != self.samples[row]:
                 reasons = ", ".join(f"{failure.where}: {failure.reason}" for failure in chunk.failures)
                 raise DistapError(
-                    f"{self._name(row)}: what could be read for describe cannot be read again for replay "
+                    f"{self.names[row]}: what could be read for describe cannot be read again for replay "
                     f"({reasons or 'or the other way round'}); data must not change during a training. Mend its "
                     "storage, or set data.pixels.hold to spool, which reads once"
                 )
         self._again += len(chunk.samples)
         return chunk.pixels
-
-    def _name(self, row: int) -> str:
-        """Shard and key of the image in a row, or of the damaged one that nothing stands in for."""
-        sample = self.samples[row]
-        if sample == NO_SAMPLE:
-            sample = int(self._images.plan.batch(self.step)[self._slots[row]])
-        return self._images.reader.where(sample)
 
 
 def training_shares(
@@ -228,14 +233,18 @@ def training_shares(
                 for start in range(0, len(slots), size):
                     yield [(step, slot, int(batch[slot])) for slot in slots[start : start + size]]
 
-    def shares() -> Iterator[ShareOfBatch]:
-        with closing(_loaded(images, requests(), workers, prefetch)) as chunks:
-            for step in steps:
-                share = ShareOfBatch(step, slots, images, held, chunks, stopwatch)
-                yield share
-                share.finish()
+    return shares_of(_loaded(images, requests(), workers, prefetch), steps, images.plan.size, held, stopwatch)
 
-    return shares()
+
+def shares_of(
+    loaded: Generator[Chunk, None, None], steps: range, total: int, held: HeldPixels | None, stopwatch: Stopwatch
+) -> Iterator[ShareOfBatch]:
+    """A rank's shares of global batches of `total` images, from its chunks of all these steps."""
+    with closing(loaded) as chunks:
+        for step in steps:
+            share = ShareOfBatch(step, total, held, chunks, stopwatch)
+            yield share
+            share.finish()
 
 
 def evaluation_chunks(images: OrderedImages, samples: range, chunk: int, workers: int) -> Iterator[Chunk]:
@@ -255,6 +264,15 @@ def _loaded(
         collate_fn=partial(_collate, images.reader),
         worker_init_fn=partial(begin_worker, os.getpid()),
     )
+    return handed_over(loader)
+
+
+def handed_over(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    """What a loader's workers make, in order; they end with this.
+
+    Raises:
+        DistapError: what a worker raised, or that one was lost.
+    """
     failure: DistapError | None = None
     with LoaderWorkers() as started:
         chunks = iter(loader)
@@ -279,11 +297,15 @@ def _loaded(
         raise failure
 
 
-def _collate(reader: Reader, loaded: list[_Loaded]) -> Chunk:
-    failures = [failure for image in loaded for failure in image.failures]
-    pixels, samples = torch.stack([image.pixels for image in loaded]), [image.sample for image in loaded]
-    return Chunk(pixels, samples, failures, reader.take_traffic())
+def _collate(reader: Reader, loaded: list[Loaded]) -> Chunk:
+    return chunk_of(loaded, reader.take_traffic())
 
 
-def _no_pixels(size: int) -> Tensor:
-    return torch.zeros(3, size, size, dtype=torch.uint8)
+def chunk_of(loaded: list[Loaded], traffic: Traffic) -> Chunk:
+    """Images that are handed over together, and what reading them took."""
+    pixels, samples, labels, names, failures = zip(*loaded, strict=True)
+    return Chunk(torch.stack(pixels), list(samples), list(labels), list(names), list(chain(*failures)), traffic)
+
+
+def _missing(size: int, name: str, failures: list[Failure]) -> Loaded:
+    return Loaded(torch.zeros(3, size, size, dtype=torch.uint8), NO_SAMPLE, -1, name, failures)
