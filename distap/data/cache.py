@@ -138,7 +138,7 @@ class ShardCache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(file)
+            _release(file)
 
     def _fetch_later(self, shard: int) -> None:
         process = self._of_process()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from servers import web_server
 
-from distap.data.cache import IN_USE, CacheSettings
+from distap.data.cache import IN_USE, LOCK, CacheSettings
 from distap.data.index import load_index
 from distap.data.indexing import index_shards
 from distap.data.reading import Reader
@@ -196,6 +196,21 @@ def test_a_killed_download_leaves_nothing_that_looks_whole(shards, folder):
     assert read_all(whole)[1].cache_hits < 9
     assert len(kept(folder)) == 3
     assert kept(folder, ".part") == []
+
+
+def test_a_fork_while_the_cache_is_locked_does_not_keep_the_lock(shards, folder):
+    whole = reader(shards, folder)
+    context = multiprocessing.get_context("fork")
+    done = context.Event()
+    with whole.cache._locked():
+        process = context.Process(target=done.wait)
+        process.start()
+    try:
+        with (folder / LOCK).open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        done.set()
+        process.join()
 
 
 def test_leftovers_are_cleared_away_when_a_data_set_is_read_again(shards, folder):
