@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 FINISHED = 0
@@ -33,18 +34,22 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 def record_outcome(status: int, error: BaseException | None = None) -> None:
     """Leave this rank's exit status and error for the launcher; without one, do nothing."""
-    if error is not None and not isinstance(error, SystemExit) and ERROR_FILE in os.environ:
-        _write_error_file(Path(os.environ[ERROR_FILE]), error)
     folder = os.environ.get(FOLDER)
-    if folder is not None and "RANK" in os.environ:
-        # All at once, so that the launcher never reads half of it.
-        draft = Path(folder, f"{os.environ['RANK']}.draft")
-        draft.write_text(str(status))
-        draft.replace(draft.with_suffix(""))
+    # A full disk, or a folder that was tidied away, must not keep a rank from leaving.
+    with suppress(OSError):
+        if folder is not None and "RANK" in os.environ:
+            # All at once, so that the launcher never reads half of it.
+            draft = Path(folder, f"{os.environ['RANK']}.draft")
+            draft.write_text(str(status))
+            draft.replace(draft.with_suffix(""))
+        if error is not None and not isinstance(error, SystemExit) and ERROR_FILE in os.environ:
+            _write_error_file(Path(os.environ[ERROR_FILE]), error)
 
 
 def recorded_outcomes(folder: Path) -> dict[int, int]:
-    """The exit statuses that ranks have left, by rank."""
+    """The exit statuses that ranks have left, by rank; none where the folder was tidied away."""
+    if not folder.is_dir():
+        return {}
     return {int(file.name): int(file.read_text()) for file in folder.iterdir() if file.name.isdecimal()}
 
 

@@ -103,18 +103,19 @@ def _run(settings: Namespace, outcomes: Path) -> int:
         print(f"stopped by {error.sigval.name}", file=sys.stderr)
     except RendezvousError as error:
         print(f"the hosts did not meet: {error}", file=sys.stderr)
-    return status_of(recorded_outcomes(outcomes), torchrun.determine_local_world_size(settings.nproc_per_node))
+    return status_of(recorded_outcomes(outcomes))
 
 
 def _how(status: int) -> str:
     return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
 
-def status_of(outcomes: dict[int, int], ranks: int) -> int:
-    """The exit status of a host whose `ranks` did not all finish; a rank without an outcome crashed."""
+def status_of(outcomes: dict[int, int]) -> int:
+    """The exit status of a host whose ranks did not all finish; one without an outcome crashed."""
     if MISTAKE in outcomes.values():
         return MISTAKE
-    return RESTART if len(outcomes) == ranks and set(outcomes.values()) == {RESTART} else FAILED
+    # One that was asked to stop and could not wait for the others has left them without it.
+    return RESTART if RESTART in outcomes.values() else FAILED
 
 
 class Agent(LocalElasticAgent):
@@ -145,6 +146,7 @@ class Agent(LocalElasticAgent):
             self._is_over = True
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._outcomes.mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
         for file in self._outcomes.iterdir():
             file.unlink()
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
@@ -155,7 +157,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             outcomes = recorded_outcomes(self._outcomes)
-            if status_of(outcomes, len(worker_group.workers)) in (MISTAKE, RESTART):
+            if status_of(outcomes) in (MISTAKE, RESTART):
                 self._remaining_restarts = 0
         return result
 
@@ -196,7 +198,7 @@ class Agent(LocalElasticAgent):
                 is_done = len(outcomes) == len(processes) and set(outcomes.values()) == {FINISHED}
                 print("the rendezvous of the hosts cannot be reached any more: leaving", file=sys.stderr, flush=True)
                 shutil.rmtree(self._outcomes, ignore_errors=True)
-                os._exit(FINISHED if is_done else status_of(outcomes, len(processes)))
+                os._exit(FINISHED if is_done else status_of(outcomes))
 
     def _meets(self) -> bool:
         """Whether the rendezvous of the hosts can be reached."""

@@ -103,6 +103,18 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
     """Take the signal without dying of it."""
 
 
+def leave_when_asked() -> None:
+    """Until a StopRequest listens there is nothing to save: a signal ends the process, to be started again."""
+    for number in SIGNALS:
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(RESTART)
+
+
 def _end(status: int) -> None:
-    record_outcome(status)
-    os._exit(status)
+    try:
+        record_outcome(status)
+    finally:
+        os._exit(status)

@@ -8,6 +8,7 @@ import typer
 
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, record_outcome
+from distap.stopping import leave_when_asked
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 OVERRIDES = Annotated[
@@ -23,6 +24,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     step, writes a checkpoint and leaves with status 75: start it again. Other statuses: 0 all steps are done, 2 a
     mistake that needs a person, 1 a failure.
     """
+    leave_when_asked()
     # Imported here, so that --help does not wait for torch.
     from distap.config import load_recipe
     from distap.distributed import joined_world

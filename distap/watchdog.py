@@ -235,9 +235,11 @@ class Watchdog:
             elif now - self._store_heard > self.timeout_seconds:
                 self._condemn(f"{self._here(unfinished.name if unfinished else '')} cannot go on: {self._reasons()}")
         if not self._stopped.is_set():
-            self._announce()
-            if not self._stopped.wait(LEAVE_SECONDS):
-                os._exit(FAILED)
+            try:
+                self._announce()
+            finally:
+                if not self._stopped.wait(LEAVE_SECONDS):
+                    os._exit(FAILED)
 
     def _forgive(self, seconds: float) -> None:
         """This process was stopped for a while, perhaps with all others: that is nobody's silence."""

@@ -67,7 +67,7 @@ def test_a_shutdown_timeout_below_the_grace_time_is_refused(tmp_path):
 
 
 def test_a_rank_without_an_outcome_has_crashed():
-    assert status_of({0: RESTART, 1: RESTART}, ranks=2) == RESTART
-    assert status_of({0: RESTART}, ranks=2) == FAILED
-    assert status_of({0: RESTART, 1: FAILED}, ranks=2) == FAILED
-    assert status_of({0: FAILED, 1: MISTAKE}, ranks=2) == MISTAKE
+    assert status_of({0: RESTART, 1: RESTART}) == RESTART
+    assert status_of({0: RESTART, 1: FAILED}) == RESTART
+    assert status_of({}) == status_of({0: FAILED}) == FAILED
+    assert status_of({0: FAILED, 1: MISTAKE}) == status_of({0: RESTART, 1: MISTAKE}) == MISTAKE

@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import shutil
+import time
+import uuid
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +17,14 @@ from typing import Any
 
 from torch import Tensor
 
-from distap.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest, verify_files
+from distap.checkpoint.manifest import STATE_FILE, DamagedCheckpointError, Manifest, read_manifest, verify_files
 from distap.checkpoint.tensors import read_tensors
 from distap.distributed import World
 from distap.errors import DistapError
 
-STATE_FILE = "state.json"
 NAME = re.compile(r"step-(\d{8})")
-UNFINISHED = ".step-"
+UNFINISHED, DAMAGED = ".step-", "damaged-"
+LISTING_SECONDS = 60.0  # for which a network file system may go on showing what a folder held before
 logger = logging.getLogger("distap")
 
 
@@ -38,12 +40,19 @@ class Checkpoint:
         """Steps behind its state."""
         return self.manifest.step
 
-    def state(self) -> dict[str, Any]:
-        """What was saved beside the tensors."""
+    def state(self, *names: str) -> dict[str, Any]:
+        """What was saved beside the tensors; `names` have to be in it, as dictionaries.
+
+        Raises:
+            DamagedCheckpointError: they are not.
+        """
         try:
-            state: dict[str, Any] = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
+            state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(self.path, f"{STATE_FILE}: {error}") from error
+        missing = [name for name in names if not (isinstance(state, dict) and isinstance(state.get(name), dict))]
+        if missing or not isinstance(state, dict):
+            raise DamagedCheckpointError(self.path, f"{STATE_FILE} has no {', '.join(missing)}")
         return state
 
     def tensors(self, prefix: str = "", into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -125,7 +134,9 @@ def remove_old(folder: Path, keep: int, keep_best: bool) -> None:
     best = best_checkpoint(folder) if keep_best else None
     for path in list_checkpoints(folder):
         if path not in stays and path != best:
-            shutil.rmtree(path)
+            # Under another name first: half a checkpoint must not be taken for one.
+            path = path.rename(folder / f".{path.name}.old-{uuid.uuid4().hex[:8]}")
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -135,17 +146,21 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a damaged checkpoint a name under which nothing takes it for a good one."""
-    aside = path.with_name(f"damaged-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
+    """Give a damaged checkpoint a name under which nothing takes it for a good one; the last such one is kept."""
+    for older in path.parent.glob(f"{DAMAGED}*"):
+        shutil.rmtree(older, ignore_errors=True)
+    return path.rename(path.with_name(f"{DAMAGED}{path.name}"))
 
 
 def _seen_by_all(folder: Path, world: World) -> list[Path]:
     """The checkpoints that there are, which must be the same ones on all ranks."""
+    deadline = time.monotonic() + LISTING_SECONDS
     found = list_checkpoints(folder)
-    names = "".join(path.name for path in found)
-    if not world.all_same(zlib.crc32(names.encode())):
+    while not world.all_same(zlib.crc32("".join(path.name for path in found).encode())):
+        if world.maximum(time.monotonic() - deadline) < 0:
+            time.sleep(1)
+            found = list_checkpoints(folder)
+            continue
         newest = f"has {found[-1].name} as its newest" if found else "sees none"
         raise DistapError(
             f"{folder}: the ranks see different checkpoints; rank {world.rank} {newest}. The run folder has to be "

@@ -6,6 +6,8 @@ torch.distributed.checkpoint has no checksums: a file with flipped bits loads wi
 import hashlib
 import json
 import os
+import re
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 
 from distap.errors import DistapError
 
-MANIFEST_FILE = "manifest.json"
+MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
+SHARE = re.compile(r"__\d+_\d+\.distcp")  # what torch.distributed.checkpoint calls a rank's file
 FORMAT = 2
 
 
@@ -76,6 +79,9 @@ def read_manifest(folder: Path) -> Manifest:
         if written != FORMAT:
             raise DistapError(f"{folder}: format {written!r} of checkpoints, expected {FORMAT}: another distap's")
         files = {name: FileIdentity(**identity) for name, identity in content.pop("files").items()}
+        foreign = sorted(name for name in files.keys() - {STATE_FILE, METADATA_FILE} if not SHARE.fullmatch(name))
+        if foreign or not files.keys() >= {STATE_FILE, METADATA_FILE}:
+            raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists other files than a checkpoint's: {foreign}")
         return Manifest(files=files, **content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
@@ -88,11 +94,15 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
         DamagedCheckpointError: one is missing, unreadable or another.
     """
     for name in names:
+        expected = manifest.files[name]
         try:
-            found = file_identity(folder / name)
-        except (OSError, ValueError) as error:
+            status = (folder / name).lstat()
+            # What is no file, or of another size, is not worth reading, and may have no end.
+            is_same = stat.S_ISREG(status.st_mode) and status.st_size == expected.bytes
+            is_same = is_same and file_identity(folder / name) == expected
+        except OSError as error:
             raise DamagedCheckpointError(folder, f"{name} cannot be read: {error}") from error
-        if found != manifest.files[name]:
+        if not is_same:
             raise DamagedCheckpointError(folder, f"{name} is not the file that was written (size or SHA-256 differ)")
 
 

@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from distap.checkpoint.manifest import DamagedCheckpointError
+from distap.checkpoint.manifest import METADATA_FILE, DamagedCheckpointError
 
-METADATA_FILE = ".metadata"
 DCP = "torch.distributed.checkpoint"
 METADATA_CLASSES = {
     f"{DCP}.metadata": {
@@ -79,11 +78,16 @@ def read_tensors(
     """
     reader = _ClosedReader(folder, frozenset(files))
     given = into or {}
-    tensors = {
-        name: given[name] if name in given else torch.empty(stored.size, dtype=stored.properties.dtype)
-        for name, stored in reader.stored_tensors().items()
-        if name.startswith(prefix)
-    }
+    room = sum((folder / name).stat().st_size for name in reader.files)
+    tensors = {}
+    for name, stored in reader.stored_tensors().items():
+        if name.startswith(prefix):
+            size = stored.size.numel() * stored.properties.dtype.itemsize
+            if size > room:
+                raise DamagedCheckpointError(
+                    folder, f"{METADATA_FILE}: {name} is to have {size:,} bytes, but has fewer"
+                )
+            tensors[name] = given[name] if name in given else torch.empty(stored.size, dtype=stored.properties.dtype)
     # Every rank reads what it needs: the files are the same for all, so there is nothing to agree on.
     try:
         load(tensors, storage_reader=reader, no_dist=True)
@@ -98,7 +102,7 @@ class _ClosedReader(FileSystemReader):
 
     def __init__(self, folder: Path, files: frozenset[str]) -> None:
         super().__init__(folder)
-        self._folder, self._files = folder, files
+        self._folder, self.files = folder, files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, if it is what a checkpoint of ours may have."""
@@ -112,7 +116,7 @@ class _ClosedReader(FileSystemReader):
         ):
             raise DamagedCheckpointError(self._folder, f"{METADATA_FILE}: something else than tensors is in it")
         for place in metadata.storage_data.values():
-            if place.relative_path not in self._files:
+            if place.relative_path not in self.files:
                 raise DamagedCheckpointError(self._folder, f"{METADATA_FILE} names a foreign file")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

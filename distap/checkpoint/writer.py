@@ -1,6 +1,7 @@
 """Writing checkpoints beside the training."""
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -15,12 +16,21 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from distap.checkpoint.folder import STATE_FILE, UNFINISHED, remove_old, remove_unfinished
-from distap.checkpoint.manifest import FileIdentity, Manifest, file_identity, write_manifest
-from distap.checkpoint.tensors import METADATA_FILE, files_of_rank, write_tensors
+from distap.checkpoint.folder import UNFINISHED, remove_old, remove_unfinished
+from distap.checkpoint.manifest import (
+    METADATA_FILE,
+    STATE_FILE,
+    FileIdentity,
+    Manifest,
+    file_identity,
+    write_manifest,
+)
+from distap.checkpoint.tensors import files_of_rank, write_tensors
 from distap.distributed import World
+from distap.watchdog import is_of_the_network
 
 T = TypeVar("T")
+logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class Written:
     blocked_seconds: float  # in which training waited, for the copy and the checkpoint before
     bytes: int = 0  # of all ranks
     error: str | None = None
+    lost_rank: Exception | None = None  # where it failed since the ranks can no longer talk
 
 
 @dataclass
@@ -111,24 +122,36 @@ class CheckpointWriter:
         return written
 
     def wait(self) -> Written | None:
-        """Wait for the checkpoint that is being written; what became of it."""
-        if self._job is not None and self._job.thread is not None:
-            self._job.thread.join()
-        return self.poll()
+        """Wait for the checkpoint that is being written; what became of it.
+
+        Raises:
+            CollectiveError: a rank was lost meanwhile.
+        """
+        with self.world.collective("writing of the checkpoint"):
+            if self._job is not None and self._job.thread is not None:
+                self._job.thread.join()
+            written = self.poll()
+            if written is not None and written.lost_rank is not None:
+                raise written.lost_rank
+        return written
 
     def _run(self, job: _Job) -> None:
         started = time.perf_counter()
         path = self.folder / f"step-{job.manifest.step:08d}"
-        size, problem = 0, None
+        size, problem, lost_rank = 0, None, None
         try:
             size = self._write(job, path)
         except Exception as error:  # whatever it was, training goes on, and poll tells of it
-            # torch's writer hides a full disk behind an error of its own.
-            free = shutil.disk_usage(self.folder).free / 1e6 if self.folder.is_dir() else float("nan")
-            needed = sum(tensor.nbytes for tensor in job.tensors.values()) / 1e6
-            problem = f"{str(error) or type(error).__name__} (it takes {needed:,.1f} MB; {free:,.1f} MB are free)"
+            problem = str(error) or type(error).__name__
+            if self._group is not None and is_of_the_network(error):
+                lost_rank = error
+            else:
+                # torch's writer hides a full disk behind an error of its own.
+                free = shutil.disk_usage(self.folder).free / 1e6 if self.folder.is_dir() else float("nan")
+                needed = sum(tensor.nbytes for tensor in job.tensors.values()) / 1e6
+                problem += f" (it takes {needed:,.1f} MB; {free:,.1f} MB are free)"
         seconds = time.perf_counter() - started
-        job.written = Written(job.manifest.step, path, seconds, job.blocked_seconds, size, problem)
+        job.written = Written(job.manifest.step, path, seconds, job.blocked_seconds, size, problem, lost_rank)
 
     def _write(self, job: _Job, path: Path) -> int:
         """Write aside, describe the files, rename; returns the bytes of all ranks. Fails on all ranks or on none."""
@@ -173,7 +196,10 @@ class CheckpointWriter:
             shutil.rmtree(path)
         aside.rename(path)
         _sync_folder(self.folder)
-        remove_old(self.folder, self.keep, self.keep_best)
+        try:
+            remove_old(self.folder, self.keep, self.keep_best)
+        except OSError as error:  # the new one is there all the same
+            logger.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
 
     def _agreed(self, work: Callable[[], T], only_first: bool = False) -> list[T]:
         """Do the work on every rank, or on rank 0 only; all ranks get the results, or the same error.

@@ -1,6 +1,8 @@
 import json
 import pickle
 import re
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from distap.checkpoint import (
     newest_checkpoint,
 )
 from distap.checkpoint.folder import set_aside
-from distap.checkpoint.manifest import read_manifest, write_manifest
+from distap.checkpoint.manifest import file_identity, read_manifest, write_manifest
+from distap.checkpoint.tensors import write_tensors
 from distap.distributed import World
 from distap.errors import DistapError
 
@@ -44,10 +47,6 @@ def flip(path, bit):
 
 def rewrite_manifest(path):
     """Make the manifest fit what is in the folder, as someone who means harm would."""
-    from dataclasses import replace
-
-    from distap.checkpoint.manifest import file_identity
-
     manifest = read_manifest(path)
     write_manifest(path, replace(manifest, files={name: file_identity(path / name) for name in manifest.files}))
 
@@ -74,12 +73,19 @@ def test_tensors_are_filled_in_where_they_are(tmp_path):
     assert torch.equal(mine, TENSORS["network.a"])
 
 
-def test_training_may_change_the_state_while_it_is_written(tmp_path):
+def test_training_goes_on_and_changes_the_state_while_it_is_written(tmp_path, monkeypatch):
+    may_write = threading.Event()
+    monkeypatch.setattr(
+        "distap.checkpoint.writer.write_tensors", lambda *given: (may_write.wait(60), write_tensors(*given))
+    )
     changing = {"a": torch.zeros(1000, 1000)}
     writer = CheckpointWriter(tmp_path, World(), keep=1)
     writer.save(1, changing, STATE, {})
-    changing["a"] += 1
-    writer.wait()
+    assert writer.poll() is None
+    changing["a"] += 1  # as a step does
+    assert list_checkpoints(tmp_path) == []
+    may_write.set()
+    assert writer.wait().error is None
     assert not find_checkpoint(list_checkpoints(tmp_path)[0]).tensors()["a"].any()
 
 
@@ -146,13 +152,13 @@ def test_when_all_are_damaged_training_does_not_start_anew(tmp_path):
         newest_checkpoint(tmp_path, World())
 
 
-def test_a_damaged_checkpoint_is_set_aside(tmp_path):
+def test_a_damaged_checkpoint_is_set_aside_and_the_last_such_one_kept(tmp_path):
     save(tmp_path, 1, 2)
     set_aside(tmp_path / "step-00000002")
-    save(tmp_path, 2)
-    set_aside(tmp_path / "step-00000002")
+    save(tmp_path, 3)
+    set_aside(tmp_path / "step-00000003")
     assert names(tmp_path) == ["step-00000001"]
-    assert (tmp_path / "damaged-step-00000002" / "state.json").exists()
+    assert [path.name for path in tmp_path.glob("damaged-*")] == ["damaged-step-00000003"]
 
 
 class Evil:
@@ -209,6 +215,66 @@ def test_metadata_lead_to_no_file_outside_the_checkpoint(tmp_path):
     rewrite_manifest(path)
     with pytest.raises(DamagedCheckpointError, match="names a foreign file"):
         find_checkpoint(path).tensors()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"/etc/hostname": "more"},
+        {"../step-00000002/state.json": "more"},
+        {"state.json": "gone"},
+        {".metadata": "gone"},
+    ],
+    ids=str,
+)
+def test_a_manifest_lists_the_files_of_a_checkpoint_and_no_others(tmp_path, change):
+    path = save(tmp_path, 1).path
+    manifest = read_manifest(path)
+    ((name, how),) = change.items()
+    if how == "more":
+        write_manifest(path, replace(manifest, files=manifest.files | {name: manifest.files["state.json"]}))
+    else:
+        write_manifest(path, replace(manifest, files={n: f for n, f in manifest.files.items() if n != name}))
+    with pytest.raises(DamagedCheckpointError, match="lists other files than a checkpoint's"):
+        find_checkpoint(path)
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    path = save(tmp_path, 1).path
+    (path / "__0_0.distcp").unlink()
+    (path / "__0_0.distcp").symlink_to("/dev/zero")
+    with pytest.raises(DamagedCheckpointError, match="__0_0"):
+        find_checkpoint(path)
+
+
+def test_a_tensor_that_is_larger_than_the_files_is_refused_before_there_is_memory_for_it(tmp_path):
+    path = save(tmp_path, 1).path
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.state_dict_metadata["network.a"].size = torch.Size([2**45])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite_manifest(path)
+    with pytest.raises(DamagedCheckpointError, match=r"network\.a is to have 140,737,488,355,328 bytes"):
+        find_checkpoint(path).tensors()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"recipe": 1}', "1e999"])
+def test_a_state_without_what_is_needed_is_damaged(tmp_path, content):
+    path = save(tmp_path, 1).path
+    (path / "state.json").write_text(content)
+    rewrite_manifest(path)
+    with pytest.raises(DamagedCheckpointError, match=r"state\.json has no recipe"):
+        find_checkpoint(path).state("recipe")
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_spoil_the_new_one(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError("Device or resource busy")
+
+    monkeypatch.setattr("distap.checkpoint.writer.remove_old", refuse)
+    assert save(tmp_path, 1).error is None
+    assert "an old checkpoint cannot be removed: Device or resource busy" in caplog.text
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_checkpoint_of_an_earlier_distap_is_refused_as_such(tmp_path):
