@@ -1,5 +1,6 @@
-"""Real servers for tests: a web server on a thread, with faults on demand, and one that speaks S3."""
+"""Real servers for tests: a web server on a thread, with faults on demand, and two that speak S3 and Google's API."""
 
+import json
 import re
 import socket
 import threading
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+MEDIA, METADATA = "/download/storage/v1/b/bucket/o/", "/storage/v1/b/bucket/o/"  # of Google's API
+
 
 class WebServer(ThreadingHTTPServer):
-    """Serves a folder as nginx does, apart from the faults that are asked for."""
+    """Serves a folder as nginx does, apart from the faults that are asked for; and as S3 and Google do, to read."""
 
     daemon_threads = True
 
@@ -21,15 +24,26 @@ class WebServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[str] = []  # path and range of each
-        self.faults: list[str] = []  # of the next requests, one each: a status, "cut", "stall" or "shift"
+        self.faults: list[
+            str
+        ] = []  # of the next requests for bytes, one each: a status, "cut", "short", "stall" or "shift"
         self.ranges = True
         self.released = threading.Event()
         self._lock = threading.Lock()
 
+    def base(self, scheme: str) -> str:
+        """URL of the folder."""
+        return self.url if scheme == "http" else f"{scheme}://bucket"
+
+    def options(self, scheme: str) -> dict[str, dict[str, object]]:
+        """What data.remote.options needs to reach it."""
+        own = {"http": {}, "s3": {"anon": True}, "gs": {"token": "anon"}}[scheme]
+        return {} if scheme == "http" else {scheme: {"endpoint_url": self.url, **own}}
+
     def next_fault(self, request: str) -> str:
         with self._lock:
             self.requests.append(request)
-            return self.faults.pop(0) if self.faults else ""
+            return self.faults.pop(0) if self.faults and "bytes=" in request else ""
 
     def handle_error(self, request, client_address) -> None:
         """Say nothing of clients that went away."""
@@ -47,11 +61,14 @@ class _Handler(SimpleHTTPRequestHandler):
         if fault == "stall":
             self.server.released.wait()
             return
-        path = Path(self.translate_path(self.path))
+        is_metadata = self.path.startswith(METADATA)
+        path = self._file()
         if not path.is_file():
             self.send_error(404)
             return
         data = path.read_bytes()
+        if is_metadata:
+            data = json.dumps({"name": path.name, "size": str(len(data)), "etag": "1"}).encode()
         bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
         if bounds and self.server.ranges:
             first, last = int(bounds[1]), min(int(bounds[2]), len(data) - 1)
@@ -68,12 +85,24 @@ class _Handler(SimpleHTTPRequestHandler):
             data = data[first : last + 1]
         else:
             self.send_response(200)
+        if fault == "short":
+            data = data[: len(data) // 2]
         self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
         if fault == "cut":
             self.close_connection = True
+
+    def do_HEAD(self) -> None:
+        self._file()
+        super().do_HEAD()
+
+    def _file(self) -> Path:
+        for prefix in (MEDIA, METADATA, "/bucket/"):
+            if self.path.startswith(prefix):
+                self.path = f"/{self.path.removeprefix(prefix)}"
+        return Path(self.translate_path(self.path))
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the terminal free."""

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Coroutine
+from types import MethodType
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
@@ -64,7 +65,8 @@ class RemoteStorage:
                 wanted = min(size, max(about.size - offset, 0))
             else:
                 data = self._bucket_range(name, offset, size)
-                wanted = len(data)
+                # A short answer may be the file's end, or one that broke off without contradicting its headers.
+                wanted = min(size, max(self._bucket_size(name) - offset, 0)) if len(data) < size else size
             if len(data) > size:
                 raise DistapError(self._ignores_ranges(name))
             if len(data) < wanted:
@@ -133,6 +135,9 @@ class RemoteStorage:
                 return b""  # beyond the end
             raise
 
+    def _bucket_size(self, name: str) -> int:
+        return int(self._sync(self._files._info, self._path(name))["size"])
+
     async def _web_range(self, name: str, offset: int, size: int) -> tuple[bytes, About]:
         """Part of a file behind a web server, and what its headers say of the whole.
 
@@ -171,7 +176,7 @@ def _file_system(scheme: str, settings: RemoteSettings) -> Any:
         for key, value in settings.options.get(scheme, {}).items()
     }
     if scheme == "s3":
-        # Attempts and time-outs are counted here, for all schemes alike.
+        # One attempt of boto's is one of data.remote; that of s3fs itself is set below.
         client = {"retries": {"total_max_attempts": 1}, "read_timeout": settings.timeout_seconds}
         options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
     if scheme == "gs":
@@ -189,6 +194,9 @@ def _file_system(scheme: str, settings: RemoteSettings) -> Any:
         ) from error
     if scheme == "s3":
         files.retries = 1
+    if scheme == "gs":
+        # Six attempts with pauses of their own are wrapped around it, and no option takes them away.
+        files._request = MethodType(type(files)._request.__wrapped__, files)
     return files
 
 
@@ -196,7 +204,15 @@ def _is_permanent(error: Exception) -> bool:
     """Whether another attempt would fail as this one did."""
     if isinstance(error, (*PERMANENT, *MISTAKES)) or type(error).__name__ in LACKS_CREDENTIALS:
         return True
-    status = getattr(error, "status", None) or getattr(error, "code", None)
+    status = getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
+    if status == 401 and "Invalid Credentials" in str(error):  # Google's word for a token that has run out
+        return False
     if isinstance(status, int) and 400 <= status < 500:
         return status not in PASSING
     return str(error).startswith("Forbidden")  # what gcsfs makes of 403
+
+
+def _status_of_boto(error: Exception) -> int | None:
+    """The HTTP status behind an error that s3fs made of one of boto's."""
+    answer = getattr(error.__cause__, "response", None)
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
