@@ -26,7 +26,7 @@ class WebServer(ThreadingHTTPServer):
         self.requests: list[str] = []  # path and range of each
         self.faults: list[
             str
-        ] = []  # of the next requests for bytes, one each: a status, "cut", "short", "stall" or "shift"
+        ] = []  # of the next requests for bytes, one each: a status, "cut", "short", "flip", "stall" or "shift"
         self.ranges = True
         self.released = threading.Event()
         self._lock = threading.Lock()
@@ -87,6 +87,8 @@ class _Handler(SimpleHTTPRequestHandler):
             self.send_response(200)
         if fault == "short":
             data = data[: len(data) // 2]
+        if fault == "flip":
+            data = data[:-1] + bytes([data[-1] ^ 1])
         self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

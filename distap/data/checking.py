@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.decoding import MAX_PIXELS, DamagedImageError, Reason, decode
+from distap.data.decoding import MAX_PIXELS, DamagedImageError, OutOfMemoryError, Reason, decode
 from distap.data.index import Index, load_index
 from distap.data.locations import Source, parse_source
 from distap.data.parallel import spread
@@ -159,6 +159,8 @@ def _check_shard(job: _Job) -> list[Damage]:
     except MissingFileError:
         detail = f"there is no such file; {len(job.key)} images were in it"
         damaged.insert(0, Damage(job.name, "", "shard_missing", detail))
+    except OutOfMemoryError:
+        raise
     except DistapError as error:
         detail = f"{error}; of its {len(job.key)} images not all could be looked at"
         damaged.insert(0, Damage(job.name, "", "shard_unreadable", detail))
@@ -175,7 +177,7 @@ def _damaged_images(job: _Job, passed: "_Passed", storage: Storage) -> Iterator[
                 raise DamagedImageError("truncated", f"{len(data)} bytes of {size}")
             if zlib.crc32(data) != crc32:
                 raise DamagedImageError("crc_mismatch", "the bytes have changed since they were indexed")
-            decode(data, job.max_pixels)
+            decode(data, job.max_pixels, f"{job.name}:{key}")
         except DamagedImageError as error:
             yield Damage(job.name, key, error.reason, str(error).removeprefix(f"{error.reason}: "))
 

@@ -17,6 +17,9 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
+from distap.errors import DistapError
+from distap.exits import FAILED
+
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
 REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # all others stay shut: some run programs, as EPS does
@@ -24,6 +27,8 @@ MAX_PIXELS = 100_000_000
 MAX_SIDE = 65_535  # pixels; JPEG's own limit, beyond which lie only images made to harm
 MAX_SCANS = 100  # of a progressive JPEG as large as is allowed, more of smaller ones: each takes a tenth of a second
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
+
+UNNAMED = "an image"
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 
@@ -52,6 +57,12 @@ class DamagedImageError(Exception):
         self.reason = reason
 
 
+class OutOfMemoryError(DistapError):
+    """An image whose size is allowed could not be decoded for lack of memory: starting again may help."""
+
+    status = FAILED
+
+
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Width and height in pixels, read from the header without decoding; as stored, whatever EXIF says.
 
@@ -62,13 +73,14 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
         return _open(data, max_pixels).size
 
 
-def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image, upright and RGB.
+def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
+    """The image, upright and RGB; its name is for messages.
 
     Raises:
         DamagedImageError: it cannot be decoded, or has more than `max_pixels`.
+        OutOfMemoryError: memory does not suffice.
     """
-    return EncodedImage(data, max_pixels).whole()
+    return EncodedImage(data, max_pixels, name).whole()
 
 
 def reduction(box: Box, size: int) -> int:
@@ -83,17 +95,21 @@ class EncodedImage:
     Args:
         data: bytes of a file.
         max_pixels: width times height that is refused without decoding when exceeded.
+        name: for messages.
     Attributes:
         size: width and height in pixels, upright.
     Raises:
         DamagedImageError: it is no image of FORMATS, too large or, JPEG apart, cannot be decoded.
+        OutOfMemoryError: memory does not suffice; so do the methods.
     """
 
-    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
         self._data = data
         self._max_pixels = max_pixels
+        self._name = name
         with _damage_told(data):
             self._image = _open(data, max_pixels)
+        with self._damage_told():
             self._is_jpeg = self._image.format in ("JPEG", "MPO")
             if not self._is_jpeg:
                 self._image.load()  # EXIF may stand after the pixels
@@ -118,7 +134,7 @@ class EncodedImage:
         factor = reduction(box, size)
         done = factor if scaled and self._is_jpeg else 1
         left, top, right, bottom = self._stored(box)
-        with _damage_told(self._data):
+        with self._damage_told():
             block = factor // done  # pixels of the decoded image
             part = (
                 left // factor * block,
@@ -139,7 +155,7 @@ class EncodedImage:
             DamagedImageError: it cannot be decoded.
         """
         methods = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE)
-        with _damage_told(self._data):
+        with self._damage_told():
             image = _rgb(self._decoded(1))
             for method, needed in zip(methods, self._upright, strict=True):
                 image = image.transpose(method) if needed else image
@@ -153,6 +169,19 @@ class EncodedImage:
         image.draft(None, (image.width // factor, image.height // factor))
         image.load()
         return image
+
+    @contextmanager
+    def _damage_told(self) -> Iterator[None]:
+        """As the function of this name, but the size is known to be allowed: memory that lacks is no damage."""
+        with _damage_told(self._data):
+            try:
+                yield
+            except MemoryError as error:
+                width, height = self._image.size
+                raise OutOfMemoryError(
+                    f"{self._name}: decoding its {width} x {height} pixels ran out of memory: set data.workers or "
+                    "data.prefetch lower, or give the host more memory"
+                ) from error
 
     def _stored(self, box: Box) -> Box:
         """The same part of the image as the file holds it."""
@@ -219,7 +248,7 @@ def _damage_told(data: bytes) -> Iterator[None]:
         warnings.simplefilter("ignore")
         try:
             yield
-        except DamagedImageError:
+        except (DamagedImageError, OutOfMemoryError):
             raise
         except Image.DecompressionBombError as error:
             raise DamagedImageError("too_large", str(error)) from error

@@ -45,13 +45,14 @@ class Reader:
 
         Raises:
             DamagedImageError: its bytes are not those that were indexed, or cannot be decoded.
+            OutOfMemoryError: memory does not suffice.
             DistapError: the shard cannot be read at all.
         """
         return self.encoded(sample).whole()
 
     def encoded(self, sample: int) -> EncodedImage:
         """The image before it is decoded; raises what `image` does."""
-        return EncodedImage(self.data(sample), self.max_pixels)
+        return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
 
     def data(self, sample: int) -> bytes:
         """The image's encoded bytes, checked against the index."""
@@ -66,6 +67,10 @@ class Reader:
                 self.cache.drop(shard)
             self.storage.meter.add(Traffic(cache_misses=1))
         data = self.storage.read(str(index.shard_name[shard]), offset, size)
+        if self._damage(sample, data) and self.source.scheme:
+            # What came over a network may have been changed on its way.
+            self.storage.meter.add(Traffic(retries=1))
+            data = self.storage.read(str(index.shard_name[shard]), offset, size)
         if damage := self._damage(sample, data):
             raise damage
         return data

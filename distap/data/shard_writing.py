@@ -79,7 +79,7 @@ def write_shard(job: ShardJob) -> Packed:
                 for position, entry in enumerate(job.entries, job.first):
                     data = _read(entry)
                     try:
-                        decode(data) if job.decode else image_size(data)
+                        decode(data, name=str(entry.image.path)) if job.decode else image_size(data)
                     except DamagedImageError as error:
                         skipped.append(Skipped(str(entry.image.path), str(error)))
                     else:

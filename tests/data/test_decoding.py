@@ -1,5 +1,7 @@
 import io
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -12,6 +14,7 @@ from PIL import Image, ImageFile, ImageOps
 from distap.bench.photos import jpeg, photo
 from distap.data.decoding import FORMATS, DamagedImageError, EncodedImage, decode, image_size, reduction
 from distap.data.transforms import central_box
+from distap.exits import FAILED
 
 PHOTO = photo(301, 203, seed=0)
 ORIENTATION = 0x0112
@@ -276,12 +279,33 @@ def test_a_cut_image_is_called_truncated(file_format):
 
 def test_an_error_of_any_kind_is_damage(monkeypatch):
     def fail(_: object) -> None:
-        raise MemoryError
+        raise ArithmeticError
 
     image = EncodedImage(jpeg(PHOTO, 90))
     monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
-    with pytest.raises(DamagedImageError, match="MemoryError"):
+    with pytest.raises(DamagedImageError, match="ArithmeticError"):
         image.crop((0, 0, 9, 9), 9)
+
+
+IN_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+from distap.data.decoding import OutOfMemoryError, decode
+
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + 50 * 2**20, resource.RLIM_INFINITY))
+try:
+    decode(sys.stdin.buffer.read(), name="a.tar:b")
+except OutOfMemoryError as error:
+    print(error.status, error)
+"""
+
+
+def test_memory_that_does_not_suffice_is_no_damage():
+    data = encoded(Image.new("1", (6000, 6000)), "PNG")
+    answer = subprocess.run([sys.executable, "-c", IN_LITTLE_MEMORY], input=data, capture_output=True, check=True)
+    said = answer.stdout.decode()
+    assert said.startswith(f"{FAILED} a.tar:b: decoding its 6000 x 6000 pixels ran out of memory: set data.workers")
 
 
 SMALL = photo(60, 44, seed=1)

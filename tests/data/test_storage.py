@@ -9,6 +9,7 @@ from fsspec.registry import _registry
 from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.cache import CacheSettings
+from distap.data.decoding import DamagedImageError
 from distap.data.index import load_index
 from distap.data.indexing import index_shards
 from distap.data.loading import OrderedImages, evaluation_chunks
@@ -121,6 +122,20 @@ def test_a_short_answer_is_no_damage_to_an_image(web, shards, scheme):
     reader = Reader(web.base(scheme), load_index(web.base(scheme), remote), remote=remote)
     web.faults = ["short"]
     assert reader.data(4) == Reader(shards, load_index(shards)).data(4)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards, tmp_path, kept):
+    cache = CacheSettings(tmp_path / "cache", 1) if kept else None
+    reader = Reader(web.url, load_index(web.url, QUICK), remote=QUICK, cache=cache)
+    expected = Reader(shards, load_index(shards)).data(4)
+    web.faults = ["flip"]
+    assert reader.data(4) == expected
+    assert reader.take_traffic().retries == 1
+    web.faults = ["flip", "flip"]
+    with pytest.raises(DamagedImageError, match="crc_mismatch"):
+        reader.data(4)
+    assert not web.faults
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
