@@ -33,6 +33,14 @@ def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: in
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _another_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Scans keep what they found in the user's cache folder; no test leaves anything in the real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Makes a file system of a size such as `128k` or `1m`."""

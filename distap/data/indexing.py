@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,8 @@ def index_shards(
     """Read every byte of a source's tar shards once and write their index.
 
     A file classes.txt beside the shards names the classes, a line each; without it a class's name is its number.
-    An interrupted pass goes on where it stopped: what was found in a shard is kept until all are done, and holds
-    while its size and time of change, or ETag, stay as they are.
+    An interrupted pass goes on where it stopped: what was found in a shard is kept until all are done, in the
+    user's cache folder, and holds while its size and time of change, or ETag, stay as they are.
 
     Args:
         source: where the shards are.
@@ -61,22 +62,24 @@ def index_shards(
 
 
 def _records(source: Source) -> Path:
-    """The folder that keeps what was found in single shards.
+    """The folder that keeps what was found in single shards, of this user alone.
 
-    That of a remote does not depend on where its index goes, which may have to be chosen again after a long scan.
+    What is found in it is believed without reading the shard, so it must not lie where the data came from. Nor does
+    it depend on where the index goes, which may have to be chosen again after a long scan.
     """
-    index = Path(source.index)
-    folder = index.with_name(f".{index.name}.scan")
-    if source.scheme:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = (
-            cache / "distap" / "scan" / hashlib.sha256(joined(source.base, source.index_name).encode()).hexdigest()
-        )
+    base = source.base if source.scheme else str(Path(source.base).resolve())
+    place = hashlib.sha256(joined(base, source.index_name).encode(errors="surrogateescape")).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    folder = cache / "distap" / "scan" / place
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
     except OSError as error:
-        remedy = "set XDG_CACHE_HOME to a folder" if source.scheme else "say where the index goes with --index PATH"
-        raise DistapError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
+        raise DistapError(
+            f"{folder}: cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder of your own"
+        ) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise DistapError(f"{folder}: somebody else's; set XDG_CACHE_HOME to a folder of your own")
     return folder
 
 

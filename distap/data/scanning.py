@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ COLUMNS = {
     "height": "int32",
 }
 RECORD_COLUMNS = {**COLUMNS, "left_out": "U", "reason": "U", "sha256": "U"}
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,19 @@ def _read_record(path: Path, about: About) -> Scanned | None:
     """What an earlier scan left; None where there is nothing, or nothing readable."""
     try:
         columns: dict[str, Any] = read_columns(path.read_bytes(), RECORD_COLUMNS)
+        left_out, reasons = columns.pop("left_out").tolist(), columns.pop("reason").tolist()
+        skipped = tuple(Skipped(name, reason) for name, reason in zip(left_out, reasons, strict=True))
+        (sha256,) = columns.pop("sha256").tolist()
     except (OSError, ValueError):
         return None
-    skipped = tuple(map(Skipped, columns.pop("left_out").tolist(), columns.pop("reason").tolist()))
-    (sha256,) = columns.pop("sha256").tolist()
-    return Scanned(about.size, sha256, columns, skipped)
+    return Scanned(about.size, sha256, columns, skipped) if _fits(sha256, columns, about.size) else None
+
+
+def _fits(sha256: str, columns: dict[str, Any], length: int) -> bool:
+    """Whether a record can be of a shard of `length` bytes."""
+    label, offset, size = columns["label"], columns["offset"], columns["size"]
+    return (
+        _SHA256.fullmatch(sha256) is not None
+        and len({len(column) for column in columns.values()}) == 1
+        and bool(((label >= 0) & (offset >= 0) & (size >= 0) & (size <= length) & (offset <= length - size)).all())
+    )

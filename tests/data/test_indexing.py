@@ -349,13 +349,87 @@ def test_an_interrupted_scan_goes_on_where_it_stopped(shards, monkeypatch):
     assert not list(shards.glob(".*"))
 
 
-def test_what_changed_since_an_interruption_is_scanned_again(shards, monkeypatch):
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The user's cache folder, of one test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def interrupted(source):
+    """Scan without an index in the end, so that records stay."""
+
+    def interrupt(items, description, total):
+        yield from items
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index_shards(source, interrupt)
+
+
+def rewrite(record, **changes):
+    columns = dict(np.load(record))
+    for name, change in changes.items():
+        columns[name] = change(columns[name])
+    with record.open("wb") as file:
+        np.savez_compressed(file, **columns)
+
+
+def test_records_are_the_user_s_own_and_a_data_folder_cannot_bring_any(shards, home, tmp_path):
+    expected, _ = index_shards(shards)
+    interrupted(shards)
+    folder = next(iter(home.glob("distap/scan/*")))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for record in folder.iterdir():
+        rewrite(record, label=lambda labels: 0 * labels)
+    folder.rename(shards / ".index.npz.scan")  # where records were looked for once
+    assert index_shards(shards)[0].fingerprint == expected.fingerprint
+    shutil.rmtree(shards / ".index.npz.scan")
+    (tmp_path / "outside").mkdir()
+    (shards / ".index.npz.scan").symlink_to(tmp_path / "outside")
+    interrupted(shards)
+    assert not any((tmp_path / "outside").iterdir())
+
+
+def test_a_records_folder_that_is_another_s_is_refused(shards, home, tmp_path):
+    interrupted(shards)
+    folder = next(iter(home.glob("distap/scan/*")))
+    folder.rename(tmp_path / "outside")
+    folder.symlink_to(tmp_path / "outside")
+    with pytest.raises(DistapError, match="somebody else's; set XDG_CACHE_HOME"):
+        index_shards(shards)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": lambda offsets: offsets + 2**40},
+        {"offset": lambda offsets: -offsets},
+        {"size": lambda sizes: sizes + np.iinfo(np.int64).max // 2},
+        {"label": lambda labels: labels - 9},
+        {"key": lambda keys: keys[1:]},
+        {"sha256": lambda digests: np.char.upper(digests)},
+        {"sha256": lambda digests: digests[:0]},
+        {"left_out": lambda names: np.array(["a"])},
+    ],
+)
+def test_a_record_that_cannot_be_of_its_shard_is_scanned_again(shards, home, monkeypatch, changes):
+    expected, _ = index_shards(shards)
+    interrupted(shards)
+    for record in home.glob("distap/scan/*/*"):
+        rewrite(record, **changes)
+    scanned = count_scans(monkeypatch)
+    assert index_shards(shards)[0].fingerprint == expected.fingerprint
+    assert len(scanned) == 3
+
+
+def test_what_changed_since_an_interruption_is_scanned_again(shards, home, monkeypatch):
     scanned = count_scans(monkeypatch)
     sound = (shards / "000001.tar").read_bytes()
     (shards / "000001.tar").write_bytes(sound[:1000])
     with pytest.raises(DistapError, match=r"000001\.tar"):
         index_shards(shards)
-    record = next(iter(shards.glob(".index.npz.scan/*")))
+    record = next(iter(home.glob("distap/scan/*/*")))
     record.write_bytes(b"damaged")
     (shards / "000001.tar").write_bytes(sound)
     scanned.clear()
@@ -364,8 +438,7 @@ def test_what_changed_since_an_interruption_is_scanned_again(shards, monkeypatch
     assert "000001.tar" in scanned
 
 
-def test_what_cannot_be_reached_is_not_called_damaged(shards, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+def test_what_cannot_be_reached_is_not_called_damaged(shards, tmp_path, home):
     with web_server(shards) as server:
         source = parse_source(f"{server.url}/{{000000..000002}}.tar", tmp_path / "kept.npz")
         server.faults = ["503"] * 100
