@@ -17,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -24,7 +25,7 @@ from pydantic import (
 from distap.data.cache import CacheSettings
 from distap.data.locations import Source, parse_source
 from distap.data.pixels import PixelSettings
-from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
+from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, StreamsSampling, SuperPByKSampling
 from distap.data.storage import RemoteSettings
 from distap.data.transforms import Augmentation
 from distap.errors import DistapError
@@ -60,6 +61,10 @@ class DataSection(Section):
     validation: str | None = Field(None, description="shards to evaluate on; none evaluates nothing")
     train_index: Path | None = Field(None, description="index of the shards, where it does not lie beside them")
     validation_index: Path | None = Field(None, description="the same for validation")
+    reading: Literal["indexed", "streamed"] = Field(
+        "indexed", description="image by image, or shard by shard, which promises less: see distap/data/streaming.py"
+    )
+    allow_pipes: bool = Field(False, description="run train as a shell command where it is `pipe:COMMAND`")
     remote: RemoteSettings = Field(RemoteSettings(), description="how often and how long reading is tried")
     cache: CacheSettings | None = Field(None, description="shards kept on each host's own disk; none keeps none")
     unseen_classes: bool = Field(True, description="refuse a validation set that shares a class with training")
@@ -76,18 +81,19 @@ class DataSection(Section):
 
     @field_validator("train", "validation", mode="before")
     @classmethod
-    def _is_a_source(cls, source: Any) -> Any:
+    def _is_a_source(cls, source: Any, field: ValidationInfo) -> Any:
         if not isinstance(source, str | Path):
             return source
         try:
-            return str(parse_source(source))
+            # Whether commands are allowed is looked at where all of the recipe is known.
+            return str(parse_source(source, allow_pipes=field.field_name == "train"))
         except DistapError as error:
             raise ValueError(str(error)) from error
 
     @property
     def train_source(self) -> Source:
         """Where the shards to train on are."""
-        return parse_source(self.train, self.train_index)
+        return parse_source(self.train, self.train_index, self.allow_pipes)
 
     @property
     def validation_source(self) -> Source | None:
@@ -243,7 +249,8 @@ class Recipe(Section):
     timeout_seconds: PositiveFloat = Field(600, description="a collective that takes longer fails")
     data: DataSection
     sampling: Annotated[
-        RandomSampling | ClassesSampling | PByKSampling | SuperPByKSampling, Field(discriminator="name")
+        RandomSampling | ClassesSampling | PByKSampling | SuperPByKSampling | StreamsSampling,
+        Field(discriminator="name"),
     ] = RandomSampling()
     model: ModelSection = ModelSection()
     loss: Annotated[SingleLoss | SumOfLosses, Field(discriminator="name")] = QuantizedAP()
@@ -273,6 +280,21 @@ class Recipe(Section):
         if isinstance(self.loss, SumOfLosses):
             return WeightedSum(tuple((term.weight, term.loss) for term in self.loss.terms.values()))
         return self.loss
+
+    @model_validator(mode="after")
+    def _reading_is_possible(self) -> "Recipe":
+        data = self.data
+        if data.train.startswith("pipe:") and not (data.allow_pipes and data.reading == "streamed"):
+            raise ValueError(
+                f"data.train: {data.train}: pipe: runs a shell command, which needs data.allow_pipes: true and "
+                "data.reading: streamed"
+            )
+        if data.reading == "streamed" and self.sampling.name != "streams":
+            raise ValueError(
+                f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
+                f"{self.sampling.name}; set it to streams, or data.reading to indexed"
+            )
+        return self
 
     @model_validator(mode="after")
     def _evaluation_has_images(self) -> "Recipe":

@@ -6,7 +6,7 @@ back in slot order, so that nothing after it depends on the number of ranks.
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -77,6 +77,14 @@ class World:
         # Row k of rank r is slot k * W + r, so the padding of shorter shares ends up behind the last slot.
         by_rank = gathered.view(self.size, share, *rows.shape[1:])
         return by_rank.transpose(0, 1).reshape(-1, *rows.shape[1:])[:total]
+
+    def gather_texts(self, texts: Sequence[str], total: int) -> list[str]:
+        """All ranks' texts in slot order, `total` of them: each rank gives one for each of its slots."""
+        data = [text.encode(errors="backslashreplace") for text in texts]
+        longest = int(self.maximum(max(map(len, data), default=1))) or 1
+        rows = torch.tensor([list(row.ljust(longest, b"\0")) for row in data], dtype=torch.uint8, device=self.device)
+        gathered = self.gather_rows(rows.view(len(data), longest), total)
+        return [bytes(row).rstrip(b"\0").decode() for row in gathered.tolist()]
 
     def scatter_rows(self, rows: Tensor | None, like: Tensor, total: int) -> Tensor:
         """Give each rank the rows of its slots.

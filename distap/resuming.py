@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from distap.checkpoint import Checkpoint, CheckpointWriter, Written, best_checkp
 from distap.checkpoint.folder import set_aside
 from distap.checkpoint.manifest import read_manifest
 from distap.config import Recipe
+from distap.data.training import TrainingImages
 from distap.distributed import World
 from distap.engine import Engine
 from distap.errors import DistapError
@@ -29,7 +31,7 @@ class RunState:
     Args:
         recipe: of the run.
         world: the ranks.
-        fingerprint: of the training data's index.
+        images: of the training.
         engine: network and optimiser.
         memory: descriptors of earlier steps.
         schedule: of the learning rate.
@@ -39,12 +41,12 @@ class RunState:
         self,
         recipe: Recipe,
         world: World,
-        fingerprint: str,
+        images: TrainingImages,
         engine: Engine,
         memory: CrossBatchMemory,
         schedule: LinearDecay,
     ) -> None:
-        self.recipe, self.world, self.fingerprint = recipe, world, fingerprint
+        self.recipe, self.world, self.images = recipe, world, images
         self.engine, self.memory, self.schedule = engine, memory, schedule
         self.folder = recipe.run / "checkpoints"
         self.best = float("-inf")  # highest validation mAP of a checkpoint
@@ -76,7 +78,7 @@ class RunState:
             self.best = max(self.best, score)
         recipe = self.recipe.model_dump(mode="json")
         state = {"step": step, "identity": self._identity(), "may_change": self._may_change(), "recipe": recipe}
-        about = {"configuration": _hash(recipe), "data": self.fingerprint}
+        about = {"configuration": _hash(recipe), "data": self.images.fingerprint}
         return self._writer.save(step, self._tensors(), state, about, score)
 
     def is_best(self, score: float | None) -> bool:
@@ -92,8 +94,13 @@ class RunState:
         return self._writer.wait()
 
     def _tensors(self) -> dict[str, Tensor]:
-        memory = {f"memory.{name}": tensor for name, tensor in self.memory.state_dict().items()}
-        return self.engine.state_dict() | memory
+        parts = {f"{part}.{name}": t for part, of in self._parts() for name, t in of.state_dict().items()}
+        return self.engine.state_dict() | parts
+
+    def _parts(self) -> Iterator[tuple[str, CrossBatchMemory | TrainingImages]]:
+        """What has a state beside the engine, and what its tensors are called."""
+        yield "memory", self.memory
+        yield "streams", self.images
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
@@ -104,10 +111,10 @@ class RunState:
                     f"{value}; choose another run folder, or go back to it"
                 )
         tensors = checkpoint.tensors()
-        prefix = "memory."
-        memory = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        for part, of in self._parts():
+            names = [name for name in tensors if name.startswith(f"{part}.")]
+            of.load_state_dict({name.removeprefix(f"{part}."): tensors.pop(name) for name in names})
         self.engine.load_state_dict(tensors)
-        self.memory.load_state_dict(memory)
         for name, value in self._may_change().items():
             if state["may_change"].get(name) != value:
                 before = state["may_change"].get(name)
@@ -118,7 +125,9 @@ class RunState:
         """What must not change within a run, since the state would mean something else."""
         recipe = self.recipe.model_dump(mode="json")
         return {
-            "data.train": self.fingerprint,
+            # Left out where it is as it always was, so that runs from before it could be chosen go on.
+            **({"data.reading": recipe["data"]["reading"]} if recipe["data"]["reading"] != "indexed" else {}),
+            "data.train": self.images.fingerprint,
             "seed": recipe["seed"],
             "sampling": recipe["sampling"],
             "model": recipe["model"],

@@ -1,7 +1,6 @@
 """The loop around the step: data, schedule, checkpoints, evaluation, requests to stop."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -9,9 +8,13 @@ import torch
 from distap.checkpoint import find_checkpoint
 from distap.config import RandomWeights, Recipe, recipe_from
 from distap.data.index import load_index
-from distap.data.loading import NO_SAMPLE, ShareOfBatch, SlotImages, training_shares
+from distap.data.loading import ShareOfBatch, SlotImages
 from distap.data.plan import Classes, Plan
 from distap.data.reading import Reader
+from distap.data.sampling import StreamsSampling
+from distap.data.streaming import StreamedImages
+from distap.data.streams import SequentialShards
+from distap.data.training import IndexedImages, LoaderSettings, TrainingImages
 from distap.data.transforms import training_transform
 from distap.distributed import World
 from distap.engine import ENGINES, Engine
@@ -43,15 +46,12 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe, self.world = recipe, world
-        data = recipe.data
-        self.index = load_index(data.train_source, data.remote)
-        self.reader = Reader(data.train_source, self.index, data.max_pixels, data.remote, data.cache)
-        self.plan = Plan(Classes(self.index.label, self.index.class_group), recipe.sampling, recipe.seed)
+        self.stopwatch = Stopwatch.of(world.device)
+        self.images = images_of(recipe, world, self.stopwatch)
         self._check()
         self.network = network_of(recipe, world).train()
         self.engine = self._engine()
         self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
-        self.stopwatch = Stopwatch.of(world.device)
         memory = CrossBatchMemory(recipe.memory.size)
         self.step = ThreeStageStep(
             self.engine,
@@ -67,8 +67,8 @@ class Trainer:
             max_drift=recipe.step.max_replay_drift,
             stopwatch=self.stopwatch,
         )
-        self.report = RunReport(recipe, world, self.plan.size)
-        self.state = RunState(recipe, world, self.index.fingerprint, self.engine, memory, self.schedule)
+        self.report = RunReport(recipe, world, self.images.size)
+        self.state = RunState(recipe, world, self.images, self.engine, memory, self.schedule)
         self.done = 0  # steps behind the present state
         self.not_finite = 0  # steps in a row that were not applied
 
@@ -88,10 +88,10 @@ class Trainer:
 
     def _train(self, stop: StopRequest) -> int:
         lap, first, stopping = time.perf_counter(), self.done, False
-        for share in self._shares():
+        for share in self.images.shares(range(self.done, self.recipe.steps)):
             result = self.step(share, self.schedule.at(share.step))
             self.done = share.step + 1
-            stopping = self._agree_on_damage_and_stop(share, stop, images=(self.done - first) * self.plan.size)
+            stopping = self._agree_on_damage_and_stop(share, stop, images=(self.done - first) * self.images.size)
             self._report(share, result, time.perf_counter() - lap)
             self._refuse_numbers_that_stay_not_finite(share, result)
             score = self._evaluate() if self._is_due(self.recipe.evaluation.every) and not stopping else None
@@ -106,37 +106,27 @@ class Trainer:
             return RESTART
         return FINISHED
 
-    def _shares(self) -> Iterator[ShareOfBatch]:
-        data, step = self.recipe.data, self.recipe.step
-        transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
-        return training_shares(
-            SlotImages(self.reader, self.plan, transform, data.image_size),
-            self.world.slots(self.plan.size),
-            range(self.done, self.recipe.steps),
-            step.describe_size or step.replay_size,
-            data.workers,
-            data.prefetch,
-            self.stopwatch,
-            pinned=self.world.device.type == "cuda",
-            pixels=data.pixels,
-            replay_chunk=step.replay_size,
-        )
-
     def _is_due(self, every: int) -> bool:
         """What is done every so many steps is done after the last one as well."""
         return every > 0 and (self.done % every == 0 or self.done == self.recipe.steps)
 
     def _check(self) -> None:
         data = self.recipe.data
-        if self.plan.size < self.world.size:
+        if self.images.size < self.world.size:
             raise DistapError(
-                f"sampling gives {self.plan.size} images a batch, fewer than the {self.world.size} ranks; "
+                f"sampling gives {self.images.size} images a batch, fewer than the {self.world.size} ranks; "
                 "each rank needs at least one"
             )
         if data.validation_source is not None:
             validation = load_index(data.validation_source, data.remote)
-            if data.unseen_classes:
-                refuse_seen_classes(self.index, validation, data.validation_source)
+            if data.unseen_classes and self.images.index is not None:
+                refuse_seen_classes(self.images.index, validation, data.validation_source)
+            elif data.unseen_classes and self.world.rank == 0:
+                logger.warning(
+                    "%s: whether %s shares classes with it is not checked, since it has no index",
+                    data.train,
+                    data.validation,
+                )
 
     def _engine(self) -> Engine:
         optimizer = self.recipe.optimizer
@@ -148,8 +138,7 @@ class Trainer:
     def _report(self, share: ShareOfBatch, result: StepResult, seconds: float) -> None:
         """Tell what the step did."""
         for row in result.not_finite:
-            where = self.reader.where(share.samples[row])
-            logger.warning("step %d: the descriptor of %s is not finite; it is left out", self.done, where)
+            logger.warning("step %d: the descriptor of %s is not finite; it is left out", self.done, share.names[row])
         parts = dict(self.stopwatch.seconds)
         self.stopwatch.seconds.clear()
         self.report.step(self.done, result, len(share.samples), parts, seconds)
@@ -176,9 +165,8 @@ class Trainer:
             self.not_finite = 0
             return
         self.not_finite += 1
-        samples = torch.tensor(share.samples, dtype=torch.int64, device=self.world.device)
-        everyones = self.world.gather_rows(samples, share.total).tolist()
-        keys = [self.reader.where(sample) for sample in everyones if sample != NO_SAMPLE]
+        read = [name if present else "" for name, present in zip(share.names, share.present.tolist(), strict=True)]
+        keys = [name for name in self.world.gather_texts(read, share.total) if name]
         self.report.not_finite(self.done, result.skipped, keys)
         if self.not_finite >= self.recipe.step.max_not_finite:
             raise DistapError(
@@ -223,16 +211,49 @@ class Trainer:
             raise DistapError(f"{written.path}: the last checkpoint cannot be written: {written.error}")
 
     def _refuse_different_data(self) -> None:
-        if not self.world.all_same(int(self.index.fingerprint[:12], 16)):
+        if not self.world.all_same(int(self.images.fingerprint[:12], 16)):
             raise DistapError(
                 f"{self.recipe.data.train}: the ranks see different data; "
-                f"rank {self.world.rank} has fingerprint {self.index.fingerprint[:12]}"
+                f"rank {self.world.rank} has fingerprint {self.images.fingerprint[:12]}"
             )
 
     def _agree_on_statistics(self) -> None:
         """With BatchNorm by micro-batch, each rank has its own running statistics: take their mean."""
         for statistic in self.network.running_statistics():
             self.world.sum(statistic).div_(self.world.size)
+
+
+def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
+    """The recipe's images for this rank, by the way of reading that it asks for."""
+    data, step = recipe.data, recipe.step
+    transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
+    settings = LoaderSettings(
+        step.describe_size or step.replay_size,
+        step.replay_size,
+        data.workers,
+        data.prefetch,
+        pinned=world.device.type == "cuda",
+        pixels=data.pixels,
+    )
+    if data.reading == "streamed":
+        assert isinstance(recipe.sampling, StreamsSampling)  # the recipe was checked
+        return StreamedImages(
+            SequentialShards(data.train_source, data.remote),
+            recipe.sampling,
+            recipe.seed,
+            world,
+            transform,
+            data.image_size,
+            settings,
+            stopwatch,
+            data.max_pixels,
+            data.remote,
+        )
+    index = load_index(data.train_source, data.remote)
+    reader = Reader(data.train_source, index, data.max_pixels, data.remote, data.cache)
+    plan = Plan(Classes(index.label, index.class_group, index.shard_counts), recipe.sampling, recipe.seed)
+    images = SlotImages(reader, plan, transform, data.image_size)
+    return IndexedImages(images, world.slots(plan.size), settings, stopwatch)
 
 
 def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:

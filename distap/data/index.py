@@ -84,6 +84,11 @@ class Index:
                 digest.update(values.astype(values.dtype.newbyteorder("<")).tobytes())
         return digest.hexdigest()
 
+    @property
+    def shard_counts(self) -> NDArray[np.int64]:
+        """(S,) number of samples in each shard."""
+        return np.bincount(self.shard, minlength=len(self.shard_name))
+
     def save(self, source: "Source | Path | str", remote: RemoteSettings | None = None) -> str:
         """Write the index where the source's index belongs, whole or not at all, and return its path or URL."""
         source = parse_source(source)

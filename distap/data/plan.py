@@ -51,17 +51,17 @@ class Classes:
     Args:
         labels: (N,) class of each sample, 0 .. K-1.
         groups: (K,) super-category of each class, "" where it has none; None where no class has one.
-        shard_sizes: number of samples in each shard, which are numbered shard by shard; None where nobody asks.
+        shard_counts: number of samples in each shard, which are numbered shard by shard; None where nobody asks.
     """
 
     def __init__(
         self,
         labels: NDArray[np.int64],
         groups: Sequence[str] | NDArray[np.str_] | None = None,
-        shard_sizes: NDArray[np.int64] | None = None,
+        shard_counts: NDArray[np.int64] | None = None,
     ) -> None:
         self.labels = labels
-        self.shard_sizes = shard_sizes
+        self.shard_counts = shard_counts
         self.count = int(labels.max()) + 1
         self.sizes = np.bincount(labels, minlength=self.count)
         self.groups = np.full(self.count, "") if groups is None else np.asarray(groups)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from distap.data.columns import read_columns
 from distap.data.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.sources import IMAGE_SUFFIXES
 from distap.data.storage import About, MissingFileError, RemoteSettings, Storage, storage_of, write_whole
-from distap.data.tar import DamagedShardError, Member, read_members
+from distap.data.tar import DamagedShardError, Member, Readable, read_members
 
 LABEL_FIELD = "cls"
 MAX_DIGITS = 18  # of a label: what surely fits int64
@@ -115,7 +115,7 @@ def _scan(storage: Storage, name: str, about: About) -> Scanned:
     skipped: list[Skipped] = []
     with storage.open(name) as file:
         hashed = _Hashed(file)
-        samples = list(read_samples(cast(BinaryIO, hashed), about.size, storage.where(name), skipped))
+        samples = list(read_samples(hashed, about.size, storage.where(name), skipped))
     if storage.about(name) != about:
         raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
     columns: dict[str, Any] = {
@@ -129,7 +129,7 @@ def _scan(storage: Storage, name: str, about: About) -> Scanned:
 class _Hashed:
     """A file to read from that keeps the SHA-256 of what came out."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Readable) -> None:
         self.digest = hashlib.sha256()
         self._file = file
 
@@ -139,7 +139,7 @@ class _Hashed:
         return data
 
 
-def read_samples(file: BinaryIO, length: int, where: str, skipped: list[Skipped]) -> Iterator[Sample]:
+def read_samples(file: Readable, length: int, where: str, skipped: list[Skipped]) -> Iterator[Sample]:
     """The samples of one shard, in order; the keys of those whose image has no readable header go to `skipped`.
 
     Args:
@@ -161,7 +161,7 @@ def read_samples(file: BinaryIO, length: int, where: str, skipped: list[Skipped]
             yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height)
 
 
-def read_groups(file: BinaryIO, length: int | None, where: str) -> Iterator[tuple[str, dict[str, Member]]]:
+def read_groups(file: Readable, length: int | None, where: str) -> Iterator[tuple[str, dict[str, Member]]]:
     """The members of one shard that belong together, by field, with the key that they share; in order.
 
     Args:

@@ -9,7 +9,7 @@ admits two checksums, and lets a member change its size, be a link, or have hole
 import re
 import tarfile
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple, Protocol
 
 from distap.errors import DistapError
 
@@ -25,6 +25,14 @@ class DamagedShardError(DistapError):
     """A shard that is not whole, or holds what cannot be trained on."""
 
 
+class Readable(Protocol):
+    """What an archive is read from."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes; fewer than asked for only at the end."""
+        ...
+
+
 class Member(NamedTuple):
     """A file of an archive."""
 
@@ -33,7 +41,7 @@ class Member(NamedTuple):
     data: bytes
 
 
-def read_members(file: BinaryIO, length: int | None, where: str) -> Iterator[Member]:
+def read_members(file: Readable, length: int | None, where: str) -> Iterator[Member]:
     """Files of a tar with their contents; anything but a whole archive is refused.
 
     Args:
@@ -51,7 +59,7 @@ def read_members(file: BinaryIO, length: int | None, where: str) -> Iterator[Mem
 
 
 class _Tar:
-    def __init__(self, file: BinaryIO, length: int | None, where: str) -> None:
+    def __init__(self, file: Readable, length: int | None, where: str) -> None:
         self.file, self.length, self.where = file, length, where
         self.offset = 0  # of what is read next
         self.header = 0  # offset of the header that is being looked at

@@ -80,18 +80,18 @@ class StreamsSampling:
 
     def check(self, classes: Classes) -> None:
         """Refuse a data set with a stream too short for its share of a batch."""
-        if classes.shard_sizes is None:
+        if classes.shard_counts is None:
             raise DistapError("sampling by streams needs to know how many images each shard has")
-        self.require_shards(len(classes.shard_sizes))
+        self.require_shards(len(classes.shard_counts))
         for stream in range(self.streams):
-            images = int(classes.shard_sizes[stream :: self.streams].sum())
+            images = int(classes.shard_counts[stream :: self.streams].sum())
             if images < self.share:
                 raise DistapError(too_short(stream, images, self))
 
     def steps_per_epoch(self, classes: Classes) -> int:
         """Steps until every image had its turn, in the longest stream."""
-        assert classes.shard_sizes is not None
-        longest = max(int(classes.shard_sizes[stream :: self.streams].sum()) for stream in range(self.streams))
+        assert classes.shard_counts is not None
+        longest = max(int(classes.shard_counts[stream :: self.streams].sum()) for stream in range(self.streams))
         return -(-longest // self.share)
 
     def batch(self, classes: Classes, seed: int, step: int) -> Samples:
@@ -208,7 +208,7 @@ class _Walk:
 
 @lru_cache(maxsize=2)
 def _walks(sampling: StreamsSampling, classes: Classes, seed: int) -> list[_Walk]:
-    sizes = classes.shard_sizes
+    sizes = classes.shard_counts
     assert sizes is not None
     firsts = np.cumsum(sizes) - sizes
     return [
