@@ -78,6 +78,7 @@ class DataSection(Section):
     max_damaged: float = Field(
         0.05, ge=0, le=1, description="share of damaged images above which training stops; ten are fine"
     )
+    max_damaged_in_step: float = Field(0.25, ge=0, le=1, description="the same, of one global batch")
 
     @field_validator("train", "validation", mode="before")
     @classmethod

@@ -101,6 +101,8 @@ def _run(settings: Namespace, outcomes: Path) -> int:
         print(f"not all ranks finished: {', '.join(failures)}", file=sys.stderr)
     except SignalException as error:
         print(f"stopped by {error.sigval.name}", file=sys.stderr)
+        if not recorded_outcomes(outcomes):
+            return RESTART  # ranks that were still starting die of the signal: there was nothing to save
     except RendezvousError as error:
         print(f"the hosts did not meet: {error}", file=sys.stderr)
     return status_of(recorded_outcomes(outcomes))

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from distap.checkpoint import Checkpoint, CheckpointWriter, Written, best_checkpoint, newest_checkpoint
 from distap.checkpoint.folder import set_aside
-from distap.checkpoint.manifest import read_manifest
+from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from distap.config import Recipe
 from distap.data.training import TrainingImages
 from distap.distributed import World
@@ -50,6 +51,7 @@ class RunState:
         self.engine, self.memory, self.schedule = engine, memory, schedule
         self.folder = recipe.run / "checkpoints"
         self.best = float("-inf")  # highest validation mAP of a checkpoint
+        self.score: float | None = None  # of the checkpoint that the run goes on from
         section = recipe.checkpoint
         self._writer = CheckpointWriter(self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds)
 
@@ -66,11 +68,20 @@ class RunState:
         score = float("-inf")
         if self.world.rank == 0:
             for path in damaged:
-                logger.warning("%s is damaged and was renamed to %s", path, set_aside(path).name)
+                self._set_aside(path)
             best = best_checkpoint(self.folder)
             score = score if best is None else read_manifest(best).score or score
         self.best = float(self.world.broadcast(torch.tensor(score, dtype=torch.float64, device=self.world.device)))
         return checkpoint.step
+
+    def _set_aside(self, path: Path) -> None:
+        try:
+            aside = set_aside(path)
+        except OSError as error:  # it will be passed over again
+            logger.warning("%s is damaged and cannot be renamed: %s", path, error)
+            return
+        size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
+        logger.warning("%s is damaged; it is %s now, %.1f MB that you may remove", path, aside.name, size / 1e6)
 
     def save(self, step: int, score: float | None = None) -> Written | None:
         """Start to write a checkpoint; what became of the one before, unless `poll` has told."""
@@ -103,7 +114,7 @@ class RunState:
         yield "streams", self.images
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state()
+        state = checkpoint.state("identity", "may_change")
         for name, value in self._identity().items():
             if state["identity"].get(name) != value:
                 raise DistapError(
@@ -114,7 +125,11 @@ class RunState:
         for part, of in self._parts():
             names = [name for name in tensors if name.startswith(f"{part}.")]
             of.load_state_dict({name.removeprefix(f"{part}."): tensors.pop(name) for name in names})
-        self.engine.load_state_dict(tensors)
+        try:
+            self.engine.load_state_dict(tensors)
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise DamagedCheckpointError(checkpoint.path, f"its tensors are not this network's: {error}") from error
+        self.score = checkpoint.manifest.score
         for name, value in self._may_change().items():
             if state["may_change"].get(name) != value:
                 before = state["may_change"].get(name)

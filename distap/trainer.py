@@ -80,10 +80,13 @@ class Trainer:
         with StopRequest(self.recipe.stop.grace_seconds) as stop:
             self._refuse_different_data()
             self.done = self.state.resume()
-            if self.done >= self.recipe.steps:
+            owes_evaluation = self.done > 0 and self._owes_evaluation() and self.state.score is None
+            if self.done >= self.recipe.steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.recipe.steps)
                 return FINISHED
             with self.report.opened(self.done):
+                if owes_evaluation:  # a request to stop came before it
+                    self._save_if_due(self._evaluate())
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
@@ -94,17 +97,19 @@ class Trainer:
             stopping = self._agree_on_damage_and_stop(share, stop, images=(self.done - first) * self.images.size)
             self._report(share, result, time.perf_counter() - lap)
             self._refuse_numbers_that_stay_not_finite(share, result)
-            score = self._evaluate() if self._is_due(self.recipe.evaluation.every) and not stopping else None
-            if self._is_due(self.recipe.checkpoint.every) or stopping or self.state.is_best(score):
-                self._save(score)
             if stopping:
+                self._save(score=None)
                 break
+            self._save_if_due(self._evaluate() if self._owes_evaluation() else None)
             lap = time.perf_counter()
         self._finish_checkpoint()
-        if stopping and self.done < self.recipe.steps:
+        if stopping and (self.done < self.recipe.steps or self._owes_evaluation()):
             logger.warning("stopped after step %d of %d, with a checkpoint", self.done, self.recipe.steps)
             return RESTART
         return FINISHED
+
+    def _owes_evaluation(self) -> bool:
+        return self._is_due(self.recipe.evaluation.every)
 
     def _is_due(self, every: int) -> bool:
         """What is done every so many steps is done after the last one as well."""
@@ -150,13 +155,16 @@ class Trainer:
         counts = torch.tensor([len(share.failures), int(stop.requested)], device=self.world.device)
         damaged, stopping = self.world.sum(counts).tolist()
         self.report.skipped_images += damaged
-        limit = self.recipe.data.max_damaged
-        if self.report.skipped_images > max(limit * images, ALWAYS_TOLERATED):
-            raise DistapError(
-                f"{self.recipe.data.train}: {self.report.skipped_images} of {images} images are damaged, more than "
-                f"data.max_damaged ({limit}) allows; this rank met "
-                + (", ".join(sorted(self.report.damaged)[:10]) or "none of them")
-            )
+        data = self.recipe.data
+        for what, count, of, limit in (
+            ("data.max_damaged", self.report.skipped_images, images, data.max_damaged),
+            ("data.max_damaged_in_step", damaged, self.images.size, data.max_damaged_in_step),
+        ):
+            if count > max(limit * of, ALWAYS_TOLERATED):
+                raise DistapError(
+                    f"{data.train}: {count} of {of} images are damaged, more than {what} ({limit}) allows; "
+                    "this rank met " + (", ".join(sorted(self.report.damaged)[:10]) or "none of them")
+                )
         return bool(stopping)
 
     def _refuse_numbers_that_stay_not_finite(self, share: ShareOfBatch, result: StepResult) -> None:
@@ -196,7 +204,13 @@ class Trainer:
             cache=data.cache,
         ).result.summary()
         self.report.validation(self.done, figures, time.perf_counter() - started)
-        return figures["mAP"]
+        # One rank's figure for all: whether it is the best must not depend on the last bit of a sum.
+        score = torch.tensor(figures["mAP"], dtype=torch.float64, device=self.world.device)
+        return float(self.world.broadcast(score))
+
+    def _save_if_due(self, score: float | None) -> None:
+        if self._is_due(self.recipe.checkpoint.every) or self.state.is_best(score):
+            self._save(score)
 
     def _save(self, score: float | None) -> None:
         self.world.note(f"checkpoint after step {self.done}")
@@ -278,10 +292,13 @@ def trained_network(path: Path, world: World, best: bool = False) -> tuple[Recip
         DistapError: there is no checkpoint, or it is damaged.
     """
     checkpoint = find_checkpoint(path, best)
-    recipe = recipe_from(checkpoint.state()["recipe"], str(checkpoint.path))
+    recipe = recipe_from(checkpoint.state("recipe")["recipe"], str(checkpoint.path))
     untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
     network = network_of(untrained, world)
     prefix = "network."
     tensors = checkpoint.tensors(prefix)
-    network.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    try:
+        network.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        raise DistapError(f"{checkpoint.path}: its tensors are not those of its recipe's network: {error}") from error
     return recipe, network

@@ -1,7 +1,8 @@
 """A training with faults: `python -m faults CONFIG` does what `-m distap.train` does, but for what it is told.
 
 FAULTS holds texts such as `SIGKILL rank=1 step=3 stage=replay`, separated by semicolons. A fault happens once, where
-that stage of that step begins, and not again after a restart. Actions: the name of a signal that the rank sends
+that stage of that step begins, and not again after a restart: describe, rank, replay, update, and after them
+checkpoint and evaluation; `start` comes before step 0. Actions: the name of a signal that the rank sends
 itself, `stand-still`, `nan-descriptor` (the first image of the rank is described as NaN) and `nan-gradient`.
 
 RECORD names a folder in which each rank writes down the images of every step that it has done.
@@ -13,12 +14,17 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from distap.checkpoint import CheckpointWriter
+from distap.distributed import World
+from distap.resuming import RunState
 from distap.step import Batch, StepResult, ThreeStageStep
 from distap.train import main
+from distap.trainer import Trainer
 
 
 @dataclass
@@ -46,9 +52,11 @@ def inject(faults: list[Fault]) -> None:
     )
     at = 0  # the step that is being done
 
-    def act(step: ThreeStageStep, stage: str) -> list[str]:
+    finish_files, evaluate, resume = CheckpointWriter._finished_files, Trainer._evaluate, RunState.resume
+
+    def act(world: World, stage: str, step: int | None = None) -> list[str]:
         """Send the signals of this place; the other actions are the caller's."""
-        actions = [fault.action for fault in faults if fault.happens(step.world.rank, at, stage)]
+        actions = [fault.action for fault in faults if fault.happens(world.rank, at if step is None else step, stage)]
         for action in actions:
             if action.startswith("SIG"):
                 os.kill(os.getpid(), getattr(signal, action))
@@ -59,19 +67,31 @@ def inject(faults: list[Fault]) -> None:
     def faulty_describe(self: ThreeStageStep, batch: Batch) -> Tensor:
         nonlocal at
         at = batch.step
-        actions = act(self, "describe")
+        actions = act(self.world, "describe")
         descriptors = describe(self, batch)
         if "nan-descriptor" in actions:
             descriptors[0] = torch.nan
         return descriptors
 
     def faulty_rank(self: ThreeStageStep, *arguments: object) -> object:
-        act(self, "rank")
+        act(self.world, "rank")
         return rank(self, *arguments)
 
     def faulty_replay(self: ThreeStageStep, *arguments: object) -> float:
-        act(self, "replay")
+        act(self.world, "replay")
         return replay(self, *arguments)
+
+    def faulty_saving(self: CheckpointWriter, aside: Path, job: Any) -> object:
+        act(self.world, "checkpoint", job.manifest.step - 1)  # the step that is being done may be a later one
+        return finish_files(self, aside, job)
+
+    def faulty_evaluation(self: Trainer) -> float:
+        act(self.world, "evaluation")
+        return evaluate(self)
+
+    def faulty_resume(self: RunState) -> int:
+        act(self.world, "start")
+        return resume(self)
 
     def faulty_update(self: ThreeStageStep, rate: float) -> float:
         # On every rank, as a sum over ranks with one such gradient is.
@@ -79,6 +99,9 @@ def inject(faults: list[Fault]) -> None:
             next(p for p in self.engine.network.parameters() if p.grad is not None).grad.fill_(torch.nan)
         return update(self, rate)
 
+    CheckpointWriter._finished_files = faulty_saving
+    Trainer._evaluate = faulty_evaluation
+    RunState.resume = faulty_resume
     for name, wrapper in {
         "describe": faulty_describe,
         "rank": faulty_rank,

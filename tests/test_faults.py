@@ -6,13 +6,13 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from faults import recorded_batches
+from launching import started
 from PIL import Image
 from runs import STEPS, Run
 from test_trainer import losses, parameters
@@ -55,12 +55,14 @@ def undisturbed(tmp_path_factory, training_shards) -> Run:
     return run
 
 
-@pytest.mark.parametrize("stage", ["describe", "rank", "replay"])
-def test_a_killed_rank_brings_the_job_back_from_the_newest_checkpoint(tmp_path, training_shards, undisturbed, stage):
+@pytest.mark.parametrize(
+    "place", ["step=0 stage=start", *(f"step=5 stage={s}" for s in ("describe", "rank", "replay", "checkpoint"))]
+)
+def test_a_killed_rank_brings_the_job_back_from_the_newest_checkpoint(tmp_path, training_shards, undisturbed, place):
     run = Run(tmp_path, training_shards)
-    status, output = run.go(2, f"SIGKILL rank=1 step=5 stage={stage}", restarts=1)
+    status, output = run.go(2, f"SIGKILL rank=1 {place}", restarts=1)
     assert status == 0, output
-    assert re.search(r"going on from .*step-0000000[24]", output)
+    assert "stage=start" in place or re.search(r"going on from .*step-0000000[24]", output)
     assert run.batches() == undisturbed.batches()
     assert losses(run.folder) == losses(undisturbed.folder)
     assert same(run, undisturbed)
@@ -99,13 +101,48 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, 
     assert same(run, undisturbed)
 
 
+def test_a_rank_killed_while_the_last_checkpoint_is_written_or_while_evaluating_is_no_mistake(
+    tmp_path, training_shards
+):
+    run = Run(tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": STEPS})
+    status, output = run.go(2, f"SIGKILL rank=1 step={STEPS - 1} stage=evaluation", restarts=1)
+    assert status == 0, output
+    assert len([entry for entry in read_run_log(run.folder) if "validation" in entry]) == 1
+    shutil.rmtree(run.folder)
+    status, output = run.go(2, f"SIGKILL rank=1 step={STEPS - 1} stage=checkpoint")
+    assert status == FAILED, output
+    assert re.search(
+        r"error: rank 0: writing of the checkpoint \(.*\) failed: rank 1 \(\S+, pid \d+\) has not", output
+    )
+
+
+def test_before_the_first_step_there_is_nothing_to_save_and_the_status_is_the_same(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards)
+    with run.started(2, "stand-still rank=1 step=0 stage=start") as job:
+        job.wait_until(lambda: len(job.left()) >= 3)
+        job.process.terminate()
+        assert job.status(120) == RESTART, job.said
+
+
 def test_a_launcher_that_is_asked_to_stop_stops_its_ranks_in_the_same_way(tmp_path, training_shards):
     run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
     with run.started(2) as job:
         job.wait_until(lambda: run.has_done(1))
-        job.process.terminate()
+        job.process.send_signal(signal.SIGINT)
         assert job.status(120) == RESTART, job.said
         stopped = int(re.search(r"stopped after step (\d+) of 10000", job.said)[1])
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
+
+
+def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
+    options = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29471 --rdzv-id=two"
+    command = run.command(options, 60)
+    with started(command, tmp_path, **run.environment) as one, started(command, tmp_path, **run.environment) as other:
+        one.wait_until(lambda: run.has_done(1))
+        one.process.terminate()
+        assert one.status(120) == other.status(120) == RESTART, one.said + other.said
+        stopped = int(re.search(r"stopped after step (\d+) of 10000", one.said + other.said)[1])
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
 
 
@@ -114,9 +151,13 @@ def test_a_second_request_stops_at_once(tmp_path, training_shards):
     # The rank stands still in the step, so that the first request cannot be met.
     with run.started(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank") as job:
         job.wait_until(lambda: "stopping after this step" in job.said)
-        time.sleep(1.5)  # what comes within a second is the same request
-        (rank,) = [pid for pid in job.left() if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
-        os.kill(rank, signal.SIGTERM)
+        (rank,) = [pid for pid in job.left() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+
+        def asked_again() -> bool:
+            os.kill(rank, signal.SIGTERM)  # what comes within a second is the same request
+            return "SIGTERM again" in job.said
+
+        job.wait_until(asked_again)
         assert job.status(120) == FAILED
         assert "SIGTERM again: stopping at once" in job.said
     assert not (run.folder / "checkpoints" / "step-00000004").exists()

@@ -16,12 +16,14 @@ from conftest import write_images
 from PIL import Image
 from ranks import on_ranks
 
+import distap.checkpoint.folder
 from distap.checkpoint import find_checkpoint, list_checkpoints
 from distap.config import Recipe, recipe_from
 from distap.data.index import load_index
 from distap.data.packing import pack
 from distap.distributed import World
 from distap.errors import DistapError
+from distap.exits import FINISHED, RESTART
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer, trained_network
 
@@ -189,6 +191,27 @@ def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
     assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
 
 
+def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_path, training_shards):
+    settings = {"steps": 2, "data__validation": str(training_shards[1]), "evaluation": {"every": 2}}
+    trainer = Trainer(recipe(tmp_path, training_shards, **settings), World())
+    step = trainer.step
+
+    def stop_in_the_last(share, learning_rate):
+        if share.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(share, learning_rate)
+
+    trainer.step = stop_in_the_last
+    assert trainer.train() == RESTART
+    assert not any("validation" in entry for entry in read_run_log(tmp_path))
+    assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == FINISHED
+    evaluated = [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry]
+    assert evaluated == [2]
+    Trainer(recipe(tmp_path, training_shards, **settings), World()).train()
+    assert [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry] == evaluated
+    assert find_checkpoint(tmp_path, best=True).step == 2
+
+
 def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
     generator = np.random.default_rng(0)
     for number in range(24):  # with nothing in common, so that the figure goes up and down
@@ -257,6 +280,13 @@ def test_too_much_damage_stops_the_training_and_names_it(tmp_path, training_shar
         train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=0.2)
 
 
+def test_too_much_damage_in_one_step_stops_the_training(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt", list(range(24)))
+    with pytest.raises(DistapError, match=r"of 25 images are damaged, more than data\.max_damaged_in_step \(0\.25\)"):
+        train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=1.0)
+
+
 def start_apart(world, run, shards):
     """Rank 1 sees another data set."""
     try:
@@ -279,6 +309,7 @@ def test_ranks_that_see_different_checkpoints_are_refused_on_every_rank(tmp_path
 
 def resume_apart(world, folder, shards):
     """Each rank has a run folder of its own, and only rank 0's has a checkpoint."""
+    distap.checkpoint.folder.LISTING_SECONDS = 0.0
     return start_apart(World(world.rank, 2), folder / str(world.rank), [shards[0]] * 2)
 
 
