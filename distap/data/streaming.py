@@ -1,21 +1,24 @@
 """Streamed reading: shards from their first byte to their last, for pipes and for shards that have no index.
 
-What it promises, as indexed reading does:
+What it promises, as indexed reading does, as long as a shard has the same bytes each time it is read:
 - The global batch of a step, its augmented pixels and the order of its slots are a function of (shards, seed, step),
-  never of ranks, loader workers or where a run was interrupted. Numbers of ranks have to divide that of the streams.
+  never of ranks, loader workers or where a run was interrupted.
 - No image is twice in a batch. A run that goes on neither loses nor repeats an image.
 - A damaged tar, a cut one and a failed command are errors that name the shard and the place. A damaged image is
   counted by its reason and named.
 
-What it does not promise:
-- Batches by class: their images are what stands together in the shards, mixed within blocks. So shards are to be
-  written in a random order, and a class of few images may be alone in its batch, without a positive.
-- A stand-in of the same class: the stream's next image takes the place of a damaged one, and the stream moves on by
-  one. What is damaged, and where, therefore changes all later batches; in indexed reading it changes one slot.
-- That bytes are those of an earlier day: there are no checksums, and the shards' names alone tell one data set from
-  another. A changed shard is not noticed, unless it is damaged.
-- Knowledge before reading: how many images and classes there are, and whether validation classes are unseen.
-- Going on at once: a run that goes on reads again what it was in the midst of, up to a shard and a block a stream.
+What indexed reading promises and this does not:
+- Any number of ranks: here it has to divide the number of streams.
+- Batches by class: here they hold what stands together in the shards, mixed within blocks. So shards are to be
+  written in a random order, and a class of few images may have one alone in a batch, without a positive.
+- A stand-in of the same class, in one slot: here the stream's next image takes the place of a damaged one and all
+  that follow move up, so that what is damaged changes the later batches of its stream.
+- That bytes are those that were indexed: here there are no checksums of images, and the names of the shards alone
+  tell one data set from another.
+- Knowledge before reading: here nobody knows how many images and classes there are, what is damaged, or whether the
+  classes of the validation set are unseen.
+- A quick start: here blocks of images are read before the first is given, and a run that goes on reads again what it
+  was in the midst of, up to a shard and a block of each stream.
 """
 
 import hashlib
@@ -36,7 +39,7 @@ from distap.data.loading import Chunk, Failure, Loaded, ShareOfBatch, augmented,
 from distap.data.pixels import held_pixels
 from distap.data.sampling.streams import StreamsSampling
 from distap.data.storage import RemoteSettings
-from distap.data.streams import Cursor, SequentialShards, Stream
+from distap.data.streams import Cursor, SequentialShards, Stream, StreamedImage
 from distap.data.training import LoaderSettings
 from distap.data.transforms import Transform
 from distap.distributed import World
@@ -101,8 +104,9 @@ class StreamImages(IterableDataset[StreamedChunk | None]):
         yield from repeat(None)  # a worker that ended before the others would be taken for a lost one
 
     def _loaded(self, stream: Stream, step: int, slot: int) -> Loaded:
-        def pixels_of(data: bytes) -> Tensor:
-            return augmented(self.transform, EncodedImage(data, self.max_pixels), self.seed, step, slot)
+        def pixels_of(image: StreamedImage) -> Tensor:
+            encoded = EncodedImage(image.data, self.max_pixels, image.name)
+            return augmented(self.transform, encoded, self.seed, step, slot)
 
         failures: list[Failure] = []
         image, pixels = stream.give(pixels_of, failures)

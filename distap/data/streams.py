@@ -116,7 +116,9 @@ class Stream:
         """Give what may be given once in the next batch."""
         self._in_batch.clear()
 
-    def give(self, decode: Callable[[bytes], Tensor], failures: list[Failure]) -> tuple[StreamedImage, Tensor]:
+    def give(
+        self, decode: Callable[[StreamedImage], Tensor], failures: list[Failure]
+    ) -> tuple[StreamedImage, Tensor]:
         """The next image that is not in the batch yet, and what `decode` makes of it.
 
         Args:
@@ -131,7 +133,7 @@ class Stream:
             image = self._next(failures)
             if image.identity not in self._in_batch:
                 try:
-                    pixels = decode(image.data)
+                    pixels = decode(image)
                 except DamagedImageError as error:
                     failures.append(Failure(image.name, error.reason))
                 else:
