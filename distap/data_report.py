@@ -18,6 +18,7 @@ from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.telemetry.charts import bar_chart
 from distap.telemetry.page import write_page
+from distap.whole_files import write_whole
 
 BAR = 40  # letters of the longest bar in the terminal
 SHOWN_CLASSES, SHOWN_IMAGES = 8, 10
@@ -48,16 +49,10 @@ def write_statistics(path: Path, figures: Statistics, title: str, index: Index, 
     """
     if path.suffix not in (".json", ".html"):
         raise DistapError(f"{path}: statistics are written as .json or .html")
-    try:
-        if path.suffix == ".html":
-            write_page(path, title, _page(figures, index, reader))
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps(asdict(figures), indent=2) + "\n", encoding="utf-8")
-            aside.replace(path)
-    except OSError as error:
-        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
+    if path.suffix == ".html":
+        write_page(path, title, _page(figures, index, reader))
+    else:
+        write_whole(path, json.dumps(asdict(figures), indent=2) + "\n")
 
 
 SPREAD_COLUMNS = ["", "min", "5%", "median", "mean", "95%", "max"]

@@ -23,6 +23,7 @@ from distap.errors import DistapError
 from distap.retrieval.extraction import extract
 from distap.retrieval.metrics import LabelledSetResult, evaluate_labelled_set
 from distap.telemetry.terminal import track
+from distap.whole_files import write_whole
 
 RESULT_FILE, NEIGHBOURS_FILE = "result.json", "neighbours.npz"
 logger = logging.getLogger("distap")
@@ -52,9 +53,7 @@ class Evaluation:
             "queries_without_positive": self.result.without_positive,
             "figures": self.result.summary(),
         }
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(record, indent=2) + "\n")
-        aside.replace(path)
+        write_whole(path, json.dumps(record, indent=2) + "\n")
         return path
 
 

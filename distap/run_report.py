@@ -17,6 +17,7 @@ from distap.evaluation import NEIGHBOURS_FILE, RESULT_FILE
 from distap.randomness import permutation
 from distap.telemetry.report import Example, Hit, write_report
 from distap.telemetry.runlog import read_run_log
+from distap.whole_files import write_whole
 
 EXAMPLES = 12
 THUMBNAIL = 112  # pixels
@@ -58,10 +59,7 @@ def report(run: Path, before: Path, after: Path, output: Path) -> dict[str, Any]
         examples=_examples(_recipe(run)["data"], results["after"]["data"], before, after),
         facts=_facts(run, steps, results["after"], summary),
     )
-    path = output / "summary.json"
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(summary, indent=2) + "\n")
-    aside.replace(path)
+    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 

@@ -28,6 +28,7 @@ from distap.checkpoint.manifest import (
 from distap.checkpoint.tensors import files_of_rank, write_tensors
 from distap.distributed import World
 from distap.watchdog import is_of_the_network
+from distap.whole_files import sync_folder
 
 T = TypeVar("T")
 logger = logging.getLogger("distap")
@@ -191,11 +192,11 @@ class CheckpointWriter:
 
     def _publish(self, aside: Path, path: Path, manifest: Manifest) -> None:
         write_manifest(aside, manifest)
-        _sync_folder(aside)
+        sync_folder(aside)
         if path.exists():  # a run that was started again from an older checkpoint
             shutil.rmtree(path)
         aside.rename(path)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         try:
             remove_old(self.folder, self.keep, self.keep_best)
         except OSError as error:  # the new one is there all the same
@@ -221,11 +222,3 @@ class CheckpointWriter:
         if errors:
             raise OSError("; ".join(errors))
         return [result for result, _ in answers]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import io
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from distap.data.scanning import read_samples
 from distap.data.storage import MissingFileError, RemoteSettings, Storage, storage_of
 from distap.data.tar import DamagedShardError
 from distap.errors import DistapError
+from distap.whole_files import write_whole
 
 PIECE = 2**20  # bytes that are passed over at once between images
 
@@ -92,17 +94,11 @@ def write_damage(path: Path, damaged: tuple[Damage, ...]) -> None:
     Raises:
         DistapError: it cannot be written.
     """
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            rows = csv.writer(file)
-            rows.writerow(["shard", "key", "reason", "detail"])
-            rows.writerows([damage.shard, damage.key, damage.reason, damage.detail] for damage in damaged)
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
+    text = io.StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(["shard", "key", "reason", "detail"])
+    rows.writerows([damage.shard, damage.key, damage.reason, damage.detail] for damage in damaged)
+    write_whole(path, text.getvalue().encode(errors="backslashreplace"))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 from distap.data.progress import Track, untracked
 from distap.errors import DistapError
+from distap.whole_files import write_whole
 
 VENDORS = {
     "noto": "1.2.9",
@@ -164,10 +165,7 @@ def draw(job: tuple[str, int, Path]) -> None:
     drawing, size, path = job
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     png = resvg_py.svg_to_bytes(
         svg_string=drawing, width=size, height=size, background="#ffffff", skip_system_fonts=True
     )
-    aside = path.with_suffix(".tmp")
-    aside.write_bytes(png)
-    aside.rename(path)
+    write_whole(path, png)

@@ -15,9 +15,7 @@ from types import FrameType
 from typing import Any
 
 from distap.errors import DistapError
-from distap.exits import FAILED
-
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+from distap.exits import FAILED, PR_SET_PDEATHSIG
 
 
 class LostWorkerError(DistapError):

@@ -21,10 +21,11 @@ from distap.data.index import Index
 from distap.data.indexing import NAMES_FILE, Skipped, index_shards
 from distap.data.parallel import spread
 from distap.data.progress import Track, untracked
-from distap.data.shard_writing import Entry, Packed, ShardJob, entry_bytes, read_record, write_shard, write_whole
+from distap.data.shard_writing import Entry, Packed, ShardJob, entry_bytes, read_record, write_shard
 from distap.data.sources import ImageFile, list_images
 from distap.errors import DistapError
 from distap.randomness import permutation
+from distap.whole_files import UnwritableError, sync_folder, write_whole
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.json"
@@ -106,14 +107,15 @@ def _pack(
             packing = _Packing(aside, layout, workers, track)
             skipped = packing.write(_sized(images, layout.shuffle, track), groups)
             index, undecodable = packing.index()
-            _sync(packing.shards)
+            sync_folder(packing.shards)
             packing.shards.replace(output)
-            _sync(output.parent)
+            sync_folder(output.parent)
             shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
+    except (OSError, UnwritableError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise DistapError(
-            f"{aside}: {error.strerror or error}; the shards that are whole are kept there: mend this, and the same "
-            "command goes on from them"
+            f"{aside}: {reason}; the shards that are whole are kept there: mend this, and the same command goes on "
+            "from them"
         ) from error
     return index, skipped + undecodable
 
@@ -218,7 +220,9 @@ class _Packing:
             with spread(write_shard, jobs, self.workers) as written:
                 return list(self.track(chain(done, written), "packing shards", len(slices)))
         finally:
-            for leftover in chain(self.shards.glob("*.part"), self.records.glob("*.part")):
+            for leftover in chain(
+                self.shards.glob("*.part"), self.shards.glob(".*.tmp"), self.records.glob(".*.tmp")
+            ):
                 leftover.unlink()
 
     def _slices(self, entries: list[Entry]) -> Iterator[tuple[int, int]]:
@@ -313,12 +317,3 @@ def _locked(folder: Path) -> Iterator[None]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,8 +15,9 @@ import numpy as np
 from distap.data.columns import read_columns
 from distap.data.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.sources import IMAGE_SUFFIXES
-from distap.data.storage import About, MissingFileError, RemoteSettings, Storage, storage_of, write_whole
+from distap.data.storage import About, MissingFileError, RemoteSettings, Storage, storage_of
 from distap.data.tar import DamagedShardError, Member, Readable, read_members
+from distap.whole_files import write_whole
 
 LABEL_FIELD = "cls"
 MAX_DIGITS = 18  # of a label: what surely fits int64

@@ -15,6 +15,7 @@ from distap.data.indexing import LABEL_FIELD, Skipped
 from distap.data.sources import IMAGE_SUFFIXES, ImageFile
 from distap.data.tar import BLOCK
 from distap.errors import DistapError
+from distap.whole_files import write_whole
 
 # How the formats that can be read begin.
 BEGINNINGS = {
@@ -69,6 +70,7 @@ def write_shard(job: ShardJob) -> Packed:
     Raises:
         DistapError: an image cannot be read, or is no longer the one that was listed.
         OSError: the shard cannot be written.
+        UnwritableError: its record cannot be written.
     """
     part = job.shard.with_suffix(".part")
     skipped: list[Skipped] = []
@@ -103,16 +105,6 @@ def read_record(path: Path) -> Packed | None:
         return Packed(int(record["images"]), str(record["sha256"]), skipped)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 class _Hashed:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 from distap.data.locations import joined, scheme_of
 from distap.errors import DistapError
 from distap.exits import FAILED
+from distap.whole_files import write_whole
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
 OPEN_FILES = 128  # that a process keeps open of a data set
@@ -295,24 +296,6 @@ def read_at(file: int, offset: int, size: int) -> bytes:
         offset += len(part)
         size -= len(part)
     return b"".join(parts)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all.
-
-    Raises:
-        DistapError: it cannot be written.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def whole_file(storage: Storage, name: str) -> BinaryIO:

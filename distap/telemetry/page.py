@@ -4,6 +4,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from distap.whole_files import write_whole
+
 
 def write_page(path: Path, title: str, body: str) -> None:
     """Write the page, whole or not at all.
@@ -20,7 +22,4 @@ def write_page(path: Path, title: str, body: str) -> None:
         f"<title>{escape(title)}</title>\n<style>\n{style}</style></head>\n"
         f"<body><h1>{escape(title)}</h1>\n{body}</body></html>\n"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(page, encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, page)

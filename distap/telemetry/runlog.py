@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.errors import DistapError
+from distap.whole_files import write_whole
 
 RUN_LOG, NOT_FINITE_LOG = "metrics.jsonl", "not_finite.jsonl"
 logger = logging.getLogger("distap")
@@ -50,9 +51,7 @@ class RunLog:
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / RUN_LOG
         kept = [line for line in read_run_log(folder) if line["step"] <= step] if path.exists() else []
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(_line(entry) for entry in kept))
-        aside.replace(path)
+        write_whole(path, "".join(_line(entry) for entry in kept))
         self._lines = _Lines(path)
 
     def write(self, entry: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from distap.data.packing import pack_images
 from distap.data.progress import Track, untracked
 from distap.data.sources import ImageFile
 from distap.errors import DistapError
+from distap.whole_files import write_whole
 
 RECORD_FILE = "dataset.json"
 MISSING_FILE = "missing.txt"
@@ -103,9 +104,9 @@ def convert(
     converted = []
     for part in listed:
         converted.append(_pack(part, output, done, images_per_shard, shuffle, workers, track))
-        _write(output / RECORD_FILE, json.dumps(done, indent=2) + "\n")
+        write_whole(output / RECORD_FILE, json.dumps(done, indent=2) + "\n")
     for file, contents in records:
-        _write(output / file, json.dumps(contents, indent=1) + "\n")
+        write_whole(output / file, json.dumps(contents, indent=1) + "\n")
     return converted
 
 
@@ -230,11 +231,4 @@ def _write_missing(path: Path, listed: Sequence[Listed]) -> None:
     before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     lines = [line for line in before if line.split("\t")[0] not in replaced]
     lines += [f"{part.split.name}\t{name}" for part in listed for name in part.missing]
-    _write(path, "".join(f"{line}\n" for line in lines))
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in lines))
