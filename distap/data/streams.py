@@ -3,6 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from torch import Tensor
@@ -80,6 +81,7 @@ class StreamedImage(NamedTuple):
     name: str  # shard and key
     label: int
     data: bytes
+    left_out: tuple[Failure, ...]  # what stands before it in the shards and cannot be used
 
 
 class Stream:
@@ -130,7 +132,8 @@ class Stream:
         passed_over = 0
         # So many in a row hold every image of the stream, however blocks are mixed.
         while self._usable is None or passed_over <= self._usable + 2 * self._sampling.shuffle:
-            image = self._next(failures)
+            image = self._next()
+            failures += image.left_out
             if image.identity not in self._in_batch:
                 try:
                     pixels = decode(image)
@@ -142,30 +145,25 @@ class Stream:
             passed_over += 1
         raise self._too_short(len(self._in_batch))
 
-    def _next(self, failures: list[Failure]) -> StreamedImage:
+    def _next(self) -> StreamedImage:
         while not self._block:
-            self._fill(failures)
+            self._fill()
         return self._block.popleft()
 
-    def _fill(self, failures: list[Failure]) -> None:
+    def _fill(self) -> None:
         """Read the next block, and leave out what was given of it before."""
         size = self._sampling.shuffle
         self._begin = self._after
-        images: list[StreamedImage] = []
-        while len(images) < size:
-            found = next(self._in_shards)
-            if isinstance(found, Failure):
-                failures.append(found)
-            else:
-                images.append(found)
+        images = list(islice(self._in_shards, size))
         order = block_order(size, self._seed, self._number, self._begin.block)
         self._block.extend(images[place] for place in order[self._to_skip :])
         self._after = self._after._replace(block=self._begin.block + 1)
         self._to_skip = 0
 
-    def _walk(self, cursor: Cursor) -> Iterator[StreamedImage | Failure]:
+    def _walk(self, cursor: Cursor) -> Iterator[StreamedImage]:
         """Shard after shard, pass after pass, without end."""
         turn, first, skip = cursor.turn, cursor.shard, cursor.sample
+        left_out: list[Failure] = []
         while True:
             usable, is_whole = 0, (first, skip) == (0, 0)
             order = shard_order(len(self._own), self._seed, self._number, turn)
@@ -179,10 +177,11 @@ class Stream:
                     try:
                         label, image, _ = labelled_image(key, members)
                     except DamagedImageError as error:
-                        yield Failure(name, error.reason)
+                        left_out.append(Failure(name, error.reason))
                     else:
                         usable += 1
-                        yield StreamedImage((shard, sample), name, label, image.data)
+                        yield StreamedImage((shard, sample), name, label, image.data, tuple(left_out))
+                        left_out.clear()
                 if sample + 1 < skip:
                     raise DistapError(
                         f"{self._shards.names[shard]}: it has {sample + 1} samples, but the run was behind {skip} of "

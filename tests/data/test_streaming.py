@@ -206,6 +206,22 @@ def test_what_is_damaged_is_left_out_and_named(spoilt, expected):
         assert len({name for name, _, _ in batch}) == SAMPLING.size
 
 
+def test_what_is_damaged_is_told_in_the_step_that_does_without_it_and_not_again_by_a_run_that_goes_on(spoilt):
+    images = streamed(spoilt, sampling=StreamsSampling(batch_size=4, streams=2, shuffle=20))
+    by_step, states = [], []
+    for share in images.shares(range(20)):
+        share.images(slice(0, 4))
+        by_step.append(share.failures)
+        states.append(images.state_dict())
+    assert max(map(len, by_step)) <= 2  # though the first step reads 40 images
+    for step in (1, 7, 13):
+        later = streamed(spoilt, sampling=StreamsSampling(batch_size=4, streams=2, shuffle=20))
+        later.load_state_dict(states[step - 1])
+        for share, failures in zip(later.shares(range(step, 20)), by_step[step:], strict=True):
+            share.images(slice(0, 4))
+            assert share.failures == failures
+
+
 def test_labels_are_the_numbers_in_the_shards(spoilt, expected):
     for batch in expected:
         for name, label, _ in batch:
