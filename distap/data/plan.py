@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from distap.randomness import permutation
 
-STAND_IN = 13  # first word of the key that stand-ins are drawn with; sampling.py has the others
+STAND_IN = 13  # first word of the key that stand-ins are drawn with; distap.data.sampling has the others
 
 Samples = NDArray[np.int64]
 

@@ -6,12 +6,13 @@ from typing import Literal
 import numpy as np
 
 from distap.data.plan import Classes, Samples
+from distap.data.sampling.classes_by_images import ClassesByImages
 from distap.data.sampling.draws import available, epoch_order, some_of_each
 from distap.errors import DistapError
 
 
 @dataclass(frozen=True)
-class PByKSampling:
+class PByKSampling(ClassesByImages):
     """P classes, K images of each, as Smooth-AP and ROADMAP train; a new order of classes each epoch.
 
     Classes with fewer than K images give all they have, and the rest is filled from the classes that follow. The
@@ -23,15 +24,6 @@ class PByKSampling:
     """
 
     name: Literal["p_by_k"] = "p_by_k"
-    classes: int = 64
-    images: int = 4
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    @property
-    def size(self) -> int:
-        """B, images of a global batch."""
-        return self.classes * self.images
 
     def check(self, classes: Classes) -> None:
         """Refuse settings that the data set cannot fill."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.plan import Classes, Samples
+from distap.data.sampling.classes_by_images import ClassesByImages
 from distap.data.sampling.draws import available, some_of_each
 from distap.errors import DistapError
 from distap.randomness import permutation
@@ -17,7 +18,7 @@ PAIRS, GROUP = 16, 17  # first words of the keys that pairs, and classes within 
 
 
 @dataclass(frozen=True)
-class SuperPByKSampling:
+class SuperPByKSampling(ClassesByImages):
     """P classes, K images of each, all from two super-categories, so that negatives are hard to tell apart.
 
     As Brown et al. 2020 (Smooth-AP) and Ramzi et al. 2021 (ROADMAP) train on Stanford Online Products, after
@@ -34,15 +35,6 @@ class SuperPByKSampling:
     """
 
     name: Literal["super_p_by_k"] = "super_p_by_k"
-    classes: int = 64
-    images: int = 4
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    @property
-    def size(self) -> int:
-        """B, images of a global batch."""
-        return self.classes * self.images
 
     def check(self, classes: Classes) -> None:
         """Refuse settings that the data set cannot fill, and classes without a super-category."""
