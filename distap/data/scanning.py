@@ -14,6 +14,7 @@ import numpy as np
 
 from distap.data.columns import read_columns
 from distap.data.decoding import MAX_PIXELS, DamagedImageError, image_size
+from distap.data.hashed import Hashed
 from distap.data.sources import IMAGE_SUFFIXES
 from distap.data.storage import About, MissingFileError, RemoteSettings, Storage, storage_of
 from distap.data.tar import DamagedShardError, Member, Readable, read_members
@@ -115,7 +116,7 @@ def scan_shard(job: ScanJob) -> Scanned:
 def _scan(storage: Storage, name: str, about: About) -> Scanned:
     skipped: list[Skipped] = []
     with storage.open(name) as file:
-        hashed = _Hashed(file)
+        hashed = Hashed(file)
         samples = list(read_samples(hashed, about.size, storage.where(name), skipped))
     if storage.about(name) != about:
         raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
@@ -124,20 +125,7 @@ def _scan(storage: Storage, name: str, about: About) -> Scanned:
         for column, dtype in COLUMNS.items()
     }
     named = tuple(Skipped(f"{name}:{image.name}", image.reason) for image in skipped)
-    return Scanned(about.size, hashed.digest.hexdigest(), columns, named)
-
-
-class _Hashed:
-    """A file to read from that keeps the SHA-256 of what came out."""
-
-    def __init__(self, file: Readable) -> None:
-        self.digest = hashlib.sha256()
-        self._file = file
-
-    def read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        self.digest.update(data)
-        return data
+    return Scanned(about.size, hashed.sha256, columns, named)
 
 
 def read_samples(file: Readable, length: int, where: str, skipped: list[Skipped]) -> Iterator[Sample]:

@@ -1,6 +1,5 @@
 """One shard written from its images: what a worker of packing does."""
 
-import hashlib
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from typing import BinaryIO
 import webdataset
 
 from distap.data.decoding import DamagedImageError, decode, image_size
+from distap.data.hashed import Hashed
 from distap.data.indexing import LABEL_FIELD, Skipped
 from distap.data.sources import IMAGE_SUFFIXES, ImageFile
 from distap.data.tar import BLOCK
@@ -76,7 +76,7 @@ def write_shard(job: ShardJob) -> Packed:
     skipped: list[Skipped] = []
     try:
         with part.open("wb") as file:
-            hashed = _Hashed(file)
+            hashed = Hashed(file)
             with webdataset.TarWriter(hashed, mtime=0, encoder=False) as writer:
                 for position, entry in enumerate(job.entries, job.first):
                     data = _read(entry)
@@ -87,7 +87,7 @@ def write_shard(job: ShardJob) -> Packed:
                     else:
                         writer.write(_sample(entry.image, position, data, job.numbers))
             _settle(file)
-        packed = Packed(len(job.entries) - len(skipped), hashed.digest.hexdigest(), tuple(skipped))
+        packed = Packed(len(job.entries) - len(skipped), hashed.sha256, tuple(skipped))
         # The record first: a shard that is there has one.
         write_whole(job.record, json.dumps(asdict(packed)).encode())
         if packed.images:
@@ -105,18 +105,6 @@ def read_record(path: Path) -> Packed | None:
         return Packed(int(record["images"]), str(record["sha256"]), skipped)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-class _Hashed:
-    """A file to write to that keeps the SHA-256 of what went in."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.digest = hashlib.sha256()
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self._file.write(data)
 
 
 def _sample(image: ImageFile, position: int, data: bytes, numbers: dict[str, int]) -> dict[str, str | bytes]:
