@@ -87,9 +87,13 @@ def launch(
             f"{grace_seconds:g} s (stop.grace_seconds); give at least {needed}"
         )
     with _outcomes() as outcomes, _early_signals():
-        agent = partial(Agent, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS), settings)
-        with _agents_made_by(agent):
-            return _run(settings, outcomes)
+        returned = threading.Event()
+        agent = partial(Agent, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS), settings, returned)
+        try:
+            with _agents_made_by(agent):
+                return _run(settings, outcomes)
+        finally:
+            returned.set()
 
 
 def _run(settings: Namespace, outcomes: Path) -> int:
@@ -127,12 +131,20 @@ class Agent(LocalElasticAgent):
         outcomes: folder of the ranks' exit statuses.
         linger_seconds: without rendezvous, after a rank has failed.
         settings: torchrun's.
+        returned: set once nothing can hang any more.
     """
 
     def __init__(
-        self, outcomes: Path, linger_seconds: float, settings: Namespace, *arguments: Any, **more: Any
+        self,
+        outcomes: Path,
+        linger_seconds: float,
+        settings: Namespace,
+        returned: threading.Event,
+        *arguments: Any,
+        **more: Any,
     ) -> None:
         super().__init__(*arguments, **more)
+        self._returned = returned
         self._outcomes = outcomes
         self._linger_seconds = linger_seconds
         self._settings = settings
@@ -185,8 +197,7 @@ class Agent(LocalElasticAgent):
     def _end_in_time(self) -> None:
         """The main thread may hang in a call to the rendezvous' store for ever, so this one ends the process."""
         since: float | None = None
-        while True:
-            time.sleep(PROBE_SECONDS)
+        while not self._returned.wait(PROBE_SECONDS):
             processes = self._processes()
             has_lost = any(process.poll() for process in processes) or (
                 bool(processes) and all(process.poll() is not None for process in processes)

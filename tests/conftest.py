@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from PIL import Image
 
 from distap.data.packing import pack
 
+# Processes that the tests start hear Ctrl-C, also where the tests run in the background of a shell.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # As every command does on a CPU.
 torch.set_flush_denormal(True)
 
