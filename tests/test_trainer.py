@@ -1,11 +1,7 @@
-import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -105,41 +101,6 @@ def test_a_memory_is_restored_with_the_checkpoint(tmp_path, training_shards):
     train(World(), without, training_shards, **WITH_MEMORY | {"memory": {"size": 0}})
     assert losses(without)[:3] == losses(whole)[:3]
     assert losses(without)[3] != losses(whole)[3]
-
-
-def torchrun(config: Path) -> subprocess.Popen[bytes]:
-    """A training on two ranks in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "distap.train", str(config)]
-    return subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
-
-
-@pytest.mark.slow
-def test_killed_after_a_checkpoint_and_started_again_it_ends_with_the_same_parameters(tmp_path, training_shards):
-    configs = {}
-    for name in ("whole", "killed"):
-        configs[name] = tmp_path / f"{name}.yaml"
-        settings = recipe(
-            tmp_path / name, training_shards, steps=60, checkpoint={"every": 2, "keep": 99}, model__drop_rate=0.2
-        )
-        configs[name].write_text(json.dumps(settings.model_dump(mode="json")))
-    _, errors = torchrun(configs["whole"]).communicate()
-    assert len(losses(tmp_path / "whole")) == 60, errors.decode()
-
-    process = torchrun(configs["killed"])
-    while not list_checkpoints(tmp_path / "killed" / "checkpoints"):
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    saved = list_checkpoints(tmp_path / "killed" / "checkpoints")
-    assert saved[-1].name != "step-00000060", "killed too late to show anything"
-
-    _, errors = torchrun(configs["killed"]).communicate()
-    assert f"going on from {saved[-1]}" in errors.decode()
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    whole, resumed = parameters(tmp_path / "whole"), parameters(tmp_path / "killed")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, training_shards):
