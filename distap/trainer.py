@@ -292,6 +292,7 @@ def trained_network(path: Path, world: World, best: bool = False) -> tuple[Recip
         DistapError: there is no checkpoint, or it is damaged.
     """
     checkpoint = find_checkpoint(path, best)
+    logger.info("the network of %s", checkpoint.path)
     recipe = recipe_from(checkpoint.state("recipe")["recipe"], str(checkpoint.path))
     untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
     network = network_of(untrained, world)

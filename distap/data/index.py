@@ -220,6 +220,6 @@ def _compare(source: Source, storage: Storage, index: Index) -> None:
             raise DistapError(f"{storage.where(name)}: the shard is missing")
         if shard.size != size:
             raise DistapError(
-                f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; make it anew with "
-                "`distap data index`"
+                f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack the shard "
+                "again, or, if it was replaced on purpose, index the data set again with `distap data index`"
             )

@@ -66,7 +66,7 @@ class StreamsSampling:
         if count < self.streams:
             raise DistapError(
                 f"sampling.streams is {self.streams}, but the data set has only {count} shards, and a stream needs "
-                f"one at least: set it to {count} or less, or pack into smaller shards"
+                f"one at least: set it to {count} or less, or pack with a smaller --images-per-shard"
             )
 
     def require_ranks(self, count: int) -> None:
