@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from launching import Job, started
-from runs import Run
+from trainings import Run
 
 from distap.exits import FAILED
 from distap.launcher import LEAVE_SECONDS

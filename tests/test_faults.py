@@ -14,8 +14,8 @@ import torch
 from faults import recorded_batches
 from launching import started
 from PIL import Image
-from runs import STEPS, Run
 from test_trainer import losses, parameters
+from trainings import STEPS, Run
 
 from distap.checkpoint import find_checkpoint, list_checkpoints
 from distap.config import load_recipe
