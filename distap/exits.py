@@ -53,12 +53,17 @@ def recorded_outcomes(folder: Path) -> dict[int, int]:
     return {int(file.name): int(file.read_text()) for file in folder.iterdir() if file.name.isdecimal()}
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies, from now on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end_with_launcher() -> None:
     """Have the kernel kill this process when its launcher dies, which would otherwise leave it running alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
-            os._exit(FAILED)  # it has died already
+    die_with_parent()
+    if sys.platform == "linux" and os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        os._exit(FAILED)  # it has died already
 
 
 def _write_error_file(path: Path, error: BaseException) -> None:

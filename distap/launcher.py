@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, FOLDER, LAUNCHER, MISTAKE, RESTART, recorded_outcomes
+from distap.stopping import leave_when_asked
 
 LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
 POLL_SECONDS = 0.1
@@ -240,16 +241,12 @@ def _outcomes() -> Iterator[Path]:
 @contextmanager
 def _early_signals() -> Iterator[None]:
     """Until torch takes the signals over with the first ranks, there is nothing to lose."""
-    before = {number: signal.signal(number, _restart) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = leave_when_asked()
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _restart(number: int, frame: object) -> None:
-    raise SystemExit(RESTART)
 
 
 @contextmanager

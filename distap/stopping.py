@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
+from typing import Any
 
 from distap.exits import RESTART, record_outcome
 
@@ -103,10 +104,13 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
     """Take the signal without dying of it."""
 
 
-def leave_when_asked() -> None:
-    """Until a StopRequest listens there is nothing to save: a signal ends the process, to be started again."""
-    for number in SIGNALS:
-        signal.signal(number, _leave)
+def leave_when_asked() -> dict[signal.Signals, Any]:
+    """Until a StopRequest listens there is nothing to save: a signal ends the process, to be started again.
+
+    Returns:
+        The handlers before, by signal.
+    """
+    return {number: signal.signal(number, _leave) for number in SIGNALS}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

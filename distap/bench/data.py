@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 import webdataset
 from PIL import Image
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from distap.bench.photos import jpeg, photo
+from distap.bench.tables import figures_table
 from distap.data.decoding import Box, EncodedImage, reduction
 from distap.data.index import load_index
 from distap.data.loading import SlotImages, training_shares
@@ -240,19 +240,8 @@ def _by_webdataset(setting: Setting, transform: CropAndVary, shards: Path) -> It
 
 def table(figures: Sequence[Figures]) -> Table:
     """The figures for the terminal."""
-    result = Table(
-        title="images a second",
-        caption=CAPTION,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in HEADINGS:
-        result.add_column(heading, justify="left" if heading in HEADINGS[:1] else "right", no_wrap=True)
-    for row in figures:
-        for cells in _rows(row):
-            result.add_row(*cells)
-    return result
+    rows = (cells for row in figures for cells in _rows(row))
+    return figures_table("images a second", CAPTION, HEADINGS, rows)
 
 
 CAPTION = (

@@ -20,13 +20,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from distap.bench.materialised import materialised_bytes, materialised_loss
 from distap.bench.peak import peak_bytes
+from distap.bench.tables import figures_table
 from distap.distributed import World, joined_world
 from distap.errors import DistapError
 from distap.ranking import Gathered, Loss, build_loss, gather, rank_descriptors
@@ -212,18 +212,8 @@ def _error(loss: Loss, gathered: Gathered, budget: int | None) -> float:
 
 def table(figures: Sequence[Figures]) -> Table:
     """The figures for the terminal."""
-    result = Table(
-        title="stage two: value and gradient of a global batch",
-        caption=CAPTION,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in HEADINGS:
-        result.add_column(heading, justify="left" if heading == "loss" else "right", no_wrap=True)
-    for row in figures:
-        result.add_row(*_cells(row))
-    return result
+    title = "stage two: value and gradient of a global batch"
+    return figures_table(title, CAPTION, HEADINGS, map(_cells, figures))
 
 
 CAPTION = (

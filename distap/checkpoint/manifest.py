@@ -5,7 +5,6 @@ torch.distributed.checkpoint has no checksums: a file with flipped bits loads wi
 
 import hashlib
 import json
-import os
 import re
 import stat
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.errors import DistapError
+from distap.whole_files import write_whole
 
 MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
 SHARE = re.compile(r"__\d+_\d+\.distcp")  # what torch.distributed.checkpoint calls a rank's file
@@ -54,10 +54,7 @@ def file_identity(path: Path) -> FileIdentity:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write folder/manifest.json, through to the disk."""
-    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
-        file.write(_text(asdict(manifest), FORMAT))
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(folder / MANIFEST_FILE, _text(asdict(manifest), FORMAT))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -28,7 +27,7 @@ from distap.checkpoint.manifest import (
 from distap.checkpoint.tensors import files_of_rank, write_tensors
 from distap.distributed import World
 from distap.watchdog import is_of_the_network
-from distap.whole_files import sync_folder
+from distap.whole_files import sync_folder, write_whole
 
 T = TypeVar("T")
 logger = logging.getLogger("distap")
@@ -183,16 +182,12 @@ class CheckpointWriter:
         """This rank's files, with what they are; they are on the disk already."""
         names = files_of_rank(aside, self.world.rank)
         if self.world.rank == 0:
-            with (aside / STATE_FILE).open("w", encoding="utf-8") as file:
-                json.dump(job.state, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
+            write_whole(aside / STATE_FILE, json.dumps(job.state, indent=2))
             names += [METADATA_FILE, STATE_FILE]
         return {name: file_identity(aside / name) for name in names}
 
     def _publish(self, aside: Path, path: Path, manifest: Manifest) -> None:
-        write_manifest(aside, manifest)
-        sync_folder(aside)
+        write_manifest(aside, manifest)  # with it the names of all files are on the disk
         if path.exists():  # a run that was started again from an older checkpoint
             shutil.rmtree(path)
         aside.rename(path)

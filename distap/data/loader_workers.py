@@ -1,10 +1,8 @@
 """The processes that read: they end with their rank, and when one is lost, a person is told why that may be."""
 
-import ctypes
 import gc
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children
@@ -15,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from distap.errors import DistapError
-from distap.exits import FAILED, PR_SET_PDEATHSIG
+from distap.exits import FAILED, die_with_parent
 
 
 class LostWorkerError(DistapError):
@@ -44,8 +42,7 @@ def begin_worker(rank: int, _: int) -> None:
     gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != rank:  # it had ended before it was asked to take its workers along
         os._exit(FAILED)
 
