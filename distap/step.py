@@ -7,26 +7,41 @@ and then every image is described again, a micro-batch at a time, and its gradie
 Two things make the result the gradient of the whole batch and no approximation:
 - an image's descriptor depends on the image and the random state alone, and both are the same in stage one and
   stage three. What this rests on (frozen BatchNorm, restored randomness) is watched as the replay drift;
-- `engine.accumulating` encloses forward and backward, so that ranks communicate once a step.
+- `engine.accumulating` encloses what leads to the gradients, so that ranks communicate once a step.
+
+Where there is memory for it, the last micro-batches of stage one keep their graph, and need no second forward.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from distap.distributed import World
 from distap.engine import Engine
 from distap.errors import DistapError
+from distap.exactness import drift_message, mixes_images
+from distap.micro_batches import (
+    BackwardPass,
+    Rows,
+    backward_passes,
+    first_of,
+    is_out_of_memory,
+    padding,
+    with_last,
+)
 from distap.randomness import seed_for
 from distap.ranking import CrossBatchMemory, Gathered, Loss, Mode, Ranking, gather, rank_descriptors
 from distap.stopwatch import Stopwatch
 
 DROPOUT = 1  # first word of the key that dropout's randomness is drawn with
+logger = logging.getLogger("distap")
 
 
 @runtime_checkable
@@ -51,7 +66,7 @@ class Batch(Protocol):
         """False for an image that could not be read."""
         ...
 
-    def images(self, rows: slice) -> Tensor:
+    def images(self, rows: Rows) -> Tensor:
         """Pixels of some of the share's images, (n, ...); waits for those that have not been read yet."""
         ...
 
@@ -68,6 +83,8 @@ class StepResult:
     learning_rate: float
     gradient_norm: float
     replay_drift: float  # greatest difference between the two descriptors of an image, over all ranks
+    replayed: int  # images with a gradient that were described again for it
+    kept: int  # images with a gradient whose graph was kept instead
     queries: int
     skipped_queries: int  # images without another of their class
     skipped: str | None = None  # why the parameters did not move: 'loss' or 'gradient' was not finite
@@ -75,17 +92,18 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Some images of a rank's share. A padding one only keeps a rank with fewer images in step with the rest."""
+class Described:
+    """This rank's descriptors, and those of them that have a graph."""
 
-    rows: slice
-    first_slot: int
-    padding: bool = False
+    descriptors: Float[Tensor, "b C"]  # without a graph
+    kept: dict[int, Tensor]  # by its first row, the descriptors of a micro-batch of replay, with their graph
 
 
-@dataclass(frozen=True)
+@dataclass
 class ThreeStageStep:
     """Describe, rank, replay.
+
+    Sizes that are too large for the memory are halved where that happens, and stay so.
 
     Args:
         engine: the network over the ranks, and its optimiser.
@@ -99,6 +117,12 @@ class ThreeStageStep:
         memory: descriptors of earlier steps, ranked against from step `memory_after` on.
         max_drift: greatest tolerated difference between the two descriptors of an image.
         stopwatch: gathers the seconds of each stage.
+        keep: micro-batches of this rank that keep their graph from stage one.
+        skip_below: an image whose descriptor gradient is no longer than this times the longest is not replayed; 0
+            leaves out those without any.
+        describe_with: describes the images of stage one instead of the engine, such as with folded BatchNorm.
+    Raises:
+        DistapError: the network or the engine does not allow these sizes.
     """
 
     engine: Engine
@@ -113,27 +137,38 @@ class ThreeStageStep:
     memory_after: int = 0
     max_drift: float = 1e-3
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    keep: int = 0
+    skip_below: float = 0.0
+    describe_with: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        reason = mixes_images(self.engine.network)
-        if reason and self.describe_size not in (None, self.replay_size):
+        self._mixing = mixes_images(self.engine.network)
+        if self._mixing and self.describe_size not in (None, self.replay_size):
             raise DistapError(
                 f"describe and replay need the same micro-batch with this network, not {self.describe_size} and "
-                f"{self.replay_size}: {reason}"
+                f"{self.replay_size}: {self._mixing}"
             )
+        if self.keep and not self.engine.keeps_graphs:
+            raise DistapError(
+                f"replay.keep is {self.keep}, but this engine can have the graph of one micro-batch only, since its "
+                "parameters come and go with each; set it to 0"
+            )
+        self._reducing = False  # in a backward pass that other ranks take part in
 
     def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
         """Train on one global batch: every rank calls it with its own share.
 
         Raises:
-            DistapError: on all ranks, where no image has a positive or the replay drift is too large.
+            DistapError: on all ranks, where no image has a positive or the replay drift is too large; on one, where
+                memory does not suffice.
         """
-        descriptors = self.describe(batch)
-        gathered, not_finite = self.gather(descriptors, batch)
+        described = self.describe(batch)
+        gathered, not_finite = self.gather(described, batch)
         ranking = self.rank(gathered, batch.step)
         drift = norm = float("nan")
+        replayed = kept = 0
         if ranking.is_finite:
-            drift = self.replay(batch, descriptors, ranking.gradient)
+            drift, replayed, kept = self.replay(batch, described, ranking)
             self.world.note(f"optimizer of step {batch.step + 1}")
             norm = self.update(learning_rate)
         return StepResult(
@@ -141,35 +176,55 @@ class ThreeStageStep:
             learning_rate,
             norm,
             drift,
+            replayed,
+            kept,
             ranking.queries,
             ranking.skipped_queries,
             None if norm < float("inf") else "gradient" if ranking.is_finite else "loss",
             not_finite,
         )
 
-    def describe(self, batch: Batch) -> Float[Tensor, "b C"]:
-        """Stage one: the descriptors of this rank's images, without a graph; the pixels stay with the batch."""
+    def describe(self, batch: Batch) -> Described:
+        """Stage one: the descriptors of this rank's images; their pixels stay with the batch, some with a graph."""
         self.world.note(f"describe of step {batch.step + 1}")
-        micro_batches = self.micro_batches(batch, self.describe_size or self.replay_size)
-        with self.stopwatch.stage("describe"), torch.no_grad(), self._own_randomness():
-            return torch.cat(
-                [
-                    self._network_forward(batch, micro_batch, self.engine.network)
-                    for micro_batch in micro_batches
-                    if not micro_batch.padding
-                ]
-            )
+        b = len(self.world.slots(batch.total))
+        # The last ones keep their graph, so that it lives no longer than it must.
+        first_kept = max(-(-b // self.replay_size) - self.keep, 0) * self.replay_size if self.keep else b
+        parts: list[Tensor] = []
+        kept: dict[int, Tensor] = {}
+        start = 0
+        with self.stopwatch.stage("describe"), self.engine.describing(), self._own_randomness():
+            while start < b:
+                keeps = start >= first_kept
+                size = self.replay_size if keeps else self.describe_size or self.replay_size
+                rows = slice(start, min(start + size, b if keeps else first_kept))
+                try:
+                    descriptors = self._described(batch, rows, keeps)
+                except RuntimeError as error:
+                    self._make_room("describe", size, keeps, error)
+                    if keeps:
+                        kept, first_kept = {}, b
+                    continue
+                if keeps:
+                    kept[start] = descriptors
+                parts.append(descriptors.detach())
+                start = rows.stop
+        return Described(torch.cat(parts), kept)
 
-    def gather(self, descriptors: Float[Tensor, "b C"], batch: Batch) -> tuple[Gathered, list[int]]:
+    def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
         """The descriptors and labels of all ranks; and which of this rank's rows are not finite.
 
         One descriptor that is not a number would poison every query of every rank, so its row is left out.
         """
         self.world.note(f"gather of step {batch.step + 1}")
         with self.stopwatch.stage("gather"):
+            descriptors = described.descriptors
             finite = descriptors.isfinite().all(dim=1)
             lost = (~finite).nonzero().flatten()
             batch.blank(lost)
+            for row in lost.tolist():
+                # A gradient of zero does not stop what is not a number: its graph is not to be gone through.
+                described.kept.pop(row // self.replay_size * self.replay_size, None)
             taking_part = finite & batch.present.to(finite.device)
             labels = batch.labels.to(finite.device)
             images = torch.tensor(batch.samples, dtype=torch.int64, device=finite.device)
@@ -186,59 +241,119 @@ class ThreeStageStep:
                 self.memory.remember(gathered)
             return ranking
 
-    def replay(self, batch: Batch, descriptors: Float[Tensor, "b C"], gradient: Float[Tensor, "b C"]) -> float:
-        """Stage three: describe again with a graph, send each descriptor's gradient back; returns the drift."""
+    def replay(self, batch: Batch, described: Described, ranking: Ranking) -> tuple[float, int, int]:
+        """Stage three: describe again with a graph where none was kept, and send each descriptor's gradient back.
+
+        Returns:
+            The drift, and the numbers of images that were described again and that had kept their graph.
+        """
         self.world.note(f"replay of step {batch.step + 1}")
-        micro_batches = self.micro_batches(batch, self.replay_size)
-        drift = torch.zeros((), dtype=torch.float64, device=descriptors.device)
-        reduced = self.engine.reduce_seconds
+        limit = self.skip_below
+        if limit:
+            limit *= self.world.maximum(float(ranking.gradient.norm(dim=1).max()))
         with self.stopwatch.stage("replay"), self._own_randomness():
-            for micro_batch in micro_batches:
-                rows, is_last = micro_batch.rows, micro_batch is micro_batches[-1]
-                with self.engine.accumulating(is_last):
-                    again = self._network_forward(batch, micro_batch, self.engine.forward)
-                    with self.stopwatch.stage("network", part_of_outer=True):
-                        self.engine.backward(again, gradient[rows] * (not micro_batch.padding))
-                        self.stopwatch.move("reduce", self.engine.reduce_seconds - reduced)
-                        reduced = self.engine.reduce_seconds
-                if not micro_batch.padding:
-                    difference = (again.detach() - descriptors[rows]).abs().amax(dim=1)
-                    # A row whose descriptor was not finite has been blanked since.
-                    difference = torch.where(descriptors[rows].isfinite().all(1), difference, 0)
-                    drift = torch.maximum(drift, difference.max())
+            while True:
+                passes = self._backward_passes(described, ranking.gradient, limit)
+                try:
+                    drift, counts = self._send_back(batch, described.descriptors, passes)
+                    break
+                except RuntimeError as error:
+                    self._make_room("replay", self.replay_size, False, error)
+                self.engine.discard()
+                described.kept.clear()
         worst = self.world.maximum(float(drift))
         if worst > self.max_drift:
             self.engine.discard()
-            raise DistapError(_drift_message(worst, self.max_drift, batch.step + 1))
-        return worst
+            raise DistapError(drift_message(worst, self.max_drift, batch.step + 1))
+        replayed, kept = self.world.sum(counts).tolist()
+        return worst, replayed, kept
 
     def update(self, learning_rate: float) -> float:
         """Move the parameters along the gradient of the global loss; returns its norm."""
         with self.stopwatch.stage("optimizer"):
             return self.engine.update(learning_rate)
 
-    def micro_batches(self, batch: Batch, size: int) -> list[MicroBatch]:
-        """This rank's share cut in micro-batches; every rank gets the same number of them.
+    def _backward_passes(
+        self, described: Described, gradient: Float[Tensor, "b C"], limit: float
+    ) -> Iterable[BackwardPass]:
+        """Those of this rank: at least one, and as many as the others' where all take part in each."""
+        b = len(described.descriptors)
+        passes = backward_passes(
+            b, self.replay_size, gradient.__getitem__, described.kept, limit, regroup=self._mixing is None
+        )
+        if self.engine.lockstep:
+            mine = list(passes)
+            longest = int(self.world.maximum(max(len(mine), 1)))
+            return mine + [padding(gradient)] * (longest - len(mine))
+        first = next(passes, padding(gradient))
+        return chain([first], passes)
 
-        A rank whose share is too short for that repeats its first image, with a gradient of zero.
-        """
-        slots = self.world.slots(batch.total)
-        longest = len(range(0, batch.total, self.world.size))
-        cuts = range(0, longest, size)
-        return [
-            MicroBatch(slice(start, min(start + size, len(slots))), slots[start])
-            if start < len(slots)
-            else MicroBatch(slice(0, 1), slots[0], padding=True)
-            for start in cuts
-        ]
+    def _send_back(
+        self, batch: Batch, descriptors: Float[Tensor, "b C"], passes: Iterable[BackwardPass]
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's drift, and its numbers of images that were described again and that had kept their graph."""
+        drift = torch.zeros((), dtype=torch.float64, device=descriptors.device)
+        counts = torch.zeros(2, dtype=torch.int64, device=descriptors.device)
+        reduced = self.engine.reduce_seconds
+        for one, is_last in with_last(passes):
+            with self.engine.accumulating(is_last):
+                again = one.kept
+                if again is None:
+                    again = self._network_forward(batch, one.rows, self.engine.forward)
+                    drift = torch.maximum(drift, _difference(again.detach(), descriptors[one.rows]))
+                counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
+                with self.stopwatch.stage("network", part_of_outer=True):
+                    self._reducing = is_last and self.world.size > 1
+                    self.engine.backward(again, one.gradient)
+                    self._reducing = False
+                    self.stopwatch.move("reduce", self.engine.reduce_seconds - reduced)
+                    reduced = self.engine.reduce_seconds
+        return drift, counts
 
-    def _network_forward(self, batch: Batch, micro_batch: MicroBatch, network: "Forward") -> Tensor:
+    def _described(self, batch: Batch, rows: slice, with_graph: bool) -> Float[Tensor, "n C"]:
+        with torch.set_grad_enabled(with_graph):
+            if with_graph:
+                return self._network_forward(batch, rows, self.engine.forward)
+            return self._network_forward(batch, rows, self.describe_with or self.engine.describe)
+
+    def _network_forward(self, batch: Batch, rows: Rows, forward: Callable[[Tensor], Tensor]) -> Float[Tensor, "n C"]:
         """Descriptors of a micro-batch, its dropout drawn from (seed, step, slot), so the same every time."""
-        images = batch.images(micro_batch.rows).to(self.world.device, non_blocking=True)
+        images = batch.images(rows).to(self.world.device, non_blocking=True)
+        slot = self.world.slots(batch.total)[first_of(rows)]
         with self.stopwatch.stage("network", part_of_outer=True):
-            torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, micro_batch.first_slot))
-            descriptors = network(images)
-        return descriptors
+            torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
+            return forward(images)
+
+    def _make_room(self, stage: str, size: int, keeps: bool, error: RuntimeError) -> None:
+        """Halve what a stage holds in memory at once, where that was too much and the step can still go on.
+
+        Raises:
+            RuntimeError: the error was another one.
+            DistapError: the step cannot go on.
+        """
+        if not is_out_of_memory(error):
+            raise error
+        if keeps:
+            self.keep //= 2
+            logger.warning("out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep)
+            return
+        reason = self._mixing
+        if size == 1:
+            reason = "a single image is too much"
+        elif stage == "replay" and (self.engine.lockstep or self._reducing):
+            reason = "the other ranks have begun to communicate"
+        if reason:
+            raise DistapError(
+                f"out of memory in {stage} with micro-batches of {size} images, and they cannot be halved now: "
+                f"{reason}; set {stage}.size to less, or take smaller images (data.image_size)"
+            ) from error
+        half = size // 2
+        logger.warning("out of memory in %s: micro-batches of %d images from now on, not of %d", stage, half, size)
+        if stage == "describe":
+            self.describe_size = half
+        else:
+            self.describe_size = self.describe_size or size
+            self.replay_size = half
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -248,32 +363,7 @@ class ThreeStageStep:
             yield
 
 
-@runtime_checkable
-class Forward(Protocol):
-    """A network, or an engine's forward."""
-
-    def __call__(self, images: Tensor, /) -> Tensor: ...  # noqa: D102
-
-
-def mixes_images(network: nn.Module) -> str | None:
-    """Why an image's descriptor depends on its micro-batch in this network, or None where it does not."""
-    for name, module in network.named_modules():
-        if not module.training:
-            continue
-        if isinstance(module, nn.SyncBatchNorm):
-            raise DistapError(f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce")
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return f"{name} normalises by the statistics of its micro-batch"
-        probability = getattr(module, "drop_prob", getattr(module, "p", 0))
-        if "drop" in type(module).__name__.lower() and isinstance(probability, float) and probability > 0:
-            return f"{name} drops at random, drawing for the whole micro-batch"
-    return None
-
-
-def _drift_message(drift: float, limit: float, step: int) -> str:
-    return (
-        f"step {step}: replay drift {drift:.2g} exceeds {limit:g}: describe and replay gave different descriptors "
-        "for the same image, so the gradient would be wrong. Usual causes: randomness that torch's generators do "
-        "not control, BatchNorm whose statistics change within the step, a layer that mixes the images of a "
-        "micro-batch, or a precision too low for the limit (step.max_replay_drift)"
-    )
+def _difference(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:
+    """The greatest between two descriptors of an image; one that was not finite has been blanked since."""
+    difference = (again - before).abs().amax(dim=1)
+    return torch.where(before.isfinite().all(dim=1), difference, 0).max().double()

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
 from distap.checkpoint import find_checkpoint
 from distap.config import RandomWeights, Recipe, recipe_from
@@ -17,10 +18,12 @@ from distap.data.streams import SequentialShards
 from distap.data.training import IndexedImages, LoaderSettings, TrainingImages
 from distap.data.transforms import training_transform
 from distap.distributed import World
-from distap.engine import ENGINES, Engine
+from distap.engine import ENGINES, Engine, Precision
 from distap.errors import DistapError
 from distap.evaluation import evaluate, refuse_seen_classes
+from distap.exactness import mixes_images
 from distap.exits import FINISHED, RESTART
+from distap.fitting import Fitting
 from distap.model import RetrievalNetwork, build_network
 from distap.optimisation import LinearDecay, build_optimizer
 from distap.ranking import CrossBatchMemory
@@ -31,6 +34,7 @@ from distap.stopping import StopRequest
 from distap.stopwatch import Stopwatch
 from distap.telemetry.runlog import NOT_FINITE_LOG
 
+LOADER_CHUNK = 16  # images that a worker hands over at once, where micro-batches find their size themselves
 ALWAYS_TOLERATED = 10  # damaged images: a share of a first small batch says little
 
 
@@ -53,20 +57,7 @@ class Trainer:
         self.engine = self._engine()
         self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
         memory = CrossBatchMemory(recipe.memory.size)
-        self.step = ThreeStageStep(
-            self.engine,
-            recipe.listwise_loss,
-            world,
-            recipe.seed,
-            recipe.step.replay_size,
-            recipe.step.describe_size,
-            mode=recipe.step.ranking,
-            ranking_memory=recipe.step.ranking_memory,
-            memory=memory,
-            memory_after=recipe.memory.after,
-            max_drift=recipe.step.max_replay_drift,
-            stopwatch=self.stopwatch,
-        )
+        self.step = self._step(memory)
         self.report = RunReport(recipe, world, self.images.size)
         self.state = RunState(recipe, world, self.images, self.engine, memory, self.schedule)
         self.done = 0  # steps behind the present state
@@ -94,6 +85,8 @@ class Trainer:
         for share in self.images.shares(range(self.done, self.recipe.steps)):
             result = self.step(share, self.schedule.at(share.step))
             self.done = share.step + 1
+            if self.done == first + 1:
+                self._keep_graphs()
             stopping = self._agree_on_damage_and_stop(share, stop, images=(self.done - first) * self.images.size)
             self._report(share, result, time.perf_counter() - lap)
             self._refuse_numbers_that_stay_not_finite(share, result)
@@ -134,11 +127,58 @@ class Trainer:
                 )
 
     def _engine(self) -> Engine:
-        optimizer = self.recipe.optimizer
-        parts = {part: (getattr(self.network, part), getattr(optimizer, part)) for part in PARTS}
-        return ENGINES[self.recipe.engine](
-            self.network, build_optimizer(optimizer.name, parts, optimizer.betas), self.world, optimizer.clip_norm
+        recipe, optimizer = self.recipe, self.recipe.optimizer
+
+        def build() -> Optimizer:
+            parts = {part: (getattr(self.network, part), getattr(optimizer, part)) for part in PARTS}
+            return build_optimizer(optimizer.name, parts, optimizer.betas)
+
+        return ENGINES[recipe.engine.name](
+            self.network,
+            build,
+            self.world,
+            recipe.engine,
+            optimizer.clip_norm,
+            Precision(recipe.precision, self.world.device.type),
         )
+
+    def _step(self, memory: CrossBatchMemory) -> ThreeStageStep:
+        recipe = self.recipe
+        replay_size, describe_size = self._sizes()
+        return ThreeStageStep(
+            self.engine,
+            recipe.listwise_loss,
+            self.world,
+            recipe.seed,
+            replay_size,
+            describe_size,
+            mode=recipe.rank.mode,
+            ranking_memory=recipe.rank.memory,
+            memory=memory,
+            memory_after=recipe.memory.after,
+            max_drift=recipe.max_drift,
+            stopwatch=self.stopwatch,
+            keep=0 if recipe.replay.keep == "auto" else recipe.replay.keep,
+            skip_below=recipe.replay.skip_below,
+        )
+
+    def _sizes(self) -> tuple[int, int | None]:
+        """Micro-batches of replay and of describe, found by trying where the recipe says so."""
+        replay, describe = self.recipe.replay.size, self.recipe.describe.size
+        if replay == "auto":
+            replay = self._fitting().replay_size()
+        if describe == "auto":
+            describe = None if mixes_images(self.network) else self._fitting().describe_size()
+        return replay, describe
+
+    def _fitting(self) -> Fitting:
+        share = len(self.world.slots(self.images.size))
+        return Fitting(self.engine, self.world, self.recipe.data.image_size, share)
+
+    def _keep_graphs(self) -> None:
+        """After a step: as many as memory allows, where the recipe says so."""
+        if self.recipe.replay.keep == "auto" and self.engine.keeps_graphs:
+            self.step.keep = self._fitting().kept_graphs(self.step.replay_size)
 
     def _report(self, share: ShareOfBatch, result: StepResult, seconds: float) -> None:
         """Tell what the step did."""
@@ -239,11 +279,10 @@ class Trainer:
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
     """The recipe's images for this rank, by the way of reading that it asks for."""
-    data, step = recipe.data, recipe.step
+    data = recipe.data
     transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
     settings = LoaderSettings(
-        step.describe_size or step.replay_size,
-        step.replay_size,
+        next((size for size in (recipe.describe.size, recipe.replay.size) if isinstance(size, int)), LOADER_CHUNK),
         data.workers,
         data.prefetch,
         pinned=world.device.type == "cuda",

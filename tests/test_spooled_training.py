@@ -11,7 +11,8 @@ def recipe(run, shards, **pixels):
         "data": {"train": str(shards[0]), "image_size": 32, "workers": 0, "pixels": pixels},
         "sampling": {"name": "random", "batch_size": 24},
         "model": {"backbone": "resnet10t", "weights": {"name": "random"}},
-        "step": {"replay_size": 4, "describe_size": 6},
+        "replay": {"size": 4},
+        "describe": {"size": 6},
     }
     return recipe_from(settings, "test")
 

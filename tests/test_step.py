@@ -27,7 +27,7 @@ CASES = {
 
 def step_on(world, network, describe_size, replay_size, mode, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    engine = DDPEngine(network, optimizer, world)
+    engine = DDPEngine(network, lambda: optimizer, world)
     return ThreeStageStep(engine, QuantizedAP(), world, SEED, replay_size, describe_size, mode, **options)
 
 
@@ -108,7 +108,7 @@ def count_reductions(world):
 def test_dropout_changes_from_step_to_step():
     images, labels = small_images(IMAGES)
     step = step_on(World(), small_network(**STOCHASTIC), None, 4, "sharded")
-    first, second = (step.describe(TensorBatch(images, labels, World(), number)) for number in (0, 1))
+    first, second = (step.describe(TensorBatch(images, labels, World(), number)).descriptors for number in (0, 1))
     assert not torch.equal(first, second)
 
 

@@ -32,7 +32,7 @@ def recipe(run, shards, **changes) -> Recipe:
         "data": {"train": str(shards[0]), "image_size": 32, "workers": 0},
         "sampling": {"name": "random", "batch_size": 25},
         "model": {"backbone": "resnet10t", "weights": {"name": "random"}},
-        "step": {"replay_size": 4},
+        "replay": {"size": 4},
         "optimizer": {"learning_rate": 1e-3},
     }
     for key, value in changes.items():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distap.distributed import World
 from distap.engine import DDPEngine
+from distap.micro_batches import Rows
 from distap.model import build_network
 from distap.optimisation import GroupSettings, build_optimizer
 from distap.ranking import QuantizedAP
@@ -32,7 +33,7 @@ class SyntheticBatch:
         self.present = torch.ones(total, dtype=torch.bool)
         self.pixels = torch.randint(0, 256, (total, 3, image_size, image_size), dtype=torch.uint8)
 
-    def images(self, rows: slice) -> Tensor:
+    def images(self, rows: Rows) -> Tensor:
         """Pixels of some images."""
         return self.pixels[rows]
 
@@ -69,7 +70,7 @@ def one_step(batch_size: int, image_size: int, micro_batch: int, backbone: str) 
     torch.manual_seed(0)
     network = build_network(backbone, {"name": "random"}, {"name": "gem"}).train()
     optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
-    step = ThreeStageStep(DDPEngine(network, optimizer, World()), QuantizedAP(), World(), 0, micro_batch)
+    step = ThreeStageStep(DDPEngine(network, lambda: optimizer, World()), QuantizedAP(), World(), 0, micro_batch)
     batch = SyntheticBatch(batch_size, image_size)
     step(batch, 1e-4)
     stages = step.stopwatch.seconds

@@ -1,7 +1,7 @@
 """The recipe of a training: all sections together, and what may be written shorter."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     Field,
@@ -14,11 +14,14 @@ from pydantic import (
 from distap.config.sections import (
     CheckpointSection,
     DataSection,
+    DescribeSection,
     EvaluationSection,
     MemorySection,
     MetricsSection,
     ModelSection,
     OptimizerSection,
+    RankSection,
+    ReplaySection,
     Section,
     SingleLoss,
     StepSection,
@@ -26,6 +29,7 @@ from distap.config.sections import (
     SumOfLosses,
 )
 from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, StreamsSampling, SuperPByKSampling
+from distap.engine import DDPSettings, PrecisionName
 from distap.ranking import (
     LOSSES,
     Loss,
@@ -35,6 +39,8 @@ from distap.ranking import (
     with_preset,
 )
 
+SAME_PRECISION_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
+
 
 class Recipe(Section):
     """One training."""
@@ -42,7 +48,8 @@ class Recipe(Section):
     run: Path = Field(description="folder of the run: configuration, metrics, checkpoints")
     seed: int = Field(0, ge=0)
     steps: PositiveInt
-    engine: Literal["ddp"] = "ddp"
+    engine: Annotated[DDPSettings, Field(discriminator="name")] = DDPSettings()
+    precision: PrecisionName = Field("float32", description="what the network computes in; parameters stay float32")
     timeout_seconds: PositiveFloat = Field(600, description="a collective that takes longer fails")
     data: DataSection
     sampling: Annotated[
@@ -52,6 +59,9 @@ class Recipe(Section):
     model: ModelSection = ModelSection()
     loss: Annotated[SingleLoss | SumOfLosses, Field(discriminator="name")] = QuantizedAP()
     memory: MemorySection = MemorySection()
+    describe: DescribeSection = DescribeSection()
+    rank: RankSection = RankSection()
+    replay: ReplaySection = ReplaySection()
     step: StepSection = StepSection()
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -71,12 +81,24 @@ class Recipe(Section):
             return with_preset({"name": "ap_q", **loss})
         return {"name": "sum", "terms": {name: _term(name, value) for name, value in loss.items()}}
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine_in_full(cls, engine: Any) -> Any:
+        return {"name": engine} if isinstance(engine, str) else engine
+
     @property
     def listwise_loss(self) -> Loss:
         """What stage two computes."""
         if isinstance(self.loss, SumOfLosses):
             return WeightedSum(tuple((term.weight, term.loss) for term in self.loss.terms.values()))
         return self.loss
+
+    @property
+    def max_drift(self) -> float:
+        """Greatest tolerated difference between an image's two descriptors."""
+        if self.replay.max_drift is not None:
+            return self.replay.max_drift
+        return SAME_PRECISION_DRIFT if self.describe.precision in (None, self.precision) else LOWER_PRECISION_DRIFT
 
     @model_validator(mode="after")
     def _reading_is_possible(self) -> "Recipe":

@@ -7,6 +7,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -18,6 +19,7 @@ from distap.data.locations import Source, parse_source
 from distap.data.pixels import PixelSettings
 from distap.data.storage import RemoteSettings
 from distap.data.transforms import Augmentation
+from distap.engine import PrecisionName
 from distap.errors import DistapError
 from distap.optimisation import GroupSettings
 from distap.ranking import (
@@ -167,16 +169,57 @@ class MemorySection(Section):
     after: int = Field(0, ge=0, description="steps before the memory begins: at first descriptors change too fast")
 
 
-class StepSection(Section):
-    """The three stages."""
+class DescribeSection(Section):
+    """Stage one: the descriptors of all images, without a graph."""
 
-    replay_size: PositiveInt = Field(16, description="images in a micro-batch of replay: decides the memory")
-    describe_size: PositiveInt | None = Field(None, description="the same for describe; none takes replay's")
-    ranking: Literal["sharded", "central"] = Field("sharded", description="rank on all ranks, or on rank 0")
-    ranking_memory: PositiveInt | None = Field(
+    size: PositiveInt | Literal["auto"] | None = Field(
+        None, description="images in a micro-batch; none takes replay's, auto finds the fastest that fits"
+    )
+    precision: PrecisionName | None = Field(
+        None, description="what it computes in; none takes the recipe's precision"
+    )
+    fold_batchnorm: bool = Field(False, description="fold frozen BatchNorm into the convolutions before it")
+
+
+class RankSection(Section):
+    """Stage two: the loss of the global batch and the gradient of each descriptor."""
+
+    mode: Literal["sharded", "central"] = Field("sharded", description="rank on all ranks, or on rank 0")
+    memory: PositiveInt | None = Field(
         None, description="bytes that ranking may use beside the descriptors; none takes what suits the device"
     )
-    max_replay_drift: PositiveFloat = Field(1e-3, description="greatest difference between an image's descriptors")
+    overlap: bool = Field(True, description="gather and count while the network describes, as descriptors arrive")
+
+
+class ReplaySection(Section):
+    """Stage three: every image again, with a graph, to send its descriptor's gradient back."""
+
+    size: PositiveInt | Literal["auto"] = Field(
+        16, description="images in a micro-batch, which decides the memory; auto finds the fastest that fits"
+    )
+    keep: NonNegativeInt | Literal["auto"] = Field(
+        0, description="micro-batches a rank whose graph stays from describe, so that they need no second forward"
+    )
+    skip_below: float = Field(
+        0,
+        ge=0,
+        description="images whose descriptor gradient is no longer than this times the longest are not replayed",
+    )
+    max_drift: PositiveFloat | None = Field(
+        None,
+        description="greatest difference between an image's two descriptors; none takes 1e-3, or 0.1 where describe "
+        "computes in a lower precision",
+    )
+
+
+class StepSection(Section):
+    """A step as a whole."""
+
+    compile: bool = Field(False, description="compile the backbone, for describe and for replay")
+    activation_checkpointing: bool = Field(
+        False,
+        description="compute activations again in the backward pass instead of keeping them: less memory, slower",
+    )
     max_not_finite: PositiveInt = Field(
         5, description="steps in a row with a loss or gradient that is not finite, after which training stops"
     )
@@ -187,7 +230,7 @@ class OptimizerSection(Section):
 
     name: Literal["adam", "adamw"] = "adam"
     learning_rate: PositiveFloat = 1e-4
-    warmup: int = Field(0, ge=0, description="steps over which the rate rises")
+    warmup: int = Field(0.0, ge=0, description="steps over which the rate rises")
     betas: tuple[float, float] = (0.9, 0.999)
     clip_norm: PositiveFloat | None = Field(None, description="greatest norm of the gradient; none never clips")
     backbone: GroupSettings = GroupSettings()

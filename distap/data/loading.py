@@ -154,12 +154,16 @@ class ShareOfBatch:
         """What the spool file could take: its size and what the file system has left; 0 without one."""
         return self._held.spool_limit_bytes
 
-    def images(self, rows: slice) -> Tensor:
-        """(n, 3, size, size) uint8 pixels of some of the share's images, valid until others are asked for."""
+    def images(self, rows: slice | Tensor) -> Tensor:
+        """(n, 3, size, size) uint8 pixels of some of the share's images, valid until others are asked for.
+
+        Args:
+            rows: from start to stop; or (n,) ascending, of rows that have been read.
+        """
         with self._stopwatch.stage("data_wait"):
             fresh = []
             first = len(self.samples)
-            while len(self.samples) < rows.stop:
+            while isinstance(rows, slice) and len(self.samples) < rows.stop:
                 chunk = next(self._chunks)
                 fresh.append(self._held.keep(len(self.samples), chunk.pixels))
                 self.samples += chunk.samples
@@ -167,7 +171,7 @@ class ShareOfBatch:
                 self._labels += chunk.labels
                 self.failures += chunk.failures
                 self.traffic = self.traffic.plus(chunk.traffic)
-            if fresh and (first, len(self.samples)) == (rows.start, rows.stop):
+            if fresh and isinstance(rows, slice) and (first, len(self.samples)) == (rows.start, rows.stop):
                 return fresh[0] if len(fresh) == 1 else torch.cat(fresh)
             return self._held.rows(rows)
 
@@ -205,7 +209,6 @@ def training_shares(
     stopwatch: Stopwatch,
     pinned: bool = False,
     pixels: PixelSettings = IN_MEMORY,
-    replay_chunk: int | None = None,
 ) -> Iterator[ShareOfBatch]:
     """This rank's share of the global batch of each step; a share is to be used up before the next is taken.
 
@@ -219,19 +222,18 @@ def training_shares(
         stopwatch: counts the waiting as `data_wait`.
         pinned: keep pixels in page-locked memory, from which a GPU copies without waiting.
         pixels: how pixels wait for the replay.
-        replay_chunk: images that replay asks for at once; None takes `chunk`.
     Raises:
         DistapError: at once, where there is no room for the pixels.
     """
     held = held_pixels(pixels, len(slots), images.size, pinned)
-    sizes = [chunk] if held is not None else [chunk, replay_chunk or chunk]
+    readings = 1 if held is not None else 2
 
     def requests() -> Iterator[list[tuple[int, int, int]]]:
         for step in steps:
             batch = images.plan.batch(step)
-            for size in sizes:
-                for start in range(0, len(slots), size):
-                    yield [(step, slot, int(batch[slot])) for slot in slots[start : start + size]]
+            for _ in range(readings):
+                for start in range(0, len(slots), chunk):
+                    yield [(step, slot, int(batch[slot])) for slot in slots[start : start + chunk]]
 
     return shares_of(_loaded(images, requests(), workers, prefetch), steps, images.plan.size, held, stopwatch)
 

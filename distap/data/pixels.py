@@ -71,7 +71,7 @@ class HeldPixels(Protocol):
         """Take the next rows, which begin with `start`; returns them as the network is to get them."""
         ...
 
-    def rows(self, rows: slice) -> Tensor:
+    def rows(self, rows: slice | Tensor) -> Tensor:
         """Rows that were kept, (n, 3, size, size) uint8; valid until the next are asked for."""
         ...
 
@@ -99,7 +99,7 @@ class Memory:
         mine = self._pixels[start : start + len(pixels)]
         return mine.copy_(pixels)
 
-    def rows(self, rows: slice) -> Tensor:
+    def rows(self, rows: slice | Tensor) -> Tensor:
         """Rows that were kept."""
         return self._pixels[rows]
 
@@ -145,10 +145,22 @@ class Spool:
         self._write(start, pixels)
         return pixels
 
-    def rows(self, rows: slice) -> Tensor:
+    def rows(self, rows: slice | Tensor) -> Tensor:
         """Rows that were written."""
-        pixels = self._room(rows.stop - rows.start)
-        buffer, offset = pixels.numpy().data.cast("B"), rows.start * self._row_bytes
+        if isinstance(rows, slice):
+            return self._read(self._room(rows.stop - rows.start), rows.start)
+        pixels = self._room(len(rows))
+        for place, row in enumerate(rows.tolist()):
+            self._read(pixels[place : place + 1], row)
+        return pixels
+
+    def blank(self, rows: list[int]) -> None:
+        """Make these rows black."""
+        for row in rows:
+            self._write(row, torch.zeros(1, *self._shape, dtype=torch.uint8))
+
+    def _read(self, pixels: Tensor, start: int) -> Tensor:
+        buffer, offset = pixels.numpy().data.cast("B"), start * self._row_bytes
         while buffer:
             with self._errors_for_a_person():
                 read = os.preadv(self._file, [buffer], offset)
@@ -156,11 +168,6 @@ class Spool:
                 raise DistapError(f"{self._folder}: the spool file has become shorter; nothing else may write to it")
             buffer, offset = buffer[read:], offset + read
         return pixels
-
-    def blank(self, rows: list[int]) -> None:
-        """Make these rows black."""
-        for row in rows:
-            self._write(row, torch.zeros(1, *self._shape, dtype=torch.uint8))
 
     def _write(self, start: int, pixels: Tensor) -> None:
         data, offset = pixels.contiguous().numpy().data.cast("B"), start * self._row_bytes
@@ -198,7 +205,7 @@ class Reread:
     Their checksums are kept, so that no image that has changed meanwhile trains the network.
 
     Args:
-        again: the next rows, read again; as many at once as replay asks for.
+        again: the next rows, read again; any number at once.
         name: shard and key of the image in a row.
     """
 
@@ -210,39 +217,44 @@ class Reread:
         self._blank: set[int] = set()
         self._done = 0  # rows read again
         self._first: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}  # rows read again that have not been asked for
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
         """Note the checksums of the next rows."""
         self._checksums += [_checksum(image) for image in pixels]
         return pixels
 
-    def rows(self, rows: slice) -> Tensor:
-        """The next rows, read again; and row 0 as often as it is asked for, as padding.
+    def rows(self, rows: slice | Tensor) -> Tensor:
+        """Rows behind those of the call before, read again; and row 0 as often as it is asked for, as padding.
 
         Raises:
-            DistapError: an image is not what it was.
+            DistapError: an image is not what it was, or was asked for before.
         """
-        if self._first is not None and (rows.start, rows.stop) == (0, 1):
+        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+        if list(numbers) == [0] and self._first is not None:
             return self._first
-        if rows.start != self._done:
-            raise ValueError(f"rows are read again in order: after {self._done} cannot come {rows}")
-        parts = []
-        while self._done < rows.stop:
-            parts.append(self._next())
-        if self._done != rows.stop:
-            raise ValueError(f"{rows} ends within the rows that were read again at once, which end at {self._done}")
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        while self._done <= numbers[-1]:
+            self._next()
+        if numbers[0] not in self._waiting:
+            raise DistapError(
+                f"{self._name(numbers[0])}: data.pixels.hold is reread, which reads an image once for replay, but "
+                "replay has to begin anew; set replay.size to less where memory ran out, or data.pixels.hold to spool"
+            )
+        pixels = torch.stack([self._waiting[number] for number in numbers])
+        self._waiting = {number: image for number, image in self._waiting.items() if number > numbers[-1]}
+        return pixels
 
     def blank(self, rows: list[int]) -> None:
         """Make these rows black."""
         self._blank.update(rows)
 
     def finish(self) -> None:
-        """Read on to the end, where a step was given up before its replay."""
+        """Read on to the end, where not every image was replayed."""
         while self._done < len(self._checksums):
             self._next()
+            self._waiting.clear()
 
-    def _next(self) -> Tensor:
+    def _next(self) -> None:
         pixels = self._again()
         for row, image in enumerate(pixels, self._done):
             if _checksum(image) != self._checksums[row]:
@@ -250,12 +262,10 @@ class Reread:
                     f"{self._name(row)}: read again for replay, it has other pixels than those that were described; "
                     "data must not change during a training. If it did not, set data.pixels.hold to spool"
                 )
-            if row in self._blank:
-                image.zero_()
+            self._waiting[row] = image.zero_() if row in self._blank else image
         if self._first is None:
             self._first = pixels[:1].clone()
         self._done += len(pixels)
-        return pixels
 
 
 def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) -> Memory | Spool | None:

@@ -17,8 +17,7 @@ class LoaderSettings:
     """How a rank's images are read ahead, and wait.
 
     Args:
-        chunk: images that the network asks for at once, and that a worker hands over at once.
-        replay_chunk: the same for replay.
+        chunk: images that a worker hands over at once; best as many as the network asks for at once.
         workers: processes that read; 0 reads in the rank itself.
         prefetch: chunks that each worker reads ahead.
         pinned: keep pixels in page-locked memory, from which a GPU copies without waiting.
@@ -26,7 +25,6 @@ class LoaderSettings:
     """
 
     chunk: int
-    replay_chunk: int
     workers: int
     prefetch: int
     pinned: bool = False
@@ -93,7 +91,6 @@ class IndexedImages:
             self._stopwatch,
             settings.pinned,
             settings.pixels,
-            settings.replay_chunk,
         )
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,10 +1,14 @@
-"""What stage three asks of an engine."""
+"""What the three stages ask of an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# Called once the parameters are those to be trained: an engine may replace a network's by its shards.
+BuildOptimizer = Callable[[], Optimizer]
 
 
 @runtime_checkable
@@ -15,7 +19,17 @@ class Engine(Protocol):
     number of queries already. Every engine is held to that by the same test.
     """
 
-    network: nn.Module  # for forwards without a graph
+    network: nn.Module
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks must replay the same number of micro-batches, since each of them communicates."""
+        ...
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether `forward` may be called several times before the backward passes."""
+        ...
 
     @property
     def reductions(self) -> int:
@@ -24,15 +38,29 @@ class Engine(Protocol):
 
     @property
     def reduce_seconds(self) -> float:
-        """Seconds spent in them so far."""
+        """Seconds that backward passes waited for them so far."""
         ...
 
-    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Encloses forward and backward of a micro-batch; ranks communicate in the last one only."""
+    def describing(self) -> AbstractContextManager[None]:
+        """Encloses stage one, and evaluation: parameters are whole meanwhile, so that a rank describes by itself."""
+        ...
+
+    def describe(self, images: Tensor) -> Tensor:
+        """Descriptors (n, C) of a micro-batch, float32 or wider, without a graph; inside `describing`."""
         ...
 
     def forward(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of a micro-batch, with a graph."""
+        """Descriptors (n, C) of a micro-batch, float32 or wider, with a graph.
+
+        Inside `accumulating`; or, of an engine that keeps graphs, inside `describing`.
+        """
+        ...
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Encloses forward and backward of a micro-batch, or the backward of a kept graph.
+
+        Ranks reduce gradients in the last one of a step only, unless the engine is one in lockstep.
+        """
         ...
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
@@ -48,11 +76,11 @@ class Engine(Protocol):
         ...
 
     def discard(self) -> None:
-        """Forget the gradients: the step is skipped."""
+        """Forget the gradients: the step is skipped, or its replay begins anew."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors of `network.` and `optimizer.`, named by parameter, so that another engine can go on from them."""
+        """Tensors of `network.`, `optimizer.` and `scaler.`, named so that any engine can go on from them."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -29,9 +29,7 @@ BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 2  # 11 images are uneven on 2, 4 and
 def shares_of(folder, world, way, workers=0, settings=None, batch=BATCH):
     images, pixels = slot_images(folder, batch), settings or PixelSettings(hold=way)
     slots, steps = world.slots(batch), range(STEPS)
-    return training_shares(
-        images, slots, steps, DESCRIBE, workers, 2, Stopwatch(), pixels=pixels, replay_chunk=REPLAY
-    )
+    return training_shares(images, slots, steps, DESCRIBE, workers, 2, Stopwatch(), pixels=pixels)
 
 
 def rows_of(count, size):
@@ -108,7 +106,7 @@ def gradients(world, folder, way):
     network = small_network()
     before = [p.detach().clone() for p in network.parameters()]
     scaled = torch.nn.Sequential(Scaling(), network)
-    engine = DDPEngine(scaled, torch.optim.SGD(scaled.parameters(), lr=1.0), world)
+    engine = DDPEngine(scaled, lambda: torch.optim.SGD(scaled.parameters(), lr=1.0), world)
     step = ThreeStageStep(engine, QuantizedAP(), world, 0, REPLAY, DESCRIBE)
     losses = [step(share, 1.0).loss for share in shares_of(folder, world, way)]
     return losses, [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]

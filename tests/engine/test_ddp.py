@@ -21,7 +21,7 @@ def moved(world, name, clip_norm):
     """How far one step of SGD at rate 1 moves each parameter, and the norm that the engine reports."""
     network = small_network()
     before = [p.detach().clone() for p in network.parameters()]
-    engine = ENGINES[name](network, torch.optim.SGD(network.parameters(), lr=0.0), world, clip_norm)
+    engine = ENGINES[name](network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), world, clip_norm=clip_norm)
     # A larger loss, so that the clipping bites.
     step = ThreeStageStep(engine, QuantizedAP(bins=100), world, 0, replay_size=2)
     result = step(TensorBatch(*small_images(IMAGES), world), learning_rate=1.0)
@@ -43,13 +43,13 @@ def test_parameters_move_along_the_sum_over_ranks(name, clip_norm):
 
 def test_state_is_given_back():
     network = small_network()
-    engine = ENGINES["ddp"](network, torch.optim.Adam(network.parameters()), World())
+    engine = ENGINES["ddp"](network, lambda: torch.optim.Adam(network.parameters()), World())
     for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)
     engine.update(0.1)
     state = copy.deepcopy(engine.state_dict())
     other = small_network(dropout=0.1)
-    restored = ENGINES["ddp"](other, torch.optim.Adam(other.parameters()), World())
+    restored = ENGINES["ddp"](other, lambda: torch.optim.Adam(other.parameters()), World())
     restored.load_state_dict(state)
     for one, again in ((network, engine), (other, restored)):
         for parameter in one.parameters():
@@ -61,7 +61,7 @@ def test_state_is_given_back():
 def leave_nothing_behind(world):
     """Whether the network is gone once the engine is, after a step."""
     network = small_network()
-    engine = ENGINES["ddp"](network, torch.optim.SGD(network.parameters(), lr=0.0), world)
+    engine = ENGINES["ddp"](network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), world)
     ThreeStageStep(engine, QuantizedAP(), world, 0, replay_size=4)(TensorBatch(*small_images(IMAGES), world), 1.0)
     reference = weakref.ref(network)
     del network, engine

@@ -21,7 +21,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def _train_replicated(world, folder):
     """What two steps of DistributedDataParallel lead to, saved."""
     network = small_network()
-    engine = DDPEngine(network, torch.optim.Adam(network.parameters()), world)
+    engine = DDPEngine(network, lambda: torch.optim.Adam(network.parameters()), world)
     images, _ = small_images(6)
     for _ in range(2):
         with engine.accumulating(is_last=True):

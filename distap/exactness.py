@@ -1,0 +1,30 @@
+"""What the three stages rest on: an image's descriptor depends on the image and the random state alone."""
+
+from torch import nn
+
+from distap.errors import DistapError
+
+
+def mixes_images(network: nn.Module) -> str | None:
+    """Why an image's descriptor depends on its micro-batch in this network, or None where it does not."""
+    for name, module in network.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.SyncBatchNorm):
+            raise DistapError(f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce")
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"{name} normalises by the statistics of its micro-batch"
+        probability = getattr(module, "drop_prob", getattr(module, "p", 0))
+        if "drop" in type(module).__name__.lower() and isinstance(probability, float) and probability > 0:
+            return f"{name} drops at random, drawing for the whole micro-batch"
+    return None
+
+
+def drift_message(drift: float, limit: float, step: int) -> str:
+    """What to say where the two descriptors of an image differ by more than they may, in a step counted from 1."""
+    return (
+        f"step {step}: replay drift {drift:.2g} exceeds {limit:g}: describe and replay gave different descriptors "
+        "for the same image, so the gradient would be wrong. Usual causes: randomness that torch's generators do "
+        "not control, BatchNorm whose statistics change within the step, a layer that mixes the images of a "
+        "micro-batch, or a precision too low for the limit (replay.max_drift)"
+    )
