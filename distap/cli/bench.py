@@ -27,6 +27,47 @@ def bench_memory(
     console.print(measure(batch or [256, 1024, 4096], image_size, micro_batch, backbone))
 
 
+@bench.command("step")
+def bench_step(
+    backbone: Annotated[str, typer.Option(help="Any timm network.")] = "tf_efficientnet_lite0",
+    weights: Annotated[
+        str, typer.Option(help="random, timm, a file, or the name of a package that carries them.")
+    ] = "random",
+    image_size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=32)] = 96,
+    batch: Annotated[int, typer.Option(help="Images of a global batch, B.", min=1)] = 128,
+    micro_batch: Annotated[int, typer.Option(help="Images of a micro-batch.", min=1)] = 16,
+    ranks: Annotated[int, typer.Option(help="Ranks on this machine; torchrun's, where it started this.", min=1)] = 2,
+    threads: Annotated[int, typer.Option(help="CPU threads of each rank.", min=1)] = 1,
+    rounds: Annotated[int, typer.Option(help="Turns that each has; the median counts.", min=1)] = 9,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 instead of float32.")] = False,
+    memory_batch: Annotated[
+        list[int] | None, typer.Option(help="A further B whose peak memory is measured; repeat for several.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
+) -> None:
+    """Print what a training step takes: distap's, full-batch autograd's, cached gradients', and the floor.
+
+    The floor is the network's forward and backward passes alone. All take turns on the same images; images a second,
+    peak memory, and the calls and bytes of collectives are printed, and how far the gradients are from autograd's.
+    """
+    from distap.bench.step import measure
+    from distap.bench.step_results import Setting, as_json, table
+    from distap.engine import PrecisionName
+    from distap.telemetry.terminal import console
+
+    ranks = int(os.environ.get("WORLD_SIZE", ranks)) if "RANK" in os.environ else ranks
+    precision: PrecisionName = "bf16" if bf16 else "float32"
+    sizes = (image_size, batch, micro_batch)
+    setting = Setting(backbone, weights, *sizes, ranks, threads, rounds, precision, tuple(memory_batch or []))
+    results = measure(setting)
+    if results is None:
+        return
+    console.print(table(results))
+    if json_file is not None:
+        json_file.write_text(as_json(results) + "\n")
+        console.print(f"{json_file}", markup=False)
+
+
 @bench.command("ranking")
 def bench_ranking(
     loss: Annotated[list[str] | None, typer.Option(help="A loss, by name; repeat for several.")] = None,
