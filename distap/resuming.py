@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distap.building import PARTS
 from distap.checkpoint import Checkpoint, CheckpointWriter, Written, best_checkpoint, newest_checkpoint
 from distap.checkpoint.folder import set_aside
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
@@ -22,7 +23,6 @@ from distap.errors import DistapError
 from distap.optimisation import LinearDecay
 from distap.ranking import CrossBatchMemory
 
-PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
 logger = logging.getLogger("distap")
 
 

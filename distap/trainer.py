@@ -1,40 +1,26 @@
 """The loop around the step: data, schedule, checkpoints, evaluation, requests to stop."""
 
 import time
-from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
-from distap.checkpoint import find_checkpoint
-from distap.config import RandomWeights, Recipe, recipe_from
+from distap.building import engine_of, fitting_of, images_of, network_of, step_of
+from distap.config import Recipe
 from distap.data.index import load_index
-from distap.data.loading import ShareOfBatch, SlotImages
-from distap.data.plan import Classes, Plan
-from distap.data.reading import Reader
-from distap.data.sampling import StreamsSampling
-from distap.data.streaming import StreamedImages
-from distap.data.streams import SequentialShards
-from distap.data.training import IndexedImages, LoaderSettings, TrainingImages
-from distap.data.transforms import training_transform
+from distap.data.loading import ShareOfBatch
 from distap.distributed import World
-from distap.engine import ENGINES, Engine, Precision
 from distap.errors import DistapError
 from distap.evaluation import evaluate, refuse_seen_classes
-from distap.exactness import mixes_images
 from distap.exits import FINISHED, RESTART
-from distap.fitting import Fitting
-from distap.model import RetrievalNetwork, build_network
-from distap.optimisation import LinearDecay, build_optimizer
+from distap.optimisation import LinearDecay
 from distap.ranking import CrossBatchMemory
 from distap.reporting import RunReport, logger
-from distap.resuming import PARTS, RunState
-from distap.step import StepResult, ThreeStageStep
+from distap.resuming import RunState
+from distap.step import StepResult
 from distap.stopping import StopRequest
 from distap.stopwatch import Stopwatch
 from distap.telemetry.runlog import NOT_FINITE_LOG
 
-LOADER_CHUNK = 16  # images that a worker hands over at once, where micro-batches find their size themselves
 ALWAYS_TOLERATED = 10  # damaged images: a share of a first small batch says little
 
 
@@ -54,10 +40,10 @@ class Trainer:
         self.images = images_of(recipe, world, self.stopwatch)
         self._check()
         self.network = network_of(recipe, world).train()
-        self.engine = self._engine()
+        self.engine = engine_of(recipe, self.network, world)
         self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
         memory = CrossBatchMemory(recipe.memory.size)
-        self.step = self._step(memory)
+        self.step = step_of(recipe, self.engine, world, self.images.size, memory, self.stopwatch)
         self.report = RunReport(recipe, world, self.images.size)
         self.state = RunState(recipe, world, self.images, self.engine, memory, self.schedule)
         self.done = 0  # steps behind the present state
@@ -126,59 +112,11 @@ class Trainer:
                     data.validation,
                 )
 
-    def _engine(self) -> Engine:
-        recipe, optimizer = self.recipe, self.recipe.optimizer
-
-        def build() -> Optimizer:
-            parts = {part: (getattr(self.network, part), getattr(optimizer, part)) for part in PARTS}
-            return build_optimizer(optimizer.name, parts, optimizer.betas)
-
-        return ENGINES[recipe.engine.name](
-            self.network,
-            build,
-            self.world,
-            recipe.engine,
-            optimizer.clip_norm,
-            Precision(recipe.precision, self.world.device.type),
-        )
-
-    def _step(self, memory: CrossBatchMemory) -> ThreeStageStep:
-        recipe = self.recipe
-        replay_size, describe_size = self._sizes()
-        return ThreeStageStep(
-            self.engine,
-            recipe.listwise_loss,
-            self.world,
-            recipe.seed,
-            replay_size,
-            describe_size,
-            mode=recipe.rank.mode,
-            ranking_memory=recipe.rank.memory,
-            memory=memory,
-            memory_after=recipe.memory.after,
-            max_drift=recipe.max_drift,
-            stopwatch=self.stopwatch,
-            keep=0 if recipe.replay.keep == "auto" else recipe.replay.keep,
-            skip_below=recipe.replay.skip_below,
-        )
-
-    def _sizes(self) -> tuple[int, int | None]:
-        """Micro-batches of replay and of describe, found by trying where the recipe says so."""
-        replay, describe = self.recipe.replay.size, self.recipe.describe.size
-        if replay == "auto":
-            replay = self._fitting().replay_size()
-        if describe == "auto":
-            describe = None if mixes_images(self.network) else self._fitting().describe_size()
-        return replay, describe
-
-    def _fitting(self) -> Fitting:
-        share = len(self.world.slots(self.images.size))
-        return Fitting(self.engine, self.world, self.recipe.data.image_size, share)
-
     def _keep_graphs(self) -> None:
         """After a step: as many as memory allows, where the recipe says so."""
         if self.recipe.replay.keep == "auto" and self.engine.keeps_graphs:
-            self.step.keep = self._fitting().kept_graphs(self.step.replay_size)
+            fitting = fitting_of(self.recipe, self.engine, self.world, self.images.size)
+            self.step.keep = fitting.kept_graphs(self.step.replay_size)
 
     def _report(self, share: ShareOfBatch, result: StepResult, seconds: float) -> None:
         """Tell what the step did."""
@@ -275,70 +213,3 @@ class Trainer:
         """With BatchNorm by micro-batch, each rank has its own running statistics: take their mean."""
         for statistic in self.network.running_statistics():
             self.world.sum(statistic).div_(self.world.size)
-
-
-def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
-    """The recipe's images for this rank, by the way of reading that it asks for."""
-    data = recipe.data
-    transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
-    settings = LoaderSettings(
-        next((size for size in (recipe.describe.size, recipe.replay.size) if isinstance(size, int)), LOADER_CHUNK),
-        data.workers,
-        data.prefetch,
-        pinned=world.device.type == "cuda",
-        pixels=data.pixels,
-    )
-    if data.reading == "streamed":
-        assert isinstance(recipe.sampling, StreamsSampling)  # the recipe was checked
-        return StreamedImages(
-            SequentialShards(data.train_source, data.remote),
-            recipe.sampling,
-            recipe.seed,
-            world,
-            transform,
-            data.image_size,
-            settings,
-            stopwatch,
-            data.max_pixels,
-            data.remote,
-        )
-    index = load_index(data.train_source, data.remote)
-    reader = Reader(data.train_source, index, data.max_pixels, data.remote, data.cache)
-    plan = Plan(Classes(index.label, index.class_group, index.shard_counts), recipe.sampling, recipe.seed)
-    images = SlotImages(reader, plan, transform, data.image_size)
-    return IndexedImages(images, world.slots(plan.size), settings, stopwatch)
-
-
-def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
-    """The recipe's network on this rank's device, the same on every rank."""
-    model = recipe.model
-    torch.manual_seed(recipe.seed)
-    return build_network(
-        model.backbone,
-        model.weights.model_dump(),
-        model.pooling.model_dump(),
-        model.projection,
-        model.batchnorm,
-        model.drop_rate,
-        model.drop_path_rate,
-    ).to(world.device)
-
-
-def trained_network(path: Path, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
-    """The recipe and network of a checkpoint, or of a run folder's newest or best one.
-
-    Raises:
-        DistapError: there is no checkpoint, or it is damaged.
-    """
-    checkpoint = find_checkpoint(path, best)
-    logger.info("the network of %s", checkpoint.path)
-    recipe = recipe_from(checkpoint.state("recipe")["recipe"], str(checkpoint.path))
-    untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
-    network = network_of(untrained, world)
-    prefix = "network."
-    tensors = checkpoint.tensors(prefix)
-    try:
-        network.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
-    except RuntimeError as error:
-        raise DistapError(f"{checkpoint.path}: its tensors are not those of its recipe's network: {error}") from error
-    return recipe, network

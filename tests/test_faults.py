@@ -17,6 +17,7 @@ from PIL import Image
 from test_trainer import losses, parameters
 from trainings import STEPS, Run
 
+from distap.building import network_of
 from distap.checkpoint import find_checkpoint, list_checkpoints
 from distap.config import load_recipe
 from distap.data.index import load_index
@@ -24,7 +25,6 @@ from distap.data.packing import pack
 from distap.distributed import World
 from distap.exits import FAILED, MISTAKE, RESTART
 from distap.telemetry.runlog import read_run_log
-from distap.trainer import network_of
 
 pytestmark = pytest.mark.slow
 

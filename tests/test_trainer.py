@@ -13,6 +13,7 @@ from PIL import Image
 from ranks import on_ranks
 
 import distap.checkpoint.folder
+from distap.building import trained_network
 from distap.checkpoint import find_checkpoint, list_checkpoints
 from distap.config import Recipe, recipe_from
 from distap.data.index import load_index
@@ -21,7 +22,7 @@ from distap.distributed import World
 from distap.errors import DistapError
 from distap.exits import FINISHED, RESTART
 from distap.telemetry.runlog import read_run_log
-from distap.trainer import Trainer, trained_network
+from distap.trainer import Trainer
 
 
 def recipe(run, shards, **changes) -> Recipe:

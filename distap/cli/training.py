@@ -47,12 +47,12 @@ def eval_command(
 
     Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one.
     """
+    from distap.building import network_of, trained_network
     from distap.config import load_recipe
     from distap.data.locations import parse_source
     from distap.distributed import joined_world
     from distap.evaluation import evaluate
     from distap.telemetry.terminal import console, figures_table, set_up_logging
-    from distap.trainer import network_of, trained_network
 
     if (config is None) == (checkpoint is None):
         raise DistapError("give either a recipe or --checkpoint")

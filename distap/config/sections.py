@@ -201,7 +201,7 @@ class ReplaySection(Section):
         0, description="micro-batches a rank whose graph stays from describe, so that they need no second forward"
     )
     skip_below: float = Field(
-        0,
+        0.0,
         ge=0,
         description="images whose descriptor gradient is no longer than this times the longest are not replayed",
     )
@@ -230,7 +230,7 @@ class OptimizerSection(Section):
 
     name: Literal["adam", "adamw"] = "adam"
     learning_rate: PositiveFloat = 1e-4
-    warmup: int = Field(0.0, ge=0, description="steps over which the rate rises")
+    warmup: int = Field(0, ge=0, description="steps over which the rate rises")
     betas: tuple[float, float] = (0.9, 0.999)
     clip_norm: PositiveFloat | None = Field(None, description="greatest norm of the gradient; none never clips")
     backbone: GroupSettings = GroupSettings()

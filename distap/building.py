@@ -1,0 +1,165 @@
+"""The parts of a training as a recipe describes them: images, network, engine, step."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from distap.checkpoint import find_checkpoint
+from distap.config import RandomWeights, Recipe, recipe_from
+from distap.data.index import load_index
+from distap.data.loading import SlotImages
+from distap.data.plan import Classes, Plan
+from distap.data.reading import Reader
+from distap.data.sampling import StreamsSampling
+from distap.data.streaming import StreamedImages
+from distap.data.streams import SequentialShards
+from distap.data.training import IndexedImages, LoaderSettings, TrainingImages
+from distap.data.transforms import training_transform
+from distap.distributed import World
+from distap.engine import ENGINES, Engine, Precision
+from distap.errors import DistapError
+from distap.exactness import mixes_images
+from distap.fitting import Fitting
+from distap.model import RetrievalNetwork, build_network
+from distap.optimisation import build_optimizer
+from distap.ranking import CrossBatchMemory
+from distap.step import ThreeStageStep
+from distap.stopwatch import Stopwatch
+
+PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
+LOADER_CHUNK = 16  # images that a worker hands over at once, where micro-batches find their size themselves
+logger = logging.getLogger("distap")
+
+
+def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
+    """The recipe's images for this rank, by the way of reading that it asks for."""
+    data = recipe.data
+    transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
+    settings = LoaderSettings(
+        next((size for size in (recipe.describe.size, recipe.replay.size) if isinstance(size, int)), LOADER_CHUNK),
+        data.workers,
+        data.prefetch,
+        pinned=world.device.type == "cuda",
+        pixels=data.pixels,
+    )
+    if data.reading == "streamed":
+        assert isinstance(recipe.sampling, StreamsSampling)  # the recipe was checked
+        return StreamedImages(
+            SequentialShards(data.train_source, data.remote),
+            recipe.sampling,
+            recipe.seed,
+            world,
+            transform,
+            data.image_size,
+            settings,
+            stopwatch,
+            data.max_pixels,
+            data.remote,
+        )
+    index = load_index(data.train_source, data.remote)
+    reader = Reader(data.train_source, index, data.max_pixels, data.remote, data.cache)
+    plan = Plan(Classes(index.label, index.class_group, index.shard_counts), recipe.sampling, recipe.seed)
+    images = SlotImages(reader, plan, transform, data.image_size)
+    return IndexedImages(images, world.slots(plan.size), settings, stopwatch)
+
+
+def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
+    """The recipe's network on this rank's device, the same on every rank."""
+    model = recipe.model
+    torch.manual_seed(recipe.seed)
+    return build_network(
+        model.backbone,
+        model.weights.model_dump(),
+        model.pooling.model_dump(),
+        model.projection,
+        model.batchnorm,
+        model.drop_rate,
+        model.drop_path_rate,
+    ).to(world.device)
+
+
+def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
+    """The recipe's engine and optimiser over a network.
+
+    Raises:
+        DistapError: the engine cannot do what the recipe asks for.
+    """
+    optimizer = recipe.optimizer
+
+    def build() -> Optimizer:
+        parts = {part: (getattr(network, part), getattr(optimizer, part)) for part in PARTS}
+        return build_optimizer(optimizer.name, parts, optimizer.betas)
+
+    precision = Precision(recipe.precision, world.device.type)
+    return ENGINES[recipe.engine.name](network, build, world, recipe.engine, optimizer.clip_norm, precision)
+
+
+def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:
+    """What tries sizes for the recipe's images, of a global batch of `batch`."""
+    return Fitting(engine, world, recipe.data.image_size, len(world.slots(batch)))
+
+
+def step_of(
+    recipe: Recipe,
+    engine: Engine,
+    world: World,
+    batch: int,
+    memory: CrossBatchMemory | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> ThreeStageStep:
+    """The recipe's step; where micro-batches are to find their size, they do so here.
+
+    Args:
+        recipe: what to train.
+        engine: over the recipe's network.
+        world: the ranks.
+        batch: B, images of a global batch.
+        memory: descriptors of earlier steps; None remembers none.
+        stopwatch: gathers the seconds of each stage.
+    Raises:
+        DistapError: the network or the engine does not allow the recipe's micro-batches.
+    """
+    replay, describe = recipe.replay.size, recipe.describe.size
+    if replay == "auto":
+        replay = fitting_of(recipe, engine, world, batch).replay_size()
+    if describe == "auto":
+        same = mixes_images(engine.network) is not None
+        describe = None if same else fitting_of(recipe, engine, world, batch).describe_size()
+    return ThreeStageStep(
+        engine,
+        recipe.listwise_loss,
+        world,
+        recipe.seed,
+        replay,
+        describe,
+        mode=recipe.rank.mode,
+        ranking_memory=recipe.rank.memory,
+        memory=CrossBatchMemory(0) if memory is None else memory,
+        memory_after=recipe.memory.after,
+        max_drift=recipe.max_drift,
+        stopwatch=Stopwatch() if stopwatch is None else stopwatch,
+        keep=0 if recipe.replay.keep == "auto" else recipe.replay.keep,
+        skip_below=recipe.replay.skip_below,
+    )
+
+
+def trained_network(path: Path, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
+    """The recipe and network of a checkpoint, or of a run folder's newest or best one.
+
+    Raises:
+        DistapError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = find_checkpoint(path, best)
+    logger.info("the network of %s", checkpoint.path)
+    recipe = recipe_from(checkpoint.state("recipe")["recipe"], str(checkpoint.path))
+    untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
+    network = network_of(untrained, world)
+    prefix = "network."
+    tensors = checkpoint.tensors(prefix)
+    try:
+        network.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        raise DistapError(f"{checkpoint.path}: its tensors are not those of its recipe's network: {error}") from error
+    return recipe, network
