@@ -1,0 +1,71 @@
+"""What a recipe asks, in the words of the cost model."""
+
+from typing import Any
+
+import torch
+
+from distap.bench.cost.counting import count
+from distap.bench.cost.inputs import NetworkFacts, Sharding, Workload
+from distap.building import network_of
+from distap.config import RandomWeights, Recipe
+from distap.distributed import World
+from distap.ranking import Loss, WeightedSum
+from distap.ranking.quantized import SoftBinnedAP
+
+
+def facts_of(recipe: Recipe) -> NetworkFacts:
+    """The recipe's network, counted; none of its weights are read."""
+    plain = without_weights(recipe)
+    meta = World(device=torch.device("meta"))
+    return count(lambda: network_of(plain, meta), recipe.data.image_size, recipe.precision)
+
+
+def without_weights(recipe: Recipe) -> Recipe:
+    """The recipe with a network that has not learnt anything and is not compiled."""
+    model = recipe.model.model_copy(update={"weights": RandomWeights(), "compile": False})
+    return recipe.model_copy(update={"model": model})
+
+
+def workload_of(recipe: Recipe) -> Workload:
+    """The recipe's training, as far as its costs go."""
+    replay, describe, keep = recipe.replay.size, recipe.describe.size, recipe.replay.keep
+    return Workload(
+        batch=recipe.sampling.size,
+        steps=recipe.steps,
+        replay_size=None if replay == "auto" else replay,
+        describe_size=None if describe == "auto" else describe,
+        keep=None if keep == "auto" else keep,
+        bins=_bins(recipe.listwise_loss),
+        remembered=recipe.memory.size,
+        ranking_memory=recipe.rank.memory,
+        central=recipe.rank.mode == "central",
+        gathers_early=recipe.rank.overlap,
+        sharding=sharding_of(recipe.engine),
+    )
+
+
+def sharding_of(engine: Any) -> Sharding:
+    """What an engine with these settings divides among the ranks."""
+    if engine.name == "fsdp":
+        return Sharding(
+            "fsdp", weights=True, gradients=True, optimizer=True, by_micro_batch=engine.reshard, hides_reduction=True
+        )
+    if engine.name == "deepspeed":
+        return Sharding(
+            "deepspeed",
+            weights=engine.stage >= 3,
+            gradients=engine.stage >= 2,
+            optimizer=True,
+            by_micro_batch=engine.stage >= 3,
+        )
+    return Sharding("ddp", hides_reduction=engine.bucket_megabytes is not None)
+
+
+def _bins(loss: Loss) -> int | None:
+    """Bins of a loss by histogram, or of a sum of them; None where a loss needs whole rows of similarities."""
+    bins = 0
+    for term in [term for _, term in loss.terms] if isinstance(loss, WeightedSum) else [loss]:
+        if not isinstance(term, SoftBinnedAP):
+            return None
+        bins += term.histogram().bins
+    return bins

@@ -1,0 +1,86 @@
+"""What the ranks of a step send each other, and how long that takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Literal
+
+from distap.bench.cost.inputs import FLOAT32, Machine, NetworkFacts, Workload
+
+Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "scatter"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Something that all ranks do together in a step, `calls` times.
+
+    Args:
+        name: what is sent.
+        kind: of the collective.
+        payload: bytes that each rank puts in; for a scatter, that each gets out.
+        calls: times a step.
+    """
+
+    name: str
+    kind: Kind
+    payload: float
+    calls: int = 1
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that a rank sends on a ring."""
+        others = ranks - 1
+        factor: dict[Kind, float] = {
+            "all_gather": others,
+            "all_reduce": 2 * others / ranks,
+            "reduce_scatter": others / ranks,
+            "scatter": others,  # of rank 0
+        }
+        return self.calls * self.payload * factor[self.kind]
+
+    def seconds(self, machine: Machine, ranks: int) -> float:
+        """How long it takes: the slowest link of the ring sets the pace."""
+        if ranks == 1:
+            return 0.0
+        links = [machine.inside, machine.between] if ranks > machine.gpus_a_host else [machine.inside]
+        slowest = min(link.bytes_per_second for link in links)
+        latency = max(link.latency for link in links)
+        rounds = (2 if self.kind == "all_reduce" else 1) * ceil(log2(ranks))
+        return self.sent(ranks) / slowest + self.calls * rounds * latency
+
+
+def gathering(facts: NetworkFacts, share: int) -> list[Collective]:
+    """Before ranking: every rank gets every descriptor, and with it label, number and whether it takes part."""
+    return [
+        Collective("descriptors", "all_gather", share * facts.dimensions * FLOAT32),
+        Collective("labels", "all_gather", share * 3 * 8),
+    ]
+
+
+def ranking(facts: NetworkFacts, workload: Workload, share: int, ranks: int) -> list[Collective]:
+    """While ranking."""
+    own = share * facts.dimensions * FLOAT32
+    if workload.central:
+        return [Collective("gradients of descriptors", "scatter", own)]
+    if workload.bins is None:
+        return [Collective("gradients of descriptors", "reduce_scatter", own * ranks)]
+    return [Collective("slope tables", "all_gather", share * 2 * (workload.bins - 1) * FLOAT32)]
+
+
+def reducing(
+    facts: NetworkFacts, workload: Workload, ranks: int, described: Sequence[int], replayed: Sequence[int]
+) -> list[Collective]:
+    """For the parameters; `described` and `replayed` are the micro-batches of each stage."""
+    sharding = workload.sharding
+    every, trained = facts.parameters * FLOAT32, facts.trained * FLOAT32
+    if sharding.by_micro_batch:
+        gathers = len(described) + 2 * len(replayed)  # for the forward and for the backward pass
+        return [
+            Collective("parameters", "all_gather", every / ranks, gathers),
+            Collective("gradients", "reduce_scatter", trained, len(replayed)),
+        ]
+    if sharding.optimizer:
+        return [
+            Collective("parameters", "all_gather", every / ranks),
+            Collective("gradients", "reduce_scatter", trained),
+        ]
+    return [Collective("gradients", "all_reduce", trained)]
