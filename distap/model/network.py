@@ -1,7 +1,7 @@
 """The retrieval network."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -25,6 +25,13 @@ class RetrievalNetwork(nn.Module):
     backpropagation needs that an image's descriptor does not depend on the images beside it. With `batch`, it
     normalises by the micro-batch, and forwards without a graph leave its running statistics alone, so that a
     step, which describes every image twice, updates them once.
+
+    Whatever the autocast around it, pooling, head and normalisation are computed in float32: ranking compares
+    descriptors that differ by little.
+
+    Attributes:
+        compiled: runs the backbone while training, where it is set (see `compile_backbone`).
+        memory_format: of the pixels that the backbone is given.
 
     Args:
         backbone: gives feature maps (n, C, h, w), (n, h, w, C) or tokens (n, tokens, C).
@@ -51,6 +58,8 @@ class RetrievalNetwork(nn.Module):
         self.features = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
         self.dimensions = projection or self.features
         self.batchnorm = batchnorm
+        self.compiled: Callable[[nn.Module, Tensor], Tensor] | None = None
+        self.memory_format = torch.channels_last
         self.backbone = backbone
         self.pooling = pooling
         self.head = nn.Identity() if projection is None else nn.Linear(self.features, projection)
@@ -74,10 +83,17 @@ class RetrievalNetwork(nn.Module):
 
     def forward(self, images: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n C"]:
         """Descriptors of length 1, float32 or wider."""
-        pixels = images.to(self.mean.dtype, memory_format=torch.channels_last)
+        pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
-            features = self._as_map(self.backbone((pixels - self.mean) / self.std))
-        return normalize(self.head(self.pooling(features)).to(self.mean.dtype))
+            features = self._features(pixels)
+        with torch.autocast(features.device.type, enabled=False):
+            return normalize(self.head(self.pooling(self._as_map(features).to(self.mean.dtype))))
+
+    def _features(self, pixels: Float[Tensor, "n 3 height width"]) -> Tensor:
+        if self.compiled is not None and self.training:
+            return self.compiled(self.backbone, pixels)
+        features: Tensor = self.backbone(pixels)
+        return features
 
     def _as_map(self, features: Tensor) -> Float[Tensor, "n C h w"]:
         if features.ndim == 3:

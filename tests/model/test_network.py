@@ -37,6 +37,23 @@ def test_every_parameter_gets_a_gradient(backbone):
     assert [name for name, p in network.named_parameters() if p.grad is None] == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pooling_head_and_normalisation_are_float32_under_autocast(dtype):
+    network = build_network("resnet10t", RANDOM, GEM, projection=8).train()
+    seen = {}
+    for name, part in {"backbone": network.backbone, "pooling": network.pooling, "head": network.head}.items():
+        part.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output}))
+    with torch.autocast("cpu", dtype):
+        descriptors = network(images())
+    assert seen["backbone"].dtype == dtype
+    assert {seen["pooling"].dtype, seen["head"].dtype, descriptors.dtype} == {torch.float32}
+    expected = network.head(network.pooling(seen["backbone"].float()))
+    torch.testing.assert_close(descriptors, torch.nn.functional.normalize(expected))
+    torch.testing.assert_close(descriptors.norm(dim=1), torch.ones(2))
+    descriptors.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in network.parameters())
+
+
 def test_gem_is_the_generalised_mean():
     features = torch.rand(2, 5, 3, 4, dtype=torch.float64)
     expected = (features**3).mean((2, 3)) ** (1 / 3)

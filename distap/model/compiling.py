@@ -1,0 +1,124 @@
+"""A backbone compiled by torch.compile, in a known number of graphs."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from distap.errors import DistapError
+from distap.model.network import RetrievalNetwork
+
+MOST_GRAPHS = 64
+# What several networks in a process may have together, since PyTorch counts them by function.
+_NO_LIMIT = 2**16
+
+
+def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
+    """From now on a compiled backbone runs in training mode; in evaluation mode the network is as it was.
+
+    Names of parameters stay, and an engine may wrap the network before or after. Each graph is compiled when it is
+    first needed, which takes minutes for a large network. Once it is there, what would need another one for the
+    same micro-batches is an error, and does not silently run uncompiled.
+
+    Args:
+        network: BatchNorm frozen.
+        sizes: images of the full micro-batches. Other micro-batches are padded to one of them, or to a half, a
+            quarter and so on of one, so their number does not grow.
+    Raises:
+        DistapError: the network normalises by the micro-batch, or there is no compiler.
+    """
+    if network.batchnorm != "frozen":
+        raise DistapError(
+            "compile: true needs frozen BatchNorm (model.batchnorm: frozen), since images are added to a micro-batch "
+            "that is not full, and `batch` would normalise by them too"
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if network.mean.device.type == "cpu" and not any(map(shutil.which, (compiler, "clang++", "c++"))):
+        raise DistapError(f"compile: true needs a C++ compiler, and {compiler} was not found; install g++")
+    network.compiled = CompiledBackbone(sizes)
+
+
+class CompiledBackbone:
+    """Runs backbones compiled, a graph for each size of micro-batch, with and without gradients.
+
+    Randomness is drawn by PyTorch's own functions: what the compiler would draw instead depends on the graph, so
+    describe and replay would drop different parts.
+
+    Args:
+        sizes: images of the full micro-batches.
+    Raises:
+        DistapError: there are none.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        if not sizes or min(sizes) < 1:
+            raise DistapError(f"compile: true needs sizes of micro-batches, at least 1 each, not {list(sizes)}")
+        # No function of this module, since what checks shapes in the tests would be compiled with it.
+        call = lambda backbone, pixels: backbone(pixels)  # noqa: E731
+        self._function = torch.compile(call, dynamic=False, options={"fallback_random": True})
+        self._sizes = sorted({size >> halvings for size in sizes for halvings in range(size.bit_length())})
+        self._warm: set[tuple[Any, ...]] = set()
+
+    def __call__(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
+        """What `backbone` gives for `pixels`.
+
+        Raises:
+            DistapError: it cannot be compiled, or would have to be compiled again.
+        """
+        n = len(pixels)
+        padded = self.padded_size(n)
+        if padded > n:
+            # Images that are there already: others might bring numbers that the network cannot bear.
+            pixels = pixels[torch.arange(padded, device=pixels.device) % n]
+        kind = _kind(pixels)
+        if kind in self._warm:
+            features = self._run(backbone, pixels)
+        else:
+            features = self._compile(backbone, pixels)
+            self._warm.add(kind)
+        return features[:n]
+
+    def padded_size(self, images: int) -> int:
+        """To how many images a micro-batch is padded."""
+        return next((size for size in self._sizes if size >= images), images)
+
+    def _run(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                features: Tensor = self._function(backbone, pixels)
+            return features
+        except RuntimeError as error:
+            if "fail_on_recompile" not in str(error):
+                raise
+            why = str(error).partition("guard failure(s):")[2].strip() or error
+            raise DistapError(
+                f"the compiled backbone would have to be compiled again for micro-batches of {tuple(pixels.shape)}, "
+                f"which it has seen before; set compile to false. What changed since: {why}"
+            ) from error
+
+    def _compile(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
+        if len(self._warm) >= MOST_GRAPHS:
+            raise DistapError(
+                f"the backbone has been compiled {MOST_GRAPHS} times, for as many kinds of micro-batches, and now "
+                f"comes one of {tuple(pixels.shape)}; set compile to false, or let all images have one size"
+            )
+        try:
+            with torch._dynamo.config.patch(
+                recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT, fail_on_recompile_limit_hit=True
+            ):
+                features: Tensor = self._function(backbone, pixels)
+            return features
+        except torch._dynamo.exc.TorchDynamoException as error:
+            first = str(error).strip().partition("\n")[0]
+            raise DistapError(f"the backbone cannot be compiled, set compile to false: {first}") from error
+
+
+def _kind(pixels: Tensor) -> tuple[Any, ...]:
+    """What a graph is for."""
+    device = pixels.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (*pixels.shape, *pixels.stride(), pixels.dtype, pixels.device, autocast, torch.is_grad_enabled())

@@ -1,0 +1,139 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from distap.errors import DistapError
+from distap.model import Describer, GeM, RetrievalNetwork, build_network, compile_backbone
+from distap.model.compiling import MOST_GRAPHS, CompiledBackbone
+
+# g++ takes about a second a kernel, so the network has few.
+
+
+class Small(nn.Module):
+    num_features = 4
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3, stride=2, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(self.norm(self.convolution(x)).relu())
+
+
+@pytest.fixture(scope="module")
+def networks():
+    """One as it is, and one with the same weights that is compiled for micro-batches of four."""
+    torch.manual_seed(0)
+    plain = RetrievalNetwork(Small(), GeM(), projection=4).train()
+    compiled = copy.deepcopy(plain)
+    compile_backbone(compiled, [4])
+    return plain, compiled
+
+
+def images(count, size=16):
+    return torch.randint(
+        0, 256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def replayed(network, count, with_graph=True):
+    torch.manual_seed(3)
+    with torch.set_grad_enabled(with_graph):
+        return network(images(count))
+
+
+def gradients(network, count):
+    network.zero_grad()
+    descriptors = replayed(network, count)
+    (descriptors * torch.arange(4.0)).sum().backward()
+    return [parameter.grad for parameter in network.parameters()]
+
+
+@pytest.mark.slow
+def test_compiled_networks_describe_and_replay_alike_and_as_the_uncompiled_one(networks):
+    plain, compiled = networks
+    described, again = replayed(compiled, 4, with_graph=False), replayed(compiled, 4)
+    # Dropout is on: the same parts were dropped each time.
+    torch.testing.assert_close(described, again, rtol=0, atol=1e-6)
+    torch.testing.assert_close(again, replayed(plain, 4))
+    for given, expected in zip(gradients(compiled, 4), gradients(plain, 4), strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.slow
+def test_tails_are_padded_and_evaluation_is_not_compiled(networks):
+    plain, compiled = networks
+    replayed(compiled, 4, with_graph=False), replayed(compiled, 4)
+    graphs = len(compiled.compiled._warm)
+    described, again = replayed(compiled, 3, with_graph=False), replayed(compiled, 3)
+    assert described.shape == (3, 4)
+    torch.testing.assert_close(described, again, rtol=0, atol=1e-6)
+    gradients(compiled, 3)
+    for network in networks:
+        network.eval()
+    torch.testing.assert_close(compiled(images(5, 20)), plain(images(5, 20)), rtol=0, atol=0)
+    for network in networks:
+        network.train()
+    replayed(compiled, 4)
+    assert len(compiled.compiled._warm) == graphs
+
+
+@pytest.mark.slow
+def test_a_network_that_changes_after_its_warm_up_is_refused(networks):
+    _, compiled = networks
+    replayed(compiled, 4, with_graph=False)
+    compiled.backbone.drop.p = 0.5
+    try:
+        with pytest.raises(DistapError, match=r"compiled again for micro-batches of \(4, 3, 16, 16\).* set compile"):
+            replayed(compiled, 4, with_graph=False)
+    finally:
+        compiled.backbone.drop.p = 0.3
+    replayed(compiled, 4, with_graph=False)
+
+
+@pytest.mark.slow
+def test_a_folded_network_is_compiled_too(networks):
+    plain, _ = networks
+    plain.eval()
+    try:
+        expected = plain(images(2))
+        describe = Describer(plain, fold_batchnorm=True)
+        plain.backbone.drop.p = 0.0
+        describe.compile([2])
+        plain.train()
+        describe.refresh()
+        describe._network.backbone.drop.p = 0.0
+        torch.testing.assert_close(describe(images(2)), expected)
+        assert len(describe._network.compiled._warm) == 1
+    finally:
+        plain.train()
+        plain.backbone.drop.p = 0.3
+
+
+def test_micro_batches_are_padded_to_full_ones_and_their_halves():
+    compiled = CompiledBackbone([24, 16])
+    assert {n: compiled.padded_size(n) for n in (1, 2, 5, 7, 9, 13, 16, 17, 24, 30)} == {
+        1: 1, 2: 2, 5: 6, 7: 8, 9: 12, 13: 16, 16: 16, 17: 24, 24: 24, 30: 30,
+    }  # fmt: skip
+
+
+def test_the_number_of_graphs_is_bounded():
+    compiled = CompiledBackbone([1])
+    compiled._warm = set(range(MOST_GRAPHS))
+    with pytest.raises(DistapError, match=r"compiled 64 times.*let all images have one size"):
+        compiled(Small(), torch.zeros(1, 3, 16, 16))
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch):
+    with pytest.raises(DistapError, match="needs frozen BatchNorm"):
+        compile_backbone(build_network("resnet10t", {"name": "random"}, {"name": "gem"}, batchnorm="batch"), [4])
+    with pytest.raises(DistapError, match="needs sizes of micro-batches"):
+        CompiledBackbone([])
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DistapError, match=r"needs a C\+\+ compiler, and g\+\+ was not found"):
+        compile_backbone(RetrievalNetwork(Small(), GeM()), [4])
