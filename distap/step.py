@@ -313,7 +313,8 @@ class ThreeStageStep:
     def _described(self, batch: Batch, rows: slice, with_graph: bool) -> Float[Tensor, "n C"]:
         with torch.set_grad_enabled(with_graph):
             if with_graph:
-                return self._network_forward(batch, rows, self.engine.forward)
+                # A copy, since the graph may need the pixels long after others have taken their place.
+                return self._network_forward(batch, rows, lambda images: self.engine.forward(images.clone()))
             return self._network_forward(batch, rows, self.describe_with or self.engine.describe)
 
     def _network_forward(self, batch: Batch, rows: Rows, forward: Callable[[Tensor], Tensor]) -> Float[Tensor, "n C"]:
@@ -337,10 +338,13 @@ class ThreeStageStep:
             self.keep //= 2
             logger.warning("out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep)
             return
-        reason = self._mixing
         if size == 1:
-            reason = "a single image is too much"
-        elif stage == "replay" and (self.engine.lockstep or self._reducing):
+            raise DistapError(
+                f"out of memory in {stage} with micro-batches of one image; take smaller images (data.image_size), a "
+                "smaller backbone, or step.activation_checkpointing"
+            ) from error
+        reason = self._mixing
+        if stage == "replay" and (self.engine.lockstep or self._reducing):
             reason = "the other ranks have begun to communicate"
         if reason:
             raise DistapError(

@@ -13,7 +13,8 @@ from distap.step import DROPOUT, ThreeStageStep
 
 SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 2 and on 4 ranks, and fill no micro-batch of 4
 STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}
-# What is tried on every number of ranks: network, micro-batches of describe and replay, where stage two runs.
+# What is tried on every number of ranks: network, micro-batches of describe and replay, where stage two runs, and how
+# many micro-batches of a rank keep their graph.
 CASES = {
     "stochastic, sharded": (STOCHASTIC, None, 4, "sharded"),
     "stochastic, central": (STOCHASTIC, None, 4, "central"),
@@ -22,6 +23,9 @@ CASES = {
     "replay of one image": ({}, 3, 1, "central"),
     "everything at once": ({}, 100, 100, "sharded"),
     "padded": ({}, 5, 5, "sharded"),
+    "two graphs kept": (STOCHASTIC, None, 4, "sharded", 2),
+    "all graphs kept": ({}, None, 2, "sharded", 99),
+    "describe 7, one graph kept": ({}, 7, 2, "central", 1),
 }
 
 
@@ -31,11 +35,11 @@ def step_on(world, network, describe_size, replay_size, mode, **options):
     return ThreeStageStep(engine, QuantizedAP(), world, SEED, replay_size, describe_size, mode, **options)
 
 
-def three_stage_gradients(world, settings, describe_size, replay_size, mode):
+def three_stage_gradients(world, settings, describe_size, replay_size, mode, keep=0):
     """Each parameter's gradient after one step of SGD with rate 1: by how much it moved."""
     network = small_network(**settings)
     before = [p.detach().clone() for p in network.parameters()]
-    step = step_on(world, network, describe_size, replay_size, mode)
+    step = step_on(world, network, describe_size, replay_size, mode, keep=keep)
     result = step(TensorBatch(*small_images(IMAGES), world, STEP), learning_rate=1.0)
     moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
     return moved, result, step.engine.reductions
@@ -70,7 +74,7 @@ def stepped(request):
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_those_of_one_full_batch_pass(stepped, case):
     ranks, answers = stepped
-    settings, _, replay_size, _ = CASES[case]
+    settings, _, replay_size, *_ = CASES[case]
     expected, loss = full_batch_gradients(ranks, settings, replay_size)
     for answer in answers:
         moved, result, _ = answer[case]
@@ -103,6 +107,167 @@ def count_reductions(world):
         return sum(any(size and size[0] > 100 for size in sizes) for sizes in shapes)
 
     return large_all_reduces(11), large_all_reduces(2)
+
+
+def test_a_kept_graph_needs_no_second_forward():
+    forwards = []
+    step = step_on(World(), small_network(), None, 4, "sharded", keep=2)
+    step.engine.network.register_forward_hook(lambda module, images, descriptors: forwards.append(len(descriptors)))
+    result = step(TensorBatch(*small_images(IMAGES), World()), 1.0)
+    assert forwards == [4, 4, 4, 4, 4, 1, 4, 4, 4, 4]
+    assert (result.replayed, result.kept) == (16, 5)
+
+
+class Indifferent(torch.nn.Module):
+    """A loss that some descriptors do not matter to."""
+
+    def __init__(self, chosen, factor=0.0):
+        super().__init__()
+        self.chosen, self.factor = chosen, factor
+
+    name = "indifferent"
+
+    def value_and_gradient(self, gathered, budget):
+        value = QuantizedAP().value_and_gradient(gathered, budget)
+        scale = torch.where(torch.isin(gathered.own, torch.tensor(self.chosen)), 1.0, self.factor).double()
+        return value._replace(gradient=value.gradient * scale[:, None])
+
+
+def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
+    """How the parameters move, how many images were replayed, and the sizes of replay's forward passes."""
+    network = small_network(**settings)
+    before = [p.detach().clone() for p in network.parameters()]
+    engine = DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=1.0), world)
+    loss = Indifferent(chosen, factor)
+    step = ThreeStageStep(engine, loss, world, SEED, 4, None, keep=keep, skip_below=skip_below)
+    sizes = []
+
+    def note(module, images, descriptors):
+        if torch.is_grad_enabled():
+            sizes.append(len(descriptors))
+
+    network.register_forward_hook(note)
+    result = step(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
+    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    return moved, (result.replayed, result.kept), sizes
+
+
+def all_replays_of_some(world):
+    chosen = [1, 2, 5, 9, 14, 18]  # of one rank of two they are 2, 14, 18, of the other 1, 5, 9
+    return {
+        "plain": replay_of_some(world, chosen, 0, {}),
+        "kept": replay_of_some(world, chosen, 2, {}),
+        "whole": replay_of_some(world, chosen, 0, STOCHASTIC),
+        "one rank only": replay_of_some(world, [1, 3], 0, {}),
+        "small ones left out": replay_of_some(world, chosen, 0, {}, factor=1e-7, skip_below=1e-4),
+    }
+
+
+def test_images_without_gradient_are_not_replayed():
+    alone, together = all_replays_of_some(World()), on_ranks(2, all_replays_of_some)
+    assert alone["plain"][1:] == ((6, 0), [4, 2])
+    assert alone["whole"][2] == [4] * 5  # with dropout, micro-batches stay as they were
+    for answer in (alone, *together):
+        assert answer["plain"][1] == answer["whole"][1] == answer["small ones left out"][1] == (6, 0)
+        assert sum(answer["kept"][1]) == 6
+        assert answer["one rank only"][1] == (2, 0)
+        for case in ("plain", "kept", "one rank only"):
+            for got, wanted in zip(answer[case][0], alone[case if case != "kept" else "plain"][0], strict=True):
+                assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+        for got, wanted in zip(answer["small ones left out"][0], alone["plain"][0], strict=True):
+            assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+    assert together[0]["one rank only"][2] == [1]  # padding, so that it takes part in the reduction
+
+
+class Greedy(torch.nn.Module):
+    """Runs out of memory above some number of images, as torch says it on a GPU."""
+
+    def __init__(self, network, with_graph, without=99, graphs=99, backward=99):
+        super().__init__()
+        self.network = network
+        self.with_graph, self.without, self.graphs, self.backward = with_graph, without, graphs, backward
+
+    def forward(self, images):
+        limit = self.with_graph if torch.is_grad_enabled() else self.without
+        if len(images) > limit:
+            raise torch.OutOfMemoryError("too many")
+        descriptors = self.network(images)
+        if torch.is_grad_enabled():
+            self.graphs -= 1
+            if self.graphs < 0:
+                raise torch.OutOfMemoryError("too many graphs")
+            descriptors.register_hook(self.check_backward)
+        return descriptors
+
+    def check_backward(self, gradient):
+        if len(gradient) > self.backward:
+            raise torch.OutOfMemoryError("too many in backward")
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        ({"with_graph": 3}, (2, 8, 0)),
+        ({"with_graph": 99, "without": 5}, (8, 4, 0)),
+        ({"with_graph": 99, "backward": 5}, (4, 8, 0)),
+    ],
+)
+def test_micro_batches_are_halved_where_memory_runs_out(limits, sizes, caplog):
+    network = small_network()
+    before = [p.detach().clone() for p in network.parameters()]
+    step = step_on(World(), Greedy(network, **limits), 8, 8, "sharded")
+    result = step(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
+    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    expected, loss = full_batch_gradients(1, {}, 8)
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    for got, wanted in zip(moved, expected, strict=True):
+        assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+    assert (step.replay_size, step.describe_size, step.keep) == sizes
+    assert "out of memory in" in caplog.text
+
+
+def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
+    network = small_network()
+    before = [p.detach().clone() for p in network.parameters()]
+    greedy = Greedy(network, 99, graphs=3)
+    step = step_on(World(), greedy, None, 4, "sharded", keep=5)
+    greedy.register_forward_pre_hook(lambda module, images: setattr(greedy, "graphs", max(greedy.graphs, 0)))
+    with pytest.raises(torch.OutOfMemoryError):
+        greedy.graphs = -99
+        greedy(small_images(1)[0])
+    greedy.graphs = 3
+    described = step.describe(TensorBatch(*small_images(IMAGES), World(), STEP))
+    assert (step.keep, described.kept) == (2, {})
+    greedy.graphs = 99
+    step(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
+    expected, _ = full_batch_gradients(1, {}, 4)
+    for b, p, wanted in zip(before, network.parameters(), expected, strict=True):
+        assert (b - p.detach() - wanted).norm() <= 1e-9 * wanted.norm()
+
+
+def test_memory_that_does_not_suffice_for_one_image_is_an_error_that_says_what_to_change():
+    step = step_on(World(), Greedy(small_network(), 99, without=0), None, 2, "sharded")
+    with pytest.raises(DistapError, match=r"out of memory in describe .* one image; .*data\.image_size"):
+        step(TensorBatch(*small_images(IMAGES), World()), 1.0)
+    step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), None, 2, "sharded")
+    with pytest.raises(DistapError, match="drops at random"):
+        step(TensorBatch(*small_images(IMAGES), World()), 1.0)
+
+
+def test_a_kept_graph_with_a_descriptor_that_is_not_finite_is_described_again():
+    images, labels = small_images(IMAGES)
+    spoilt = images.clone()
+    spoilt[18] = 1e6
+    moved = []
+    for keep in (0, 3):
+        network = small_network()
+        before = [p.detach().clone() for p in network.parameters()]
+        step = step_on(World(), Overflowing(network), None, 4, "sharded", keep=keep)
+        result = step(TensorBatch(spoilt, labels, World()), 1.0)
+        assert (result.not_finite, result.skipped, result.kept) == ([18], None, 5 if keep else 0)
+        moved.append([b - p.detach() for b, p in zip(before, network.parameters(), strict=True)])
+    for got, wanted in zip(*moved, strict=True):
+        assert (got - wanted).norm() <= 1e-9 * wanted.norm()
 
 
 def test_dropout_changes_from_step_to_step():

@@ -8,6 +8,9 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 PrecisionName = Literal["float32", "bf16", "fp16"]
+# Not torch's 65536: half of the steps that look for the right scale would be skipped, and descriptors' gradients of
+# a batch of thousands are some 1e-4 long.
+FIRST_SCALE = 1024.0
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,4 +35,4 @@ class Precision:
 
     def scaler(self) -> GradScaler | None:
         """What keeps the small gradients of float16 from vanishing; the other precisions need none."""
-        return GradScaler(self.device_type) if self.name == "fp16" else None
+        return GradScaler(self.device_type, FIRST_SCALE) if self.name == "fp16" else None
