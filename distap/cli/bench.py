@@ -143,3 +143,36 @@ def bench_data(
     if output is not None:
         facts = f"{count} images of quality {quality}, {workers} loader workers, the median of {rounds} rounds"
         console.print(f"{write_results(output, figures, facts)}", markup=False)
+
+
+@bench.command("savings")
+def bench_savings(
+    backbone: Annotated[str, typer.Option(help="Any timm network.")] = "tf_efficientnet_lite0",
+    weights: Annotated[
+        str | None, typer.Option(help="random, timm, a file, or a package; by default a package that is installed.")
+    ] = None,
+    image_size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=32)] = 96,
+    batch: Annotated[int, typer.Option(help="Images of a batch.", min=16)] = 128,
+    micro_batch: Annotated[int, typer.Option(help="Images of a micro-batch.", min=1)] = 16,
+    rounds: Annotated[int, typer.Option(help="Steps of each; the median counts.", min=1)] = 5,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
+    compiled: Annotated[bool, typer.Option(help="Measure compiled backbones; compiling takes minutes.")] = True,
+) -> None:
+    """Print what each saving inside the network brings, its replay drift and its effect on the gradient.
+
+    Describe with folded BatchNorm and in bfloat16, activation checkpointing, a compiled backbone.
+    """
+    from distap.bench.savings import Setting, default_weights, measure, table
+    from distap.telemetry.terminal import console
+
+    setting = Setting(
+        backbone,
+        weights or default_weights(backbone),
+        image_size,
+        batch,
+        micro_batch,
+        rounds,
+        threads or os.cpu_count() or 1,
+        compiled,
+    )
+    console.print(table(setting, *measure(setting)))

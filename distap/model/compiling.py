@@ -33,12 +33,12 @@ def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
     """
     if network.batchnorm != "frozen":
         raise DistapError(
-            "compile: true needs frozen BatchNorm (model.batchnorm: frozen), since images are added to a micro-batch "
+            "step.compile needs frozen BatchNorm (model.batchnorm: frozen), since images are added to a micro-batch "
             "that is not full, and `batch` would normalise by them too"
         )
     compiler = os.environ.get("CXX", "g++")
     if network.mean.device.type == "cpu" and not any(map(shutil.which, (compiler, "clang++", "c++"))):
-        raise DistapError(f"compile: true needs a C++ compiler, and {compiler} was not found; install g++")
+        raise DistapError(f"step.compile needs a C++ compiler, and {compiler} was not found; install g++")
     network.compiled = CompiledBackbone(sizes)
 
 
@@ -56,7 +56,7 @@ class CompiledBackbone:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         if not sizes or min(sizes) < 1:
-            raise DistapError(f"compile: true needs sizes of micro-batches, at least 1 each, not {list(sizes)}")
+            raise DistapError(f"step.compile needs sizes of micro-batches, at least 1 each, not {list(sizes)}")
         # No function of this module, since what checks shapes in the tests would be compiled with it.
         call = lambda backbone, pixels: backbone(pixels)  # noqa: E731
         self._function = torch.compile(call, dynamic=False, options={"fallback_random": True})
@@ -97,14 +97,14 @@ class CompiledBackbone:
             why = str(error).partition("guard failure(s):")[2].strip() or error
             raise DistapError(
                 f"the compiled backbone would have to be compiled again for micro-batches of {tuple(pixels.shape)}, "
-                f"which it has seen before; set compile to false. What changed since: {why}"
+                f"which it has seen before; set step.compile to false. What changed since: {why}"
             ) from error
 
     def _compile(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
         if len(self._warm) >= MOST_GRAPHS:
             raise DistapError(
                 f"the backbone has been compiled {MOST_GRAPHS} times, for as many kinds of micro-batches, and now "
-                f"comes one of {tuple(pixels.shape)}; set compile to false, or let all images have one size"
+                f"comes one of {tuple(pixels.shape)}; set step.compile to false, or let all images have one size"
             )
         try:
             with torch._dynamo.config.patch(
@@ -114,7 +114,7 @@ class CompiledBackbone:
             return features
         except torch._dynamo.exc.TorchDynamoException as error:
             first = str(error).strip().partition("\n")[0]
-            raise DistapError(f"the backbone cannot be compiled, set compile to false: {first}") from error
+            raise DistapError(f"the backbone cannot be compiled, set step.compile to false: {first}") from error
 
 
 def _kind(pixels: Tensor) -> tuple[Any, ...]:

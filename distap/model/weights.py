@@ -14,6 +14,15 @@ from distap.errors import DistapError
 CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # what timm calls the layer that retrieval leaves out
 
 
+def weights_source(text: str) -> dict[str, Any]:
+    """What `load_weights` takes, from a word: `random`, `timm`, a file with a suffix, or the name of a package."""
+    if text in ("random", "timm"):
+        return {"name": text}
+    if Path(text).suffix:
+        return {"name": "file", "path": text}
+    return {"name": "package", "package": text}
+
+
 def load_weights(backbone: nn.Module, name: str, source: dict[str, Any]) -> None:
     """Load weights into a timm backbone that was built without its classifier.
 

@@ -89,7 +89,9 @@ def test_a_network_that_changes_after_its_warm_up_is_refused(networks):
     replayed(compiled, 4, with_graph=False)
     compiled.backbone.drop.p = 0.5
     try:
-        with pytest.raises(DistapError, match=r"compiled again for micro-batches of \(4, 3, 16, 16\).* set compile"):
+        with pytest.raises(
+            DistapError, match=r"compiled again for micro-batches of \(4, 3, 16, 16\).* set step.compile"
+        ):
             replayed(compiled, 4, with_graph=False)
     finally:
         compiled.backbone.drop.p = 0.3
