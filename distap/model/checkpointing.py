@@ -14,13 +14,13 @@ def activation_checkpointing(network: RetrievalNetwork) -> None:
     name = (getattr(backbone, "pretrained_cfg", None) or {}).get("architecture") or type(backbone).__name__
     if network.batchnorm != "frozen":
         raise DistapError(
-            "step.activation_checkpointing needs frozen BatchNorm (model.batchnorm: frozen): `batch` would update its "
-            "statistics in both forward passes"
+            "step.activation_checkpointing needs frozen BatchNorm (model.batchnorm: frozen): `batch` would update "
+            "its statistics in both forward passes"
         )
     try:
         backbone.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, TypeError, NotImplementedError) as error:
         raise DistapError(
-            f"step.activation_checkpointing: timm has none for {name}; set it to false, and replay.size to less, or take "
-            "another backbone"
+            f"step.activation_checkpointing: timm has none for {name}; set it to false, and replay.size to less, or "
+            "take another backbone"
         ) from error
