@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -74,7 +74,10 @@ class Updater:
         optimizer: dict[str, Any] = dict(_without_prefix("optimizer.", state))
         if optimizer:
             settings = get_optimizer_state_dict(self._network, self._optimizer, options=FLAT)
-            set_optimizer_state_dict(self._network, self._optimizer, settings | optimizer, options=FLAT)
+            given: dict[str, Any] = {
+                name: sharded_like(settings.get(name), value) for name, value in optimizer.items()
+            }
+            set_optimizer_state_dict(self._network, self._optimizer, settings | given, options=FLAT)
         scale = _without_prefix("scaler.", state)
         if scale and self._scaler is not None:
             known = {"scale": float(scale["scale"]), "_growth_tracker": int(scale["growth"])}
@@ -84,6 +87,16 @@ class Updater:
 def network_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The network's part of an engine's state, by the network's own names."""
     return _without_prefix("network.", state)
+
+
+def sharded_like(present: Any, given: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor that all ranks have, where the present one is a shard."""
+    if not isinstance(present, DTensor) or isinstance(given, DTensor):
+        return given
+    if given.ndim == 0:
+        given = given.reshape(present.shape)
+    on_device = given.to(present.device)
+    return distribute_tensor(on_device, present.device_mesh, present.placements, src_data_rank=None)
 
 
 def _without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
