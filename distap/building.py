@@ -18,11 +18,17 @@ from distap.data.streams import SequentialShards
 from distap.data.training import IndexedImages, LoaderSettings, TrainingImages
 from distap.data.transforms import training_transform
 from distap.distributed import World
-from distap.engine import ENGINES, Engine, Precision
+from distap.engine import DTYPES, ENGINES, Engine, Precision
 from distap.errors import DistapError
 from distap.exactness import mixes_images
 from distap.fitting import Fitting
-from distap.model import RetrievalNetwork, build_network
+from distap.model import (
+    Describer,
+    RetrievalNetwork,
+    activation_checkpointing,
+    build_network,
+    compile_backbone,
+)
 from distap.optimisation import build_optimizer
 from distap.ranking import CrossBatchMemory
 from distap.step import ThreeStageStep
@@ -80,6 +86,21 @@ def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
     ).to(world.device)
 
 
+def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
+    """What describes in stage one, where the recipe wants that done cheaper than by the engine.
+
+    Args:
+        recipe: what to train.
+        network: the recipe's, before an engine takes it over.
+    Raises:
+        DistapError: the network's BatchNorm cannot be folded.
+    """
+    describe = recipe.describe
+    if describe.precision in (None, recipe.precision) and not describe.fold_batchnorm:
+        return None
+    return Describer(network, DTYPES[describe.precision or recipe.precision], describe.fold_batchnorm)
+
+
 def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
     """The recipe's engine and optimiser over a network.
 
@@ -92,6 +113,8 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
         parts = {part: (getattr(network, part), getattr(optimizer, part)) for part in PARTS}
         return build_optimizer(optimizer.name, parts, optimizer.betas)
 
+    if recipe.step.activation_checkpointing:
+        activation_checkpointing(network)
     precision = Precision(recipe.precision, world.device.type)
     return ENGINES[recipe.engine.name](network, build, world, recipe.engine, optimizer.clip_norm, precision)
 
@@ -106,6 +129,7 @@ def step_of(
     engine: Engine,
     world: World,
     batch: int,
+    describer: Describer | None = None,
     memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> ThreeStageStep:
@@ -116,6 +140,7 @@ def step_of(
         engine: over the recipe's network.
         world: the ranks.
         batch: B, images of a global batch.
+        describer: what `describer_of` gave.
         memory: descriptors of earlier steps; None remembers none.
         stopwatch: gathers the seconds of each stage.
     Raises:
@@ -126,7 +151,14 @@ def step_of(
         replay = fitting_of(recipe, engine, world, batch).replay_size()
     if describe == "auto":
         same = mixes_images(engine.network) is not None
-        describe = None if same else fitting_of(recipe, engine, world, batch).describe_size()
+        describe = None if same else fitting_of(recipe, engine, world, batch).describe_size(describer)
+    if recipe.step.compile:
+        assert isinstance(engine.network, RetrievalNetwork)
+        share = len(world.slots(batch))
+        sizes = [min(size, share) for size in (replay, describe or replay)]
+        compile_backbone(engine.network, sizes)
+        if describer is not None and recipe.describe.fold_batchnorm:
+            describer.compile(sizes)
     return ThreeStageStep(
         engine,
         recipe.listwise_loss,
@@ -142,6 +174,8 @@ def step_of(
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         keep=0 if recipe.replay.keep == "auto" else recipe.replay.keep,
         skip_below=recipe.replay.skip_below,
+        describer=describer,
+        overlap=recipe.rank.overlap,
     )
 
 

@@ -78,6 +78,19 @@ class World:
         by_rank = gathered.view(self.size, share, *rows.shape[1:])
         return by_rank.transpose(0, 1).reshape(-1, *rows.shape[1:])[:total]
 
+    def start_gather(self, rows: Tensor) -> "Arrival":
+        """Begin to collect the ranks' rows, as many of each, while the caller goes on.
+
+        Args:
+            rows: (n, ...) this rank's next; not to be changed until all have arrived.
+        """
+        if self.size == 1:
+            return Arrival(self, rows, rows)
+        received = rows.new_empty(self.size * len(rows), *rows.shape[1:])
+        with self.collective("start of an all_gather of rows"):
+            work = dist.all_gather_into_tensor(received, rows, group=self.group, async_op=True)
+        return Arrival(self, rows, received, work)
+
     def gather_texts(self, texts: Sequence[str], total: int) -> list[str]:
         """All ranks' texts in slot order, `total` of them: each rank gives one for each of its slots."""
         data = [text.encode(errors="backslashreplace") for text in texts]
@@ -146,7 +159,9 @@ class World:
 
     def maximum(self, value: float) -> float:
         """The greatest of the ranks' values; infinite where any of them is not a number."""
-        worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(nan=float("inf"))
+        worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(
+            nan=float("inf"), posinf=float("inf")
+        )
         if self.size > 1:
             with self.collective("all_reduce of a maximum"):
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.group)
@@ -165,6 +180,29 @@ class World:
         if self.size > 1:
             with self.collective("barrier"):
                 dist.barrier(group=self.group)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Rows of all ranks that are on their way."""
+
+    world: World
+    sent: Tensor  # held until it is read
+    received: Tensor
+    work: dist.Work | None = None
+
+    def is_here(self) -> bool:
+        """Whether `rows` has nothing to wait for."""
+        return self.work is None or self.work.is_completed()
+
+    def rows(self) -> Tensor:
+        """All ranks' rows in slot order, (W n, ...); waits for them."""
+        if self.work is None:
+            return self.received
+        with self.world.collective("all_gather of rows"):
+            self.work.wait()
+        by_rank = self.received.view(self.world.size, len(self.sent), *self.sent.shape[1:])
+        return by_rank.transpose(0, 1).reshape(self.received.shape)
 
 
 @contextmanager

@@ -122,7 +122,8 @@ class Fitting:
 
 def bytes_of_graph(engine: Engine, images: Tensor) -> int:
     """Bytes that a forward pass of these images keeps for its backward pass, beside the parameters."""
-    parameters = {tensor.untyped_storage().data_ptr() for tensor in engine.network.parameters()}
+    with engine.describing():  # where they are whole
+        parameters = {tensor.untyped_storage().data_ptr() for tensor in engine.network.parameters()}
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ class BackwardPass:
     rows: Rows
     gradient: Float[Tensor, "n C"]
     kept: Tensor | None = None
+    is_padding: bool = False  # only keeps a rank in step with the others
 
 
 def cut(start: int, stop: int, size: int) -> list[slice]:
@@ -77,9 +78,9 @@ def backward_passes(
         yield BackwardPass(_as_rows(numbers), waiting)
 
 
-def padding(gradient: Float[Tensor, "b C"]) -> BackwardPass:
+def padding(descriptors: Float[Tensor, "b C"]) -> BackwardPass:
     """A micro-batch that changes nothing, for a rank that has none while others do: its first image, gradient 0."""
-    return BackwardPass(slice(0, 1), torch.zeros_like(gradient[:1]))
+    return BackwardPass(slice(0, 1), torch.zeros_like(descriptors[:1]), is_padding=True)
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -79,6 +79,8 @@ class RunReport:
             "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm,
             "replay_drift": result.replay_drift,
+            "replayed_share": result.replayed / self.batch,
+            "kept_share": result.kept / self.batch,
             "skipped_queries": result.skipped_queries,
         }
         self.metrics.observe_step(step, images, times, figures, result.skipped)

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from distap.device_copies import DeviceCopies
 from distap.distributed import World
 from distap.engine import Engine
 from distap.errors import DistapError
@@ -37,7 +38,7 @@ from distap.micro_batches import (
     with_last,
 )
 from distap.randomness import seed_for
-from distap.ranking import CrossBatchMemory, Gathered, Loss, Mode, Ranking, gather, rank_descriptors
+from distap.ranking import CrossBatchMemory, Gathered, Gathering, Loss, Mode, Ranking
 from distap.stopwatch import Stopwatch
 
 DROPOUT = 1  # first word of the key that dropout's randomness is drawn with
@@ -91,12 +92,26 @@ class StepResult:
     not_finite: list[int] = field(default_factory=list)  # rows of this rank whose descriptor was not finite
 
 
+@runtime_checkable
+class Describer(Protocol):
+    """What describes the images of stage one in a cheaper way than the engine."""
+
+    def refresh(self) -> None:
+        """Take over the network's present parameters."""
+        ...
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        """Descriptors (n, C) of a micro-batch, without a graph."""
+        ...
+
+
 @dataclass(frozen=True)
 class Described:
     """This rank's descriptors, and those of them that have a graph."""
 
     descriptors: Float[Tensor, "b C"]  # without a graph
     kept: dict[int, Tensor]  # by its first row, the descriptors of a micro-batch of replay, with their graph
+    gathering: Gathering  # on their way to the other ranks
 
 
 @dataclass
@@ -120,7 +135,8 @@ class ThreeStageStep:
         keep: micro-batches of this rank that keep their graph from stage one.
         skip_below: an image whose descriptor gradient is no longer than this times the longest is not replayed; 0
             leaves out those without any.
-        describe_with: describes the images of stage one instead of the engine, such as with folded BatchNorm.
+        describer: describes the images of stage one instead of the engine, such as with folded BatchNorm.
+        overlap: gather and count descriptors while the network goes on describing.
     Raises:
         DistapError: the network or the engine does not allow these sizes.
     """
@@ -139,7 +155,8 @@ class ThreeStageStep:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     keep: int = 0
     skip_below: float = 0.0
-    describe_with: Callable[[Tensor], Tensor] | None = None
+    describer: Describer | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.engine.network)
@@ -153,6 +170,7 @@ class ThreeStageStep:
                 f"replay.keep is {self.keep}, but this engine can have the graph of one micro-batch only, since its "
                 "parameters come and go with each; set it to 0"
             )
+        self._to_device = DeviceCopies(self.world.device)
         self._reducing = False  # in a backward pass that other ranks take part in
 
     def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
@@ -164,7 +182,7 @@ class ThreeStageStep:
         """
         described = self.describe(batch)
         gathered, not_finite = self.gather(described, batch)
-        ranking = self.rank(gathered, batch.step)
+        ranking = self.rank(described.gathering, gathered, batch.step)
         drift = norm = float("nan")
         replayed = kept = 0
         if ranking.is_finite:
@@ -190,10 +208,13 @@ class ThreeStageStep:
         b = len(self.world.slots(batch.total))
         # The last ones keep their graph, so that it lives no longer than it must.
         first_kept = max(-(-b // self.replay_size) - self.keep, 0) * self.replay_size if self.keep else b
+        gathering = Gathering(self.world, batch.total, self.loss, self.mode, self.ranking_memory)
         parts: list[Tensor] = []
         kept: dict[int, Tensor] = {}
         start = 0
         with self.stopwatch.stage("describe"), self.engine.describing(), self._own_randomness():
+            if self.describer is not None:
+                self.describer.refresh()
             while start < b:
                 keeps = start >= first_kept
                 size = self.replay_size if keeps else self.describe_size or self.replay_size
@@ -209,7 +230,9 @@ class ThreeStageStep:
                     kept[start] = descriptors
                 parts.append(descriptors.detach())
                 start = rows.stop
-        return Described(torch.cat(parts), kept)
+                if self.overlap:
+                    _add(gathering, batch, rows, parts[-1])
+        return Described(torch.cat(parts), kept, gathering)
 
     def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
         """The descriptors and labels of all ranks; and which of this rank's rows are not finite.
@@ -218,25 +241,22 @@ class ThreeStageStep:
         """
         self.world.note(f"gather of step {batch.step + 1}")
         with self.stopwatch.stage("gather"):
-            descriptors = described.descriptors
-            finite = descriptors.isfinite().all(dim=1)
-            lost = (~finite).nonzero().flatten()
-            batch.blank(lost)
+            if not self.overlap:
+                _add(described.gathering, batch, slice(0, len(described.descriptors)), described.descriptors)
+            lost = (~described.descriptors.isfinite().all(dim=1)).nonzero().flatten()
+            if len(lost):
+                batch.blank(lost)
             for row in lost.tolist():
                 # A gradient of zero does not stop what is not a number: its graph is not to be gone through.
                 described.kept.pop(row // self.replay_size * self.replay_size, None)
-            taking_part = finite & batch.present.to(finite.device)
-            labels = batch.labels.to(finite.device)
-            images = torch.tensor(batch.samples, dtype=torch.int64, device=finite.device)
-            return gather(descriptors, labels, taking_part, self.world, batch.total, images), lost.tolist()
+            return described.gathering.finish(), lost.tolist()
 
-    def rank(self, gathered: Gathered, step: int) -> Ranking:
+    def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
         """Stage two: the loss of the global batch and the gradient of this rank's descriptors."""
         self.world.note(f"rank of step {step + 1}")
         with self.stopwatch.stage("rank"):
             remembers = step >= self.memory_after
-            ranked = self.memory.extend(gathered) if remembers else gathered
-            ranking = rank_descriptors(self.loss, ranked, self.mode, self.ranking_memory)
+            ranking = gathering.rank(self.memory.extend(gathered) if remembers else gathered)
             if remembers and ranking.is_finite:
                 self.memory.remember(gathered)
             return ranking
@@ -248,12 +268,9 @@ class ThreeStageStep:
             The drift, and the numbers of images that were described again and that had kept their graph.
         """
         self.world.note(f"replay of step {batch.step + 1}")
-        limit = self.skip_below
-        if limit:
-            limit *= self.world.maximum(float(ranking.gradient.norm(dim=1).max()))
         with self.stopwatch.stage("replay"), self._own_randomness():
             while True:
-                passes = self._backward_passes(described, ranking.gradient, limit)
+                passes = self._backward_passes(described, ranking)
                 try:
                     drift, counts = self._send_back(batch, described.descriptors, passes)
                     break
@@ -273,20 +290,20 @@ class ThreeStageStep:
         with self.stopwatch.stage("optimizer"):
             return self.engine.update(learning_rate)
 
-    def _backward_passes(
-        self, described: Described, gradient: Float[Tensor, "b C"], limit: float
-    ) -> Iterable[BackwardPass]:
+    def _backward_passes(self, described: Described, ranking: Ranking) -> Iterable[BackwardPass]:
         """Those of this rank: at least one, and as many as the others' where all take part in each."""
-        b = len(described.descriptors)
+        b, limit = len(described.descriptors), 0.0
+        if self.skip_below:
+            limit = self.skip_below * self.world.maximum(float(ranking.gradient.norm(dim=1).max()))
+        nothing = padding(described.descriptors)
         passes = backward_passes(
-            b, self.replay_size, gradient.__getitem__, described.kept, limit, regroup=self._mixing is None
+            b, self.replay_size, ranking.gradient_of, described.kept, limit, regroup=self._mixing is None
         )
         if self.engine.lockstep:
             mine = list(passes)
             longest = int(self.world.maximum(max(len(mine), 1)))
-            return mine + [padding(gradient)] * (longest - len(mine))
-        first = next(passes, padding(gradient))
-        return chain([first], passes)
+            return mine + [nothing] * (longest - len(mine))
+        return chain([next(passes, nothing)], passes)
 
     def _send_back(
         self, batch: Batch, descriptors: Float[Tensor, "b C"], passes: Iterable[BackwardPass]
@@ -300,7 +317,8 @@ class ThreeStageStep:
                 again = one.kept
                 if again is None:
                     again = self._network_forward(batch, one.rows, self.engine.forward)
-                    drift = torch.maximum(drift, _difference(again.detach(), descriptors[one.rows]))
+                    if not one.is_padding:
+                        drift = torch.maximum(drift, _difference(again.detach(), descriptors[one.rows]))
                 counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
                 with self.stopwatch.stage("network", part_of_outer=True):
                     self._reducing = is_last and self.world.size > 1
@@ -315,11 +333,11 @@ class ThreeStageStep:
             if with_graph:
                 # A copy, since the graph may need the pixels long after others have taken their place.
                 return self._network_forward(batch, rows, lambda images: self.engine.forward(images.clone()))
-            return self._network_forward(batch, rows, self.describe_with or self.engine.describe)
+            return self._network_forward(batch, rows, self.describer or self.engine.describe)
 
     def _network_forward(self, batch: Batch, rows: Rows, forward: Callable[[Tensor], Tensor]) -> Float[Tensor, "n C"]:
         """Descriptors of a micro-batch, its dropout drawn from (seed, step, slot), so the same every time."""
-        images = batch.images(rows).to(self.world.device, non_blocking=True)
+        images = self._to_device(batch.images(rows))
         slot = self.world.slots(batch.total)[first_of(rows)]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
@@ -365,6 +383,13 @@ class ThreeStageStep:
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             yield
+
+
+def _add(gathering: Gathering, batch: Batch, rows: slice, descriptors: Float[Tensor, "n C"]) -> None:
+    """Send a micro-batch's descriptors on their way; those that are not finite, or of no image, take no part."""
+    device = descriptors.device
+    images = torch.tensor(batch.samples[rows], dtype=torch.int64, device=device)
+    gathering.add(descriptors, batch.labels[rows].to(device), batch.present[rows].to(device), images)
 
 
 def _difference(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:

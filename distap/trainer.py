@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from distap.building import engine_of, fitting_of, images_of, network_of, step_of
+from distap.building import describer_of, engine_of, fitting_of, images_of, network_of, step_of
 from distap.config import Recipe
 from distap.data.index import load_index
 from distap.data.loading import ShareOfBatch
@@ -36,14 +36,15 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe, self.world = recipe, world
-        self.stopwatch = Stopwatch.of(world.device)
+        self.stopwatch = Stopwatch(world.device)
         self.images = images_of(recipe, world, self.stopwatch)
         self._check()
         self.network = network_of(recipe, world).train()
+        describer = describer_of(recipe, self.network)
         self.engine = engine_of(recipe, self.network, world)
         self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
         memory = CrossBatchMemory(recipe.memory.size)
-        self.step = step_of(recipe, self.engine, world, self.images.size, memory, self.stopwatch)
+        self.step = step_of(recipe, self.engine, world, self.images.size, describer, memory, self.stopwatch)
         self.report = RunReport(recipe, world, self.images.size)
         self.state = RunState(recipe, world, self.images, self.engine, memory, self.schedule)
         self.done = 0  # steps behind the present state
@@ -169,18 +170,19 @@ class Trainer:
         assert source is not None
         self._agree_on_statistics()
         data, evaluation = self.recipe.data, self.recipe.evaluation
-        figures = evaluate(
-            self.network,
-            source,
-            self.world,
-            image_size=data.image_size,
-            batch_size=evaluation.batch_size,
-            workers=data.workers,
-            max_pixels=data.max_pixels,
-            scaled_decoding=data.scaled_decoding,
-            remote=data.remote,
-            cache=data.cache,
-        ).result.summary()
+        with self.engine.describing():
+            figures = evaluate(
+                self.network,
+                source,
+                self.world,
+                image_size=data.image_size,
+                batch_size=evaluation.batch_size,
+                workers=data.workers,
+                max_pixels=data.max_pixels,
+                scaled_decoding=data.scaled_decoding,
+                remote=data.remote,
+                cache=data.cache,
+            ).result.summary()
         self.report.validation(self.done, figures, time.perf_counter() - started)
         # One rank's figure for all: whether it is the best must not depend on the last bit of a sum.
         score = torch.tensor(figures["mAP"], dtype=torch.float64, device=self.world.device)

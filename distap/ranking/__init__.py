@@ -6,6 +6,7 @@ Tensors in, loss and gradients out. Knows no files, no configuration and no netw
 from distap.ranking.blackbox import BlackBoxAP
 from distap.ranking.calibration import Calibration, Roadmap
 from distap.ranking.gathered import Gathered, gather
+from distap.ranking.gathering import Gathering
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.metric_learning import MetricLearning
 from distap.ranking.modules import ListwiseLoss
@@ -25,6 +26,7 @@ __all__ = [
     "CrossBatchMemory",
     "FastAP",
     "Gathered",
+    "Gathering",
     "ListwiseLoss",
     "Loss",
     "MetricLearning",

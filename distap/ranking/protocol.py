@@ -1,6 +1,8 @@
 """What a listwise loss takes and gives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Float64
@@ -28,10 +30,16 @@ class Ranking:
 
     loss: Float64[Tensor, ""]  # of the whole global batch, the same on every rank
     per_query: Float64[Tensor, " b"] | None  # loss of each own query, NaN without positive; None: not by query
-    gradient: Float[Tensor, "b C"]  # of this rank's descriptors, up to a multiple of each descriptor
+    # Gradient of some of this rank's descriptors, (n, C) of (n,) rows, up to a multiple of each descriptor.
+    gradient_of: Callable[[slice | Tensor], Tensor]
     queries: int  # of all ranks, with a positive
     skipped_queries: int  # of all ranks, without
     is_finite: bool  # on all ranks
+
+    @cached_property
+    def gradient(self) -> Float[Tensor, "b C"]:
+        """Of all of this rank's descriptors."""
+        return self.gradient_of(slice(None))
 
 
 @runtime_checkable

@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from distap.ranking.budget import Budget
 from distap.ranking.gathered import Gathered
-from distap.ranking.histogram import Histogram, value_and_gradient
+from distap.ranking.histogram import Histogram, loss_slopes
+from distap.ranking.passes import Passes, slopes_by_code
 from distap.ranking.protocol import LossValue
 from distap.ranking.weights import Weights, query_weights
 
@@ -91,10 +92,37 @@ class SoftBinnedAP(ABC):
     ) -> Float64[Tensor, " b"]:
         """AP of each query from its cumulative soft counts; 0 for a query without positives."""
 
+    def passes(self, queries: int, gallery: int, like: Tensor, budget: Budget) -> Passes:
+        """To count pairs with while images arrive; the arguments are those of Passes."""
+        return Passes(self.histogram(), queries, gallery, like, budget)
+
+    def value_and_slopes(self, passes: Passes, gathered: Gathered) -> "LossSlopes":
+        """Loss of the whole batch, once all its pairs are counted (Revaud et al. 2019, section 3.1)."""
+        negatives, positives = passes.counts(gathered)
+        weight = query_weights(gathered, self.weights)[gathered.own]
+        width = self.histogram().width
+        precision, slopes = loss_slopes(self.average_precision, negatives, positives, weight, width)
+        loss = gathered.world.sum((weight * (1 - precision)).sum())
+        per_query = torch.where(weight > 0, 1 - precision, torch.nan)
+        return LossSlopes(loss, per_query, slopes_by_code(slopes, gathered))
+
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         """Loss of the whole batch, and the gradient of this rank's descriptors."""
-        weights = query_weights(gathered, self.weights)
-        return value_and_gradient(self.histogram(), self.average_precision, weights, gathered, budget)
+        gallery, labels = gathered.gallery, gathered.gallery_labels
+        is_own = torch.zeros_like(labels, dtype=torch.bool)
+        is_own[gathered.own] = True
+        passes = self.passes(len(gathered.own), len(gallery), gallery, budget)
+        passes.add(gallery, labels, is_own)
+        loss, per_query, slopes = self.value_and_slopes(passes, gathered)
+        return LossValue(loss, per_query, passes.whole_gradient(slopes, gathered))
+
+
+class LossSlopes(NamedTuple):
+    """A loss of the global batch, and its derivative by a similarity in each bin."""
+
+    loss: Float64[Tensor, ""]  # the same on every rank
+    per_query: Float64[Tensor, " b"]  # of this rank's queries, NaN for one without positive
+    slopes: Float[Tensor, "codes N"]  # by code and column of the gallery, of all ranks' queries
 
 
 @dataclass(frozen=True)

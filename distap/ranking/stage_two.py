@@ -1,12 +1,12 @@
 """Rank a gathered batch on rank 0 alone, or sharded over all ranks."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float64
 from torch import Tensor
 
 from distap.distributed import World
@@ -15,10 +15,14 @@ from distap.ranking.budget import Budget
 from distap.ranking.central import rank_on_rank_zero
 from distap.ranking.checks import check_arguments, check_gathered
 from distap.ranking.gathered import Gathered, gather
+from distap.ranking.just_in_time import GradientRows
 from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.passes import Passes
+from distap.ranking.precision import full_precision
 from distap.ranking.protocol import Loss, Mode, Ranking
+from distap.ranking.quantized import SoftBinnedAP
 from distap.ranking.registry import build_loss, suggestion
-from distap.ranking.weights import query_weights, require_queries
+from distap.ranking.weights import number_of_queries, require_queries
 
 
 def rank(
@@ -79,7 +83,7 @@ def rank(
     return replace(
         ranking,
         per_query=None if ranking.per_query is None else ranking.per_query[own],
-        gradient=ranking.gradient[own],
+        gradient_of=ranking.gradient[own].__getitem__,
     )
 
 
@@ -109,30 +113,51 @@ def rank_descriptors(
     require_queries(gathered)
     budget = Budget.of(gathered.gallery.device, memory_budget)
     world = gathered.world
-    with _full_precision(gathered.gallery.device):
+    with full_precision(gathered.gallery.device):
         if mode == "sharded" or world.size == 1:
             value, per_query, gradient = loss.value_and_gradient(gathered, budget)
         else:
             value, per_query, gradient = rank_on_rank_zero(loss, gathered, budget)
     finite = bool(value.isfinite()) and bool(gradient.isfinite().all())
-    queries = int((query_weights(gathered) > 0).sum())
+    return _ranking(gathered, value, per_query, gathered.spread(gradient).__getitem__, finite)
+
+
+@torch.no_grad()
+def rank_counted(loss: SoftBinnedAP, passes: Passes, gathered: Gathered) -> Ranking:
+    """What `rank_descriptors` gives, where the pairs of the batch are counted; its gradient is made by rows, later.
+
+    The gradient is finite where the slopes that it is made from are, and these are looked at.
+
+    Args:
+        loss: it made the passes.
+        passes: all images of the batch were added; what a memory remembers was not.
+        gathered: the batch.
+    Raises:
+        DistapError: no query has a positive, or all images are of one class; raised on every rank.
+    """
+    require_queries(gathered)
+    with full_precision(gathered.gallery.device):
+        remembered, labels = gathered.gallery[passes.seen :], gathered.gallery_labels[passes.seen :]
+        if len(labels):
+            passes.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
+        value, per_query, slopes = loss.value_and_slopes(passes, gathered)
+    finite = bool(value.isfinite()) and bool(slopes.isfinite().all())
+    return _ranking(gathered, value, per_query, GradientRows(passes, slopes, gathered), finite)
+
+
+def _ranking(
+    gathered: Gathered,
+    value: Float64[Tensor, ""],
+    per_query: Float64[Tensor, " b"] | None,
+    gradient_of: Callable[[slice | Tensor], Tensor],
+    is_finite: bool,
+) -> Ranking:
+    queries = number_of_queries(gathered)
     return Ranking(
         value,
         None if per_query is None else gathered.spread(per_query, torch.nan),
-        gathered.spread(gradient),
+        gradient_of,
         queries,
         len(gathered.labels) - queries,
-        world.all_agree(finite),
+        gathered.world.all_agree(is_finite),
     )
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Outside autocast and without TF32: rounded similarities fall into other bins, and gradients show it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -34,6 +34,11 @@ def query_weights(gathered: Gathered, weights: Weights = "uniform") -> Float64[T
     return normalised
 
 
+def number_of_queries(gathered: Gathered) -> int:
+    """Images of the batch that have another of their class in the gallery."""
+    return int((query_weights(gathered) > 0).sum())
+
+
 def require_queries(gathered: Gathered) -> None:
     """Refuse a batch in which there is nothing to rank.
 

@@ -100,6 +100,14 @@ class TrainingMetrics:
         self.replay_drift = Gauge(
             "replay_drift", "Greatest difference between the two descriptors of an image in a step", **where
         )
+        self.replayed = Gauge(
+            "replayed_images_ratio",
+            "Share of a batch's images that replay described again for their gradient",
+            **where,
+        )
+        self.kept = Gauge(
+            "kept_graph_images_ratio", "Share whose graph was kept from describe; the rest had no gradient", **where
+        )
         self.lonely_queries = Counter(
             "queries_without_positive", "Images without another of their class in the batch", **where
         )
@@ -125,14 +133,15 @@ class TrainingMetrics:
             step: steps behind the present state.
             images: of this rank.
             seconds: by stage, and `step` for the whole.
-            figures: loss, batch_mAP, learning_rate, gradient_norm, replay_drift and skipped_queries.
+            figures: loss, batch_mAP, learning_rate, gradient_norm, replay_drift, replayed_share, kept_share and
+                skipped_queries.
             skipped: `loss` or `gradient` where the parameters did not move.
         """
         self.steps.inc()
         self.step.set(step)
         self.last_step.set(time.time())
         self.images.labels("describe").inc(images)
-        self.images.labels("replay").inc(0 if skipped == "loss" else images)
+        self.images.labels("replay").inc(images * figures["replayed_share"])
         self.images_per_second.set(images / seconds["step"])
         for stage in STAGES:
             self.stage_seconds.labels(stage).observe(seconds.get(stage, 0.0))
@@ -141,6 +150,8 @@ class TrainingMetrics:
         self.learning_rate.set(figures["learning_rate"])
         self.gradient_norm.set(figures["gradient_norm"])
         self.replay_drift.set(figures["replay_drift"])
+        self.replayed.set(figures["replayed_share"])
+        self.kept.set(figures["kept_share"])
         self.lonely_queries.inc(figures["skipped_queries"])
         if skipped:
             self.nonfinite.labels(skipped).inc()
