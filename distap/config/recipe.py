@@ -29,7 +29,7 @@ from distap.config.sections import (
     SumOfLosses,
 )
 from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, StreamsSampling, SuperPByKSampling
-from distap.engine import DDPSettings, PrecisionName
+from distap.engine import DDPSettings, DeepSpeedSettings, FSDPSettings, PrecisionName
 from distap.ranking import (
     LOSSES,
     Loss,
@@ -48,7 +48,7 @@ class Recipe(Section):
     run: Path = Field(description="folder of the run: configuration, metrics, checkpoints")
     seed: int = Field(0, ge=0)
     steps: PositiveInt
-    engine: Annotated[DDPSettings, Field(discriminator="name")] = DDPSettings()
+    engine: Annotated[DDPSettings | FSDPSettings | DeepSpeedSettings, Field(discriminator="name")] = DDPSettings()
     precision: PrecisionName = Field("float32", description="what the network computes in; parameters stay float32")
     timeout_seconds: PositiveFloat = Field(600, description="a collective that takes longer fails")
     data: DataSection

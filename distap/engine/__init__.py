@@ -3,9 +3,25 @@
 from collections.abc import Callable
 
 from distap.engine.ddp import DDPEngine, DDPSettings
-from distap.engine.precision import Precision, PrecisionName
+from distap.engine.deepspeed import DeepSpeedEngine
+from distap.engine.deepspeed_config import DeepSpeedSettings
+from distap.engine.fsdp import FSDPEngine, FSDPSettings
+from distap.engine.precision import DTYPES, Precision, PrecisionName
 from distap.engine.protocol import BuildOptimizer, Engine
 
-ENGINES: dict[str, Callable[..., Engine]] = {"ddp": DDPEngine}
+ENGINES: dict[str, Callable[..., Engine]] = {"ddp": DDPEngine, "fsdp": FSDPEngine, "deepspeed": DeepSpeedEngine}
 
-__all__ = ["ENGINES", "BuildOptimizer", "DDPEngine", "DDPSettings", "Engine", "Precision", "PrecisionName"]
+__all__ = [
+    "DTYPES",
+    "ENGINES",
+    "BuildOptimizer",
+    "DDPEngine",
+    "DDPSettings",
+    "DeepSpeedEngine",
+    "DeepSpeedSettings",
+    "Engine",
+    "FSDPEngine",
+    "FSDPSettings",
+    "Precision",
+    "PrecisionName",
+]

@@ -25,10 +25,13 @@ def moved(world, name, clip_norm):
     # A larger loss, so that the clipping bites.
     step = ThreeStageStep(engine, QuantizedAP(bins=100), world, 0, replay_size=2)
     result = step(TensorBatch(*small_images(IMAGES), world), learning_rate=1.0)
-    return [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)], result.gradient_norm
+    with engine.describing():  # where parameters are whole
+        steps = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    return steps, result.gradient_norm
 
 
-@pytest.mark.parametrize("name", ENGINES)
+# DeepSpeed keeps float32 copies of the parameters, so it has tests of its own, of less exactness.
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "deepspeed"])
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
 def test_parameters_move_along_the_sum_over_ranks(name, clip_norm):
     alone, norm = moved(World(), name, clip_norm)
