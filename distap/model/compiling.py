@@ -57,6 +57,9 @@ class CompiledBackbone:
     def __init__(self, sizes: Sequence[int]) -> None:
         if not sizes or min(sizes) < 1:
             raise DistapError(f"step.compile needs sizes of micro-batches, at least 1 each, not {list(sizes)}")
+        # Graphs are bound to this setting too, which reads the same but is another before it is first set; and
+        # ranking sets it for a while.
+        torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
         # No function of this module, since what checks shapes in the tests would be compiled with it.
         call = lambda backbone, pixels: backbone(pixels)  # noqa: E731
         self._function = torch.compile(call, dynamic=False, options={"fallback_random": True})
@@ -121,4 +124,5 @@ def _kind(pixels: Tensor) -> tuple[Any, ...]:
     """What a graph is for."""
     device = pixels.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return (*pixels.shape, *pixels.stride(), pixels.dtype, pixels.device, autocast, torch.is_grad_enabled())
+    settings = (autocast, torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision())
+    return (*pixels.shape, *pixels.stride(), pixels.dtype, pixels.device, *settings)

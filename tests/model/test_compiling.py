@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from distap.bench.contenders import SeededBatch
+from distap.distributed import World
+from distap.engine import DDPEngine
 from distap.errors import DistapError
 from distap.model import Describer, GeM, RetrievalNetwork, build_network, compile_backbone
 from distap.model.compiling import MOST_GRAPHS, CompiledBackbone
+from distap.optimisation import GroupSettings, build_optimizer
+from distap.ranking import QuantizedAP
+from distap.step import ThreeStageStep
 
 # g++ takes about a second a kernel, so the network has few.
 
@@ -99,22 +105,25 @@ def test_a_network_that_changes_after_its_warm_up_is_refused(networks):
 
 
 @pytest.mark.slow
-def test_a_folded_network_is_compiled_too(networks):
-    plain, _ = networks
-    plain.eval()
-    try:
-        expected = plain(images(2))
-        describe = Describer(plain, fold_batchnorm=True)
-        plain.backbone.drop.p = 0.0
-        describe.compile([2])
-        plain.train()
-        describe.refresh()
-        describe._network.backbone.drop.p = 0.0
-        torch.testing.assert_close(describe(images(2)), expected)
-        assert len(describe._network.compiled._warm) == 1
-    finally:
-        plain.train()
-        plain.backbone.drop.p = 0.3
+def test_steps_with_a_compiled_network_are_those_of_the_uncompiled_one(networks):
+    # The last micro-batch has three images, so that it is padded.
+    results = []
+    for network in map(copy.deepcopy, networks):
+        describe = Describer(network, fold_batchnorm=True)
+        if network.compiled is not None:
+            describe.compile([4])
+        optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
+        engine = DDPEngine(network, lambda optimizer=optimizer: optimizer, World())
+        for describer in (None, describe):
+            step = ThreeStageStep(engine, QuantizedAP(), World(), 0, 4, max_drift=1e-5, describer=describer)
+            for number in range(2):
+                batch = SeededBatch(15, 16, 3, World())
+                batch.step = number
+                results.append(step(batch, 1e-3))
+    plain, compiled = results[:4], results[4:]
+    for one, other in zip(plain, compiled, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-4)
+        assert other.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-2)
 
 
 def test_micro_batches_are_padded_to_full_ones_and_their_halves():
