@@ -22,18 +22,39 @@ from distap.bench.cost.inputs import Line, Link, Machine, NetworkFacts, Workload
 from distap.bench.cost.recipes import without_weights
 from distap.bench.cost.step import pairs_of
 from distap.bench.peak import free_bytes
-from distap.building import engine_of, fitting_of, network_of, step_of
+from distap.building import describer_of, engine_of, fitting_of, network_of, step_of
 from distap.config import Recipe
 from distap.distributed import World
 from distap.engine import Engine
+from distap.model import Describer
 from distap.ranking import Gathered, gather, rank_descriptors
+from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 
 IMAGES_A_CLASS = 8
-RANKED = 4096  # images at most of a ranking that is measured
+SMALLEST_RANKED, RANKED = 64, 4096  # images of a ranking that is measured
 SMALL = 1024  # float32 numbers of a reduction that is all latency
 LARGE = 2**24  # at most, of one that is all bandwidth
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of steps by stage.
+
+    Args:
+        slowest: of the rank that took longest.
+        quickest: of the one that took least; for `gather` and `reduce` it came last, and waited for nothing but the
+            wire.
+    """
+
+    slowest: dict[str, float]
+    quickest: dict[str, float]
+
+    @property
+    def wire(self) -> float:
+        """Seconds in which bytes were under way."""
+        return self.quickest["gather"] + self.quickest["reduce"]
 
 
 @dataclass(frozen=True)
@@ -45,15 +66,18 @@ class Bench:
     facts: NetworkFacts
     world: World
     engine: Engine
+    describer: Describer | None  # what describes in stage one instead of the engine
 
     @staticmethod
     def of(recipe: Recipe, workload: Workload, facts: NetworkFacts, world: World) -> "Bench":
         """With an untrained network: what it computes costs the same. Sizes that are `auto` are found."""
         plain = without_weights(recipe)
-        engine = engine_of(plain, network_of(plain, world).train(), world)
+        network = network_of(plain, world).train()
+        describer = describer_of(plain, network)
+        engine = engine_of(plain, network, world)
         if workload.replay_size is None:
             workload = replace(workload, replay_size=fitting_of(plain, engine, world, workload.batch).replay_size())
-        return Bench(plain, workload, facts, world, engine)
+        return Bench(plain, workload, facts, world, engine, describer)
 
     @property
     def size(self) -> int:
@@ -69,7 +93,7 @@ class Bench:
             gpus_a_host: of the machines to predict for.
         """
         world, images = self.world, (self.size // 2, self.size)
-        ranked = min(RANKED, max(16, self.workload.batch))
+        ranked = min(RANKED, max(SMALLEST_RANKED, self.workload.batch))
         galleries = [self._gathered(count) for count in (ranked // 4, ranked)]
         tasks: dict[tuple[str, int], Callable[[], float]] = {}
         for count in images:
@@ -106,29 +130,37 @@ class Bench:
             gpus_a_host=gpus_a_host,
         )
 
-    def steps(self, batch: int, count: int, keep: int = 0) -> dict[str, float]:
-        """Seconds by stage of real steps on random pixels, the medians of all but the first, of the slowest rank.
+    def steps(self, batch: int, count: int, keep: int = 0) -> "StepSeconds":
+        """What real steps on random pixels take, the medians of all but the first.
 
         Args:
             batch: B.
             count: steps to measure.
             keep: micro-batches that keep their graph.
         """
-        images = SeededBatch(batch, self.recipe.data.image_size, IMAGES_A_CLASS, self.world)
-        stopwatch = Stopwatch.of(self.world.device)
-        size, describe_size = self.workload.replay_size, self.workload.describe_size
-        replay = self.recipe.replay.model_copy(update={"size": size, "keep": keep, "max_drift": math.inf})
-        describe = self.recipe.describe.model_copy(update={"size": describe_size})
-        recipe = self.recipe.model_copy(update={"replay": replay, "describe": describe})
-        step = step_of(recipe, self.engine, self.world, batch, stopwatch=stopwatch)
-        taken: list[dict[str, float]] = []
+        step, images = self.step(batch, keep)
+        slowest: list[dict[str, float]] = []
+        quickest: list[dict[str, float]] = []
         for _ in range(count + 1):
             self.world.barrier()
-            stopwatch.seconds.clear()
+            step.stopwatch.seconds.clear()
             step(images, 0.0)
-            taken.append({stage: stopwatch.seconds[stage] for stage in STAGES})
-        medians = {stage: statistics.median(seconds[stage] for seconds in taken[1:]) for stage in STAGES}
-        return {stage: self.world.maximum(seconds) for stage, seconds in medians.items()}
+            seconds = {stage: step.stopwatch.seconds[stage] for stage in STAGES}
+            slowest.append({stage: self.world.maximum(seconds[stage]) for stage in STAGES})
+            quickest.append({stage: -self.world.maximum(-seconds[stage]) for stage in STAGES})
+        return StepSeconds(_medians(slowest[1:]), _medians(quickest[1:]))
+
+    def step(self, batch: int, keep: int = 0) -> tuple[ThreeStageStep, SeededBatch]:
+        """The recipe's step with the sizes of micro-batches that were found, and random pixels for it."""
+        replay = self.recipe.replay.model_copy(
+            update={"size": self.workload.replay_size, "keep": keep, "max_drift": math.inf}
+        )
+        describe = self.recipe.describe.model_copy(update={"size": self.workload.describe_size})
+        recipe = self.recipe.model_copy(update={"replay": replay, "describe": describe})
+        step = step_of(
+            recipe, self.engine, self.world, batch, self.describer, stopwatch=Stopwatch(self.world.device)
+        )
+        return step, SeededBatch(batch, self.recipe.data.image_size, IMAGES_A_CLASS, self.world)
 
     def _take_turns(
         self, tasks: dict[tuple[str, int], Callable[[], float]], rounds: int
@@ -143,8 +175,11 @@ class Bench:
 
     def _forward(self, count: int) -> float:
         images = self._images(count)
-        with self.engine.describing(), torch.no_grad(), self._timed() as seconds:
-            self.engine.describe(images)
+        with self.engine.describing(), torch.no_grad():
+            if self.describer is not None:
+                self.describer.refresh()
+            with self._timed() as seconds:
+                (self.describer or self.engine.describe)(images)
         return seconds[0]
 
     def _forward_with_graph(self, count: int) -> float:
@@ -207,6 +242,10 @@ class Bench:
         yield seconds
         synchronise(self.world.device)
         seconds.append(time.perf_counter() - started)
+
+
+def _medians(seconds: list[dict[str, float]]) -> dict[str, float]:
+    return {stage: statistics.median(each[stage] for each in seconds) for stage in STAGES}
 
 
 def _line(counts: tuple[int, ...] | list[float], seconds: list[float]) -> Line:

@@ -56,19 +56,21 @@ class Sharding:
 
     Args:
         weights, gradients, optimizer: whether each rank holds 1/W of them between steps.
-        by_micro_batch: whether parameters are gathered and gradients reduced in every micro-batch, instead of once a
-            step; they are never whole on a rank then, but for the share `unit`.
+        gathers_often: whether weights are gathered for each pass of a replayed micro-batch, the share `unit` of them
+            at once, instead of once a step.
+        reduces_often: whether gradients are reduced with each replayed micro-batch, and never whole on a rank.
         hides_reduction: whether gradients are reduced while the last backward pass goes on.
-        unit: share of the parameters that are gathered at once.
+        unit: share of the weights that is gathered at once.
     """
 
     name: str = "ddp"
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
-    by_micro_batch: bool = False
+    gathers_often: bool = False
+    reduces_often: bool = False
     hides_reduction: bool = False
-    unit: float = 1.0
+    unit: float = 0.25
 
 
 @dataclass(frozen=True)

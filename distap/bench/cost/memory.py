@@ -49,7 +49,7 @@ class Memory:
     def parts(self) -> dict[str, float]:
         """Bytes of a GPU by what they hold, in the stage that needs most."""
         largest: dict[str, float] = max(self._stages(self.kept), key=lambda stage: sum(stage.values()))
-        return {**self.lasting, **largest}
+        return {name: size for name, size in {**self.lasting, **largest}.items() if size}
 
     @property
     def fits(self) -> bool:
@@ -66,12 +66,13 @@ class Memory:
         """Images of a micro-batch with a graph that fit, of this rank's share; 0 where not even one does."""
         graph, working = self.facts.graph, self.facts.working
         both = Line(graph.once + working.once, graph.each + working.each)
-        return min(self.share, both.count_within(self.available - sum(self.lasting.values())))
+        beside = sum(self.lasting.values()) + self._whole_in_replay
+        return min(self.share, both.count_within(self.available - beside))
 
     @property
     def greatest_keep(self) -> int:
         """Micro-batches whose graphs fit beside what each stage needs."""
-        if self.workload.sharding.by_micro_batch:
+        if self.workload.sharding.gathers_often:
             return 0
         beside = max(sum(stage.values()) for stage in self._stages(kept=0))
         room = self.available - sum(self.lasting.values()) - beside
@@ -81,27 +82,46 @@ class Memory:
     def lasting(self) -> dict[str, float]:
         """What is there in all three stages."""
         sharding, facts = self.workload.sharding, self.facts
-        shard, whole = 1 / self.ranks, sharding.unit if sharding.by_micro_batch else 1.0
-        states = self.workload.optimizer_states * (shard if sharding.optimizer else 1)
+        shard = 1 / self.ranks
+        # Gradients are summed whole over the micro-batches, unless each is reduced at once.
+        summed = 0 if sharding.reduces_often else 1
         return {
-            "weights": FLOAT32 * facts.parameters * (shard + whole if sharding.weights else 1),
-            "gradients": FLOAT32 * facts.trained * (shard + whole if sharding.gradients else 1),
-            "optimizer": FLOAT32 * facts.trained * states,
+            "weights": FLOAT32 * facts.parameters * (shard if sharding.weights else 1),
+            "gradients": FLOAT32 * facts.trained * (shard + summed if sharding.gradients else 1),
+            "optimizer": FLOAT32
+            * facts.trained
+            * self.workload.optimizer_states
+            * (shard if sharding.optimizer else 1),
             "descriptors": FLOAT32 * facts.dimensions * (2 * self.share + self._gallery),
         }
+
+    @property
+    def _whole(self) -> float:
+        """Weights beside a rank's own share of them."""
+        return FLOAT32 * self.facts.parameters if self.workload.sharding.weights and self.ranks > 1 else 0.0
+
+    @property
+    def _whole_in_replay(self) -> float:
+        sharding = self.workload.sharding
+        return self._whole * (sharding.unit if sharding.gathers_often else 1)
 
     @property
     def _gallery(self) -> int:
         return self.workload.batch + self.workload.remembered
 
     def _stages(self, kept: int) -> list[dict[str, float]]:
-        graph, working = self.facts.graph.at(self.replay_size), self.facts.working
+        working, whole = self.facts.working, self._whole
         # Kept graphs are gone through first, so a graph of replay takes the room of one of them.
+        graph = self.facts.graph.at(self.replay_size)
         graphs = kept * graph
         return [
-            {"graphs": graphs, "working memory": working.at(self.describe_size)},
-            {"graphs": graphs, "ranking": self._ranking},
-            {"graphs": max(graphs, graph), "working memory": working.at(self.replay_size)},
+            {"gathered weights": whole, "graphs": graphs, "working memory": working.at(self.describe_size)},
+            {"gathered weights": whole, "graphs": graphs, "ranking": self._ranking},
+            {
+                "gathered weights": self._whole_in_replay,
+                "graphs": max(graphs, graph),
+                "working memory": working.at(self.replay_size),
+            },
         ]
 
     @property

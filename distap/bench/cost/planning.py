@@ -107,7 +107,7 @@ def _checks(bench: Bench, machine: Machine) -> list[Check]:
     kept = [0, CHECKED_MICRO_BATCHES // 2] if bench.engine.keeps_graphs else [0]
     checks = []
     for keep in kept:
-        measured = bench.steps(batch, CHECKED_STEPS, keep)
+        measured = bench.steps(batch, CHECKED_STEPS, keep).slowest
         workload = replace(bench.workload, batch=batch, replay_size=bench.size, keep=keep, gathers_early=False)
         predicted = Step(bench.facts, workload, machine, bench.world.size).seconds
         what = f"a step here: {bench.world.size} ranks, B = {batch}, {keep} of {CHECKED_MICRO_BATCHES} graphs kept"

@@ -9,6 +9,7 @@ from distap.bench.cost.inputs import NetworkFacts, Sharding, Workload
 from distap.building import network_of
 from distap.config import RandomWeights, Recipe
 from distap.distributed import World
+from distap.model import RetrievalNetwork, activation_checkpointing
 from distap.ranking import Loss, WeightedSum
 from distap.ranking.quantized import SoftBinnedAP
 
@@ -17,18 +18,27 @@ def facts_of(recipe: Recipe) -> NetworkFacts:
     """The recipe's network, counted; none of its weights are read."""
     plain = without_weights(recipe)
     meta = World(device=torch.device("meta"))
-    return count(lambda: network_of(plain, meta), recipe.data.image_size, recipe.precision)
+
+    def build() -> RetrievalNetwork:
+        network = network_of(plain, meta)
+        if recipe.step.activation_checkpointing:
+            activation_checkpointing(network)
+        return network
+
+    return count(build, recipe.data.image_size, recipe.precision)
 
 
 def without_weights(recipe: Recipe) -> Recipe:
     """The recipe with a network that has not learnt anything and is not compiled."""
-    model = recipe.model.model_copy(update={"weights": RandomWeights(), "compile": False})
-    return recipe.model_copy(update={"model": model})
+    model = recipe.model.model_copy(update={"weights": RandomWeights()})
+    step = recipe.step.model_copy(update={"compile": False})
+    return recipe.model_copy(update={"model": model, "step": step})
 
 
 def workload_of(recipe: Recipe) -> Workload:
     """The recipe's training, as far as its costs go."""
     replay, describe, keep = recipe.replay.size, recipe.describe.size, recipe.replay.keep
+    sharding = sharding_of(recipe.engine)
     return Workload(
         batch=recipe.sampling.size,
         steps=recipe.steps,
@@ -40,23 +50,30 @@ def workload_of(recipe: Recipe) -> Workload:
         ranking_memory=recipe.rank.memory,
         central=recipe.rank.mode == "central",
         gathers_early=recipe.rank.overlap,
-        sharding=sharding_of(recipe.engine),
+        # DeepSpeed updates a copy of the parameters of its own.
+        optimizer_states=3 if sharding.name.startswith("deepspeed") else 2,
+        sharding=sharding,
     )
 
 
 def sharding_of(engine: Any) -> Sharding:
     """What an engine with these settings divides among the ranks."""
     if engine.name == "fsdp":
+        by_block = engine.reshard if engine.units is None else engine.units == "blocks"
         return Sharding(
-            "fsdp", weights=True, gradients=True, optimizer=True, by_micro_batch=engine.reshard, hides_reduction=True
+            "fsdp",
+            weights=True,
+            gradients=True,
+            optimizer=True,
+            gathers_often=engine.reshard,
+            reduces_often=engine.reshard,
+            hides_reduction=by_block,
         )
     if engine.name == "deepspeed":
+        stage = engine.stage
+        # Whatever the stage, gradients are summed whole on each rank and reduced once.
         return Sharding(
-            "deepspeed",
-            weights=engine.stage >= 3,
-            gradients=engine.stage >= 2,
-            optimizer=True,
-            by_micro_batch=engine.stage >= 3,
+            f"deepspeed, stage {stage}", weights=stage == 3, gradients=True, optimizer=True, gathers_often=stage == 3
         )
     return Sharding("ddp", hides_reduction=engine.bucket_megabytes is not None)
 

@@ -11,6 +11,8 @@ from distap.bench.cost.inputs import Machine, NetworkFacts, Workload
 from distap.bench.cost.memory import Memory
 from distap.bench.cost.wire import Collective, gathering, ranking, reducing
 
+LEAST_ROWS, MOST_CHUNKS = 512, 8  # of a rank's descriptors in a message, and messages, as ranking has them
+
 
 @dataclass(frozen=True)
 class MicroBatches:
@@ -57,8 +59,8 @@ class Step:
             for stage, collectives in self.collectives.items()
         }
         if self.workload.gathers_early:
-            # The descriptors of the last micro-batch come when there is nothing left to describe.
-            last = waits["gather"] / len(cuts.described + cuts.kept)
+            # The last chunk is sent when there is nothing left to describe.
+            last = waits["gather"] / chunks_of(self.memory.share)
             waits["gather"] = max(last, waits["gather"] - describe)
         if sharding.hides_reduction:
             waits["reduce"] = max(0.0, waits["reduce"] - machine.backward.at((cuts.replayed or cuts.kept)[-1]))
@@ -89,7 +91,7 @@ class Step:
         return {
             "gather": gathering(facts, share),
             "rank": ranking(facts, workload, share, self.ranks),
-            "reduce": reducing(facts, workload, self.ranks, cuts.described, cuts.replayed),
+            "reduce": reducing(facts, workload.sharding, self.ranks, len(cuts.replayed)),
         }
 
     @cached_property
@@ -132,6 +134,11 @@ def pairs_of(queries: int, gallery: int, by_histogram: bool) -> float:
     """Pairs to rank, each of two own images once where the loss allows, which is half of the work for it."""
     pairs = queries * gallery
     return pairs - queries**2 / 4 if by_histogram else pairs
+
+
+def chunks_of(share: int) -> int:
+    """In how many messages descriptors are gathered while others are described."""
+    return -(-share // max(LEAST_ROWS, -(-share // MOST_CHUNKS)))
 
 
 def _cuts(images: int, size: int) -> Iterator[int]:

@@ -1,11 +1,10 @@
 """What the ranks of a step send each other, and how long that takes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal
 
-from distap.bench.cost.inputs import FLOAT32, Machine, NetworkFacts, Workload
+from distap.bench.cost.inputs import FLOAT32, Machine, NetworkFacts, Sharding, Workload
 
 Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "scatter"]
 
@@ -66,21 +65,14 @@ def ranking(facts: NetworkFacts, workload: Workload, share: int, ranks: int) -> 
     return [Collective("slope tables", "all_gather", share * 2 * (workload.bins - 1) * FLOAT32)]
 
 
-def reducing(
-    facts: NetworkFacts, workload: Workload, ranks: int, described: Sequence[int], replayed: Sequence[int]
-) -> list[Collective]:
-    """For the parameters; `described` and `replayed` are the micro-batches of each stage."""
-    sharding = workload.sharding
-    every, trained = facts.parameters * FLOAT32, facts.trained * FLOAT32
-    if sharding.by_micro_batch:
-        gathers = len(described) + 2 * len(replayed)  # for the forward and for the backward pass
-        return [
-            Collective("parameters", "all_gather", every / ranks, gathers),
-            Collective("gradients", "reduce_scatter", trained, len(replayed)),
-        ]
-    if sharding.optimizer:
-        return [
-            Collective("parameters", "all_gather", every / ranks),
-            Collective("gradients", "reduce_scatter", trained),
-        ]
-    return [Collective("gradients", "all_reduce", trained)]
+def reducing(facts: NetworkFacts, sharding: Sharding, ranks: int, replayed: int) -> list[Collective]:
+    """For the parameters; `replayed` is the number of micro-batches of stage three that have no graph yet."""
+    trained = facts.trained * FLOAT32
+    if not sharding.optimizer:
+        return [Collective("gradients", "all_reduce", trained)]
+    # For stage one, and again for the forward and for the backward pass; or once, after an update.
+    gathers = 1 + 2 * replayed if sharding.gathers_often else 1
+    return [
+        Collective("weights", "all_gather", facts.parameters * FLOAT32 / ranks, gathers),
+        Collective("gradients", "reduce_scatter", trained, max(1, replayed) if sharding.reduces_often else 1),
+    ]
