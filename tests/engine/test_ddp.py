@@ -15,6 +15,9 @@ from distap.ranking import QuantizedAP
 from distap.step import ThreeStageStep
 
 IMAGES = 13
+CLIP_NORMS = [None, 1e-3]
+# DeepSpeed keeps float32 copies of the parameters, so it has tests of its own, of less exactness.
+EXACT = [name for name in ENGINES if name != "deepspeed"]
 
 
 def moved(world, name, clip_norm):
@@ -30,15 +33,23 @@ def moved(world, name, clip_norm):
     return steps, result.gradient_norm
 
 
-# DeepSpeed keeps float32 copies of the parameters, so it has tests of its own, of less exactness.
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "deepspeed"])
-@pytest.mark.parametrize("clip_norm", [None, 1e-3])
-def test_parameters_move_along_the_sum_over_ranks(name, clip_norm):
+def all_moved(world):
+    return {(name, clip_norm): moved(world, name, clip_norm) for name in EXACT for clip_norm in CLIP_NORMS}
+
+
+@pytest.fixture(scope="module")
+def three_ranks():
+    return on_ranks(3, all_moved)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("clip_norm", CLIP_NORMS)
+def test_parameters_move_along_the_sum_over_ranks(three_ranks, name, clip_norm):
     alone, norm = moved(World(), name, clip_norm)
     assert norm > 1e-2
     length = torch.cat([m.flatten() for m in alone]).norm().item()
     assert length == pytest.approx(clip_norm or norm, rel=1e-3)
-    for together, same_norm in on_ranks(3, moved, name, clip_norm):
+    for together, same_norm in (found[name, clip_norm] for found in three_ranks):
         assert same_norm == pytest.approx(norm, rel=1e-9)
         for one, other in zip(alone, together, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

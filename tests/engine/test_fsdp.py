@@ -183,7 +183,7 @@ def out_of_memory(world, settings):
 
 
 def overflow(world):
-    """Whether parameters moved, the norm and how the scale changed, where one rank's shard of a gradient is infinite."""
+    """Whether parameters moved, the norm and the scale's factor, where a gradient is infinite in one rank's shard."""
     network = network_with().float()
     engine = engine_of(world, network, precision=Precision("fp16"))
     before, scale = whole(engine), engine.state_dict()["scaler.scale"]

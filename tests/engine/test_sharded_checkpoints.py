@@ -1,61 +1,134 @@
 """A checkpoint of one engine holds what another one needs, whatever the number of ranks."""
 
+import pytest
 import torch
-from batches import small_images, small_network
+from batches import small_images
 from ranks import on_ranks
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import normalize
 
 from distap.checkpoint import CheckpointWriter, newest_checkpoint
+from distap.distributed import World
 from distap.engine import DDPEngine
+from distap.engine.fsdp import FSDPEngine, FSDPSettings
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+ENGINES = {
+    "ddp": (DDPEngine, None),
+    "fsdp": (FSDPEngine, None),
+    "fsdp by blocks": (FSDPEngine, FSDPSettings(units="blocks")),
+}
 
 
-def _train_replicated(world, folder):
-    """What two steps of DistributedDataParallel lead to, saved."""
-    network = small_network()
-    engine = DDPEngine(network, lambda: torch.optim.Adam(network.parameters()), world)
+class Network(nn.Module):
+    """A buffer, a frozen part, a power without dimension, and sizes that divide by no number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Conv2d(7, 5, 3))
+        self.power = nn.Parameter(torch.tensor(3.0))
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, images):
+        features = self.blocks(images.to(self.power.dtype)).clamp(min=1e-3)
+        return normalize(features.pow(self.power).mean((2, 3)).pow(1 / self.power))
+
+
+def engine_named(name, world, seed=0):
+    torch.manual_seed(seed)
+    network = Network().double().eval()
+    engine, settings = ENGINES[name]
+
+    def build():
+        return torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=0.0)
+
+    return engine(network, build, world, settings)
+
+
+def train(engine, world, steps):
     images, _ = small_images(6)
-    for _ in range(2):
+    for _ in range(steps):
         with engine.accumulating(is_last=True):
             descriptors = engine.forward(images[world.rank :: world.size])
             engine.backward(descriptors, torch.ones_like(descriptors).cumsum(1))
-        engine.update(1e-2)
-    writer = CheckpointWriter(folder, world, keep=1)
-    writer.save(2, engine.state_dict(), {}, {})
-    assert writer.wait().error is None
-    return {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        assert engine.update(1e-2) < float("inf")
 
 
-def _restore_sharded(world, folder):
-    """The same state, read shard by shard into FSDP2's network and optimiser, and put together again."""
-    network = fully_shard(small_network())
-    optimizer = torch.optim.Adam(network.parameters())
-    checkpoint, _ = newest_checkpoint(folder, world)
-    settings = get_optimizer_state_dict(network, optimizer, options=FLAT)
-    moments = {f"optimizer.{name}": value for name, value in settings.items() if isinstance(value, torch.Tensor)}
-    parameters = {f"network.{name}": tensor for name, tensor in get_model_state_dict(network).items()}
-    assert any(isinstance(tensor, DTensor) for tensor in parameters.values())
-    checkpoint.tensors("network.", into=parameters)
-    checkpoint.tensors("optimizer.", into=moments)
-    set_optimizer_state_dict(network, optimizer, settings, options=FLAT)
-    state = {f"network.{name}": tensor for name, tensor in get_model_state_dict(network).items()}
-    for name, value in get_optimizer_state_dict(network, optimizer, options=FLAT).items():
-        if isinstance(value, torch.Tensor):
-            state[f"optimizer.{name}"] = value
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+def whole(engine):
+    state = engine.state_dict()
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
 
 
-def test_what_ddp_saved_is_restored_into_the_shards_of_fsdp2_on_another_number_of_ranks(tmp_path):
-    saved = on_ranks(2, _train_replicated, tmp_path)[0]
-    assert any(name.endswith("exp_avg_sq") for name in saved)
-    for restored in on_ranks(3, _restore_sharded, tmp_path):
-        assert restored.keys() == saved.keys()
-        assert all(torch.equal(restored[name], saved[name]) for name in saved)
+def save(world, folder):
+    """The state that two steps of each engine lead to, saved; and the bytes that each rank wrote."""
+    states = {}
+    for name in ENGINES:
+        engine = engine_named(name, world)
+        train(engine, world, steps=2)
+        writer = CheckpointWriter(folder / name, world, keep=1)
+        writer.save(2, engine.state_dict(), {}, {})
+        # The copy is made: what comes after changes nothing in it.
+        states[name] = whole(engine)
+        train(engine, world, steps=1)
+        written = writer.wait()
+        assert written.error is None
+        states[name]["bytes"] = [
+            sum(file.stat().st_size for file in written.path.glob(f"__{rank}_*")) for rank in range(world.size)
+        ]
+    return states
+
+
+def restore(world, folder, name):
+    """The state that an engine takes from each checkpoint, and what a step more makes of it."""
+    states = {}
+    for saved in ENGINES:
+        engine = engine_named(name, world, seed=1)
+        checkpoint, _ = newest_checkpoint(folder / saved, world)
+        present = engine.state_dict()
+        # Some as this rank's shards, read in place, and some whole.
+        shards = checkpoint.tensors("network.", into={n: t for n, t in present.items() if "power" not in n})
+        engine.load_state_dict(checkpoint.tensors() | shards)
+        before = whole(engine)
+        train(engine, world, steps=1)
+        states[saved] = before, whole(engine)
+    return states
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def saved(folder):
+    return on_ranks(2, save, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def restored(saved, folder):
+    """Into DDP on one rank, and into FSDP on three."""
+    on_three = on_ranks(3, restore, folder, "fsdp by blocks")[2]
+    return {"ddp": restore(World(), folder, "ddp"), "fsdp by blocks": on_three}
+
+
+@pytest.mark.parametrize("into", ["ddp", "fsdp by blocks"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ranks(saved, restored, name, into):
+    state, _ = restored[into][name]
+    expected = {key: value for key, value in saved[name].items() if key != "bytes"}
+    assert any(key.endswith("power.exp_avg_sq") for key in state)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) and state[key].shape == expected[key].shape for key in state)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_go_on_alike_from_a_checkpoint(restored, name):
+    (_, one), (_, other) = restored["ddp"][name], restored["fsdp by blocks"][name]
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
+
+
+def test_each_rank_writes_its_own_shards(saved):
+    for name in ("fsdp", "fsdp by blocks"):
+        first, second = saved[name]["bytes"]
+        assert first < 1.5 * second
