@@ -23,6 +23,7 @@ from distap.micro_batches import Rows, cut
 from distap.optimisation import GroupSettings, build_optimizer
 from distap.ranking import Loss
 from distap.step import ThreeStageStep
+from distap.stopwatch import Stopwatch
 
 
 class SeededBatch:
@@ -143,7 +144,14 @@ class ThreeStages:
         engine = DDPEngine(network, lambda: self.optimizer, task.world, precision=task.precision)
         self._batch = task.batch
         self._step = ThreeStageStep(
-            engine, task.loss, task.world, 0, task.micro_batch, max_drift=float("inf"), keep=keep
+            engine,
+            task.loss,
+            task.world,
+            0,
+            task.micro_batch,
+            max_drift=float("inf"),  # bfloat16 has more of it than trainings tolerate by default
+            stopwatch=Stopwatch(task.world.device),  # as in training, with what it costs
+            keep=keep,
         )
         self.seconds = self._step.stopwatch.seconds
         self.left_out = 0

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from distap.distributed import World, joined_world
 from distap.engine import Precision
 from distap.errors import DistapError
 from distap.model import build_network
+from distap.model.weights import weights_source
 from distap.ranking import QuantizedAP
 
 RESULT = "result: "  # what rank 0 prints its figures behind
@@ -77,9 +77,10 @@ def measure_here(setting: Setting, world: World) -> Results:
         with Recorded(contender.optimizer) as recorded:
             contender()
         gradients[contender.name] = recorded.gradient
-    memory = {name: {setting.batch: peak} for name, peak in _peaks(contenders, world).items()}
     collectives = {contender.name: collectives_of(contender) for contender in contenders}
     seconds, processor, stages = _take_turns(contenders, setting.rounds, world)
+    # Last, since it gives back the memory that steps would find again.
+    memory = {name: {setting.batch: peak} for name, peak in _peaks(contenders, world).items()}
     rate = world.size * _slowest_matrix_rate(world, precision)
     exact = next((name for name in (FullBatch.name, CachedGradients.name) if name in gradients), "distap")
     figures = [
@@ -117,13 +118,8 @@ def measure_here(setting: Setting, world: World) -> Results:
 
 
 def _network(setting: Setting) -> nn.Module:
-    weights: dict[str, Any] = {"name": setting.weights}
-    if setting.weights not in ("random", "timm"):
-        is_file = Path(setting.weights).suffix != ""
-        weights = {"name": "file", "path": setting.weights} if is_file else {"name": "package"}
-        weights.setdefault("package", setting.weights)
     torch.manual_seed(0)
-    return build_network(setting.backbone, weights, {"name": "gem"}).train()
+    return build_network(setting.backbone, weights_source(setting.weights), {"name": "gem"}).train()
 
 
 def _task(setting: Setting, batch: int, network: nn.Module, world: World, precision: Precision) -> Task:

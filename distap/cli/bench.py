@@ -34,9 +34,11 @@ def bench_step(
         str, typer.Option(help="random, timm, a file, or the name of a package that carries them.")
     ] = "random",
     image_size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=32)] = 96,
-    batch: Annotated[int, typer.Option(help="Images of a global batch, B.", min=1)] = 128,
+    batch: Annotated[int, typer.Option(help="Images of a global batch, B.", min=1)] = 256,
     micro_batch: Annotated[int, typer.Option(help="Images of a micro-batch.", min=1)] = 16,
-    ranks: Annotated[int, typer.Option(help="Ranks on this machine; torchrun's, where it started this.", min=1)] = 2,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks on this machine; by default one a GPU, or two without any.")
+    ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of each rank.", min=1)] = 1,
     rounds: Annotated[int, typer.Option(help="Turns that each has; the median counts.", min=1)] = 9,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 instead of float32.")] = False,
@@ -49,13 +51,18 @@ def bench_step(
 
     The floor is the network's forward and backward passes alone. All take turns on the same images; images a second,
     peak memory, and the calls and bytes of collectives are printed, and how far the gradients are from autograd's.
+    Started by torchrun, it measures on torchrun's ranks.
     """
+    import torch
+
     from distap.bench.step import measure
     from distap.bench.step_results import Setting, as_json, table
     from distap.engine import PrecisionName
     from distap.telemetry.terminal import console
 
-    ranks = int(os.environ.get("WORLD_SIZE", ranks)) if "RANK" in os.environ else ranks
+    if "RANK" in os.environ:
+        ranks = int(os.environ["WORLD_SIZE"])
+    ranks = ranks or torch.cuda.device_count() or 2
     precision: PrecisionName = "bf16" if bf16 else "float32"
     sizes = (image_size, batch, micro_batch)
     setting = Setting(backbone, weights, *sizes, ranks, threads, rounds, precision, tuple(memory_batch or []))
