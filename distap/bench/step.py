@@ -6,6 +6,7 @@ to the floor in the same round. Beside wall time stands processor time, which ot
 """
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -71,27 +72,29 @@ def measure_here(setting: Setting, world: World) -> Results:
     with precision.autocast():
         forward = forward_flops(network, images)
         graph = graph_bytes(network, images)
-    contenders, omitted = _contenders(task, graph)
+    contenders, omitted = possible_contenders(task, graph)
     gradients = {}
     for contender in contenders:
         with Recorded(contender.optimizer) as recorded:
             contender()
         gradients[contender.name] = recorded.gradient
+    exact = next((name for name in (FullBatch.name, CachedGradients.name) if name in gradients), "distap")
+    errors = {name: relative_difference(gradient, gradients[exact]) for name, gradient in gradients.items()}
+    del gradients  # as large as the network, each
     collectives = {contender.name: collectives_of(contender) for contender in contenders}
     seconds, processor, stages = _take_turns(contenders, setting.rounds, world)
     # Last, since it gives back the memory that steps would find again.
     memory = {name: {setting.batch: peak} for name, peak in _peaks(contenders, world).items()}
     rate = world.size * _slowest_matrix_rate(world, precision)
-    exact = next((name for name in (FullBatch.name, CachedGradients.name) if name in gradients), "distap")
     figures = [
         Figures(
             contender.name,
             seconds[contender.name],
             processor[contender.name],
-            memory[contender.name][setting.batch],
+            memory.get(contender.name, {}).get(setting.batch),
             setting.batch * forward * (contender.forwards + BACKWARD),
             collectives[contender.name],
-            relative_difference(gradients[contender.name], gradients[exact]),
+            errors[contender.name],
             stages.get(contender.name, {}),
             getattr(contender, "left_out", 0),
         )
@@ -99,7 +102,7 @@ def measure_here(setting: Setting, world: World) -> Results:
     ]
     del contenders
     for batch in setting.memory_batches:
-        others, _ = _contenders(_task(setting, batch, network, world, precision), graph)
+        others, _ = possible_contenders(_task(setting, batch, network, world, precision), graph)
         for contender in others:
             contender()  # the first step makes the optimiser's state
         for name, peak in _peaks(others, world).items():
@@ -127,8 +130,8 @@ def _task(setting: Setting, batch: int, network: nn.Module, world: World, precis
     return Task(network, images, setting.micro_batch, QuantizedAP(), world, precision)
 
 
-def _contenders(task: Task, graph: float) -> tuple[list[Contender], dict[str, str]]:
-    """Those that there is memory for; of the others, why not.
+def possible_contenders(task: Task, graph: float) -> tuple[list[Contender], dict[str, str]]:
+    """Those that there is memory for, and why there is not for the others.
 
     Args:
         task: what is trained on.
@@ -157,7 +160,9 @@ def _contenders(task: Task, graph: float) -> tuple[list[Contender], dict[str, st
 
 
 def _peaks(contenders: Sequence[Contender], world: World) -> dict[str, float]:
-    return {contender.name: world.maximum(peak_bytes(contender, world.device)) for contender in contenders}
+    """Of the rank that takes most, where that is known."""
+    peaks = {contender.name: world.maximum(peak_bytes(contender, world.device)) for contender in contenders}
+    return {name: peak for name, peak in peaks.items() if math.isfinite(peak)}
 
 
 def _take_turns(

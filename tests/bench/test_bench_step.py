@@ -7,12 +7,14 @@ import torch
 from rich.console import Console
 
 from distap.bench.arithmetic import forward_flops, graph_bytes
-from distap.bench.contenders import SeededBatch
-from distap.bench.step import measure
+from distap.bench.contenders import SeededBatch, Task
+from distap.bench.step import measure, possible_contenders
 from distap.bench.step_results import Setting, as_json, results_from, table
 from distap.distributed import World
+from distap.engine import Precision
 from distap.errors import DistapError
 from distap.model import build_network
+from distap.ranking import QuantizedAP
 
 SETTING = Setting("resnet10t", image_size=32, batch=32, micro_batch=4, rounds=2, memory_batches=(16,))
 
@@ -85,6 +87,15 @@ def test_operations_and_kept_bytes_of_a_convolution():
     images = torch.zeros(2, 3, 16, 16)
     assert forward_flops(network, images) == 2 * 3 * 8 * 9 * 16 * 16
     assert graph_bytes(network, images) == 3 * 16 * 16 * 4
+
+
+def test_what_memory_does_not_suffice_for_is_left_out_with_the_reason():
+    network = build_network("resnet10t", {"name": "random"}, {"name": "gem"})
+    task = Task(network, SeededBatch(16, 32, 8, World()), 4, QuantizedAP(), World(), Precision())
+    chosen, omitted = possible_contenders(task, graph=1e15)
+    assert [one.name for one in chosen] == ["floor, 2f + 1b", "floor, 1f + 1b", "distap", "cached gradients"]
+    assert omitted.keys() == {"distap, graphs kept", "full batch"}
+    assert omitted["full batch"].startswith("a rank's graph takes 16000000.0 GB")
 
 
 @pytest.mark.parametrize("batch", [8, 20, 33])
