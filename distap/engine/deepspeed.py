@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from distap.distributed import World
 from distap.engine.deepspeed_config import DeepSpeedSettings, complete, merged_config
-from distap.engine.deepspeed_state import load_zero_state, zero_state
+from distap.engine.deepspeed_state import PREFIX, load_zero_state, zero_state
 from distap.engine.precision import Precision
 from distap.engine.protocol import BuildOptimizer
 from distap.errors import DistapError
@@ -58,6 +58,10 @@ class DeepSpeedEngine:
         for name, parameter in network.named_parameters():
             if parameter.dtype != torch.float32:
                 raise DistapError(f"{name} is {parameter.dtype}; DeepSpeed's own copies are float32, so it has to be")
+        self._scalars = {name for name, parameter in network.named_parameters() if parameter.ndim == 0}
+        for name, parameter in network.named_parameters():
+            # DeepSpeed knows no other order of the elements, and no scalars; a kernel of one pixel is contiguous in any.
+            parameter.data = parameter.data.reshape(-1).view(1 if name in self._scalars else parameter.shape)
         self.network = network
         self.lockstep = self._shares_parameters = settings.stage == 3
         self.keeps_graphs = not self._shares_parameters
@@ -162,12 +166,16 @@ class DeepSpeedEngine:
             if self._shares_parameters:
                 network = {name: tensor.clone() for name, tensor in network.items()}
         with self._world.collective("gathering of the optimizer's state"):
-            return network | zero_state(self._zero, self._trained) | self._scale.state_dict()
+            state = network | zero_state(self._zero, self._trained)
+        for name in self._scalars:
+            of_scalar = [key for key in state if key == f"network.{name}" or key.startswith(f"{PREFIX}{name}.")]
+            state |= {key: state[key].reshape(()) for key in of_scalar}
+        return state | self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` of any engine gave."""
         with self._world.collective("distribution of the parameters"):
-            load_zero_state(self._zero, self.network, self._trained, state)
+            load_zero_state(self._zero, self.network, self._trained, state, self._scalars)
         self._scale.load_state_dict(state)
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """The state of DeepSpeed's optimiser by the names of the parameters, as every engine reads and writes it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,18 +37,23 @@ def zero_state(zero: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
 
 
 def load_zero_state(
-    zero: Any, network: nn.Module, trained: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
+    zero: Any,
+    network: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    state: Mapping[str, Tensor],
+    scalars: Collection[str],
 ) -> None:
     """Take over what any engine's `state_dict` gave, whole tensors; a collective of all ranks.
 
-    Without a state of the optimiser it stays as it is.
+    Without a state of the optimiser it stays as it is. `scalars` are the parameters that DeepSpeed has as vectors.
     """
     import deepspeed
 
     shared = [parameter for parameter in network.parameters() if hasattr(parameter, "ds_id")]
     # Stage 3 takes the values of rank 0; with the other stages there is nothing to gather.
     with deepspeed.zero.GatheredParameters(shared, modifier_rank=0, enabled=bool(shared)):
-        network.load_state_dict(network_tensors(state))
+        tensors = network_tensors(state)
+        network.load_state_dict(tensors | {name: tensors[name].reshape(1) for name in scalars if name in tensors})
     for name, parameter in trained.items():
         _set(parameter, state[f"network.{name}"], None)
     moments = _by_key(state, trained)

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from batches import TensorBatch, small_images, small_network
+from batches import SmallNetwork, TensorBatch, small_images
 from ranks import on_ranks
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,13 +41,26 @@ class Pixels(TensorBatch):
         return super().images(rows).clone()
 
 
+class Network(SmallNetwork):
+    """In float32, with what DeepSpeed does not know by itself: a parameter without dimensions, and channels last."""
+
+    def __init__(self, dropout):
+        torch.manual_seed(0)
+        super().__init__(dropout=dropout)
+        self.power = torch.nn.Parameter(torch.tensor(1.5))
+        self.train().to(memory_format=torch.channels_last)
+
+    def forward(self, images):
+        return super().forward(images * self.power)
+
+
 def images_and_labels():
     images, labels = small_images(IMAGES)
     return images.float(), labels
 
 
 def network_and_optimizer(kind=torch.optim.Adam, dropout=0.3):
-    network = small_network(dropout=dropout).float()
+    network = Network(dropout)
 
     def build():
         parameters = list(network.parameters())
