@@ -60,7 +60,7 @@ class DeepSpeedEngine:
                 raise DistapError(f"{name} is {parameter.dtype}; DeepSpeed's own copies are float32, so it has to be")
         self._scalars = {name for name, parameter in network.named_parameters() if parameter.ndim == 0}
         for name, parameter in network.named_parameters():
-            # DeepSpeed knows no other order of the elements, and no scalars; a kernel of one pixel is contiguous in any.
+            # DeepSpeed knows no other order of the elements, also not of a kernel of one pixel, and no scalars.
             parameter.data = parameter.data.reshape(-1).view(1 if name in self._scalars else parameter.shape)
         self.network = network
         self.lockstep = self._shares_parameters = settings.stage == 3
