@@ -4,8 +4,10 @@ A global batch has slots 0 .. B-1. Rank r of W holds the slots r, r+W, r+2W, ...
 back in slot order, so that nothing after it depends on the number of ranks.
 """
 
+import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from distap.watchdog import Watchdog
 # The process group waits longer than the watchdog, which can say who is missing.
 LATER_SECONDS = 15.0
 CPU = torch.device("cpu")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of <malloc.h>
 
 
 @dataclass(frozen=True)
@@ -256,8 +259,7 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
 
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
-        # Subnormal numbers, which an untrained network is full of, cost a CPU a hundred times the arithmetic.
-        torch.set_flush_denormal(True)
+        _set_cpu_up()
         return CPU
     if local_rank >= torch.cuda.device_count():
         raise DistapError(
@@ -265,3 +267,14 @@ def _device(local_rank: int) -> torch.device:
             "start that many ranks a host at most"
         )
     return torch.device("cuda", local_rank)
+
+
+def _set_cpu_up() -> None:
+    # Subnormal numbers, which an untrained network is full of, cost a CPU a hundred times the arithmetic.
+    torch.set_flush_denormal(True)
+    # glibc would give the memory of every large tensor back to the system, which fills it with zeros when the next
+    # one asks for it: some four hundredths of a step that keeps its graphs.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)

@@ -116,6 +116,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_can_fold(self) -> "Recipe":
+        engine = self.engine
+        shares_parameters = engine.name == "fsdp" or (engine.name == "deepspeed" and engine.stage == 3)
+        if self.describe.fold_batchnorm and shares_parameters:
+            raise ValueError(
+                f"describe.fold_batchnorm needs all parameters on every rank, but engine {engine.name} shares them "
+                "out; set it to false, or engine to ddp"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_images(self) -> "Recipe":
         if self.evaluation.every and self.data.validation is None:
             raise ValueError("evaluation.every is set, but data.validation names no data set")

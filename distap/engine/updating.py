@@ -40,8 +40,10 @@ class Updater:
         """One step along the gradient, unless it is not finite; returns its norm and forgets it."""
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        bound = float("inf") if self._clip_norm is None else self._clip_norm
-        norm = nn.utils.clip_grad_norm_(self._network.parameters(), bound)
+        trained = [parameter for parameter in self._network.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+        if self._clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(trained, self._clip_norm, norm)
         length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group.get("factor", 1.0)
