@@ -157,9 +157,7 @@ class Bench:
         )
         describe = self.recipe.describe.model_copy(update={"size": self.workload.describe_size})
         recipe = self.recipe.model_copy(update={"replay": replay, "describe": describe})
-        step = step_of(
-            recipe, self.engine, self.world, batch, self.describer, stopwatch=Stopwatch(self.world.device)
-        )
+        step = step_of(recipe, self.engine, self.world, batch, self.describer, stopwatch=Stopwatch(self.world.device))
         return step, SeededBatch(batch, self.recipe.data.image_size, IMAGES_A_CLASS, self.world)
 
     def _take_turns(

@@ -56,18 +56,18 @@ class Sharding:
 
     Args:
         weights, gradients, optimizer: whether each rank holds 1/W of them between steps.
-        gathers_often: whether weights are gathered for each pass of a replayed micro-batch, the share `unit` of them
-            at once, instead of once a step.
+        gathers: times that the weights are gathered for each replayed micro-batch, the share `unit` of them at once;
+            0 gathers them once a step.
         reduces_often: whether gradients are reduced with each replayed micro-batch, and never whole on a rank.
         hides_reduction: whether gradients are reduced while the last backward pass goes on.
-        unit: share of the weights that is gathered at once.
+        unit: share of the weights that is there at once.
     """
 
     name: str = "ddp"
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
-    gathers_often: bool = False
+    gathers: int = 0
     reduces_often: bool = False
     hides_reduction: bool = False
     unit: float = 0.25

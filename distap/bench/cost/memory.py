@@ -72,7 +72,7 @@ class Memory:
     @property
     def greatest_keep(self) -> int:
         """Micro-batches whose graphs fit beside what each stage needs."""
-        if self.workload.sharding.gathers_often:
+        if self.workload.sharding.gathers:
             return 0
         beside = max(sum(stage.values()) for stage in self._stages(kept=0))
         room = self.available - sum(self.lasting.values()) - beside
@@ -103,7 +103,7 @@ class Memory:
     @property
     def _whole_in_replay(self) -> float:
         sharding = self.workload.sharding
-        return self._whole * (sharding.unit if sharding.gathers_often else 1)
+        return self._whole * (sharding.unit if sharding.gathers else 1)
 
     @property
     def _gallery(self) -> int:

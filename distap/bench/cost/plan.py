@@ -131,10 +131,10 @@ def common_assumptions(workload: Workload, facts: NetworkFacts) -> list[str]:
         lines.append("a loss by rows of similarities is taken to cost a pair what AP_Q costs, which is too little")
     if sharding.hides_reduction:
         lines.append("gradients are reduced while the last backward pass goes on")
-    if sharding.gathers_often:
+    if sharding.gathers:
         lines.append(
-            f"weights are gathered for each pass of a replayed micro-batch, {sharding.unit:.0%} of them at once, and "
-            "nothing hides it"
+            f"weights are gathered {sharding.gathers} times for each replayed micro-batch, {sharding.unit:.0%} "
+            "of them at once, and nothing hides it"
         )
     return lines
 

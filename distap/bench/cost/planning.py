@@ -108,7 +108,7 @@ def _checks(bench: Bench, machine: Machine) -> list[Check]:
     checks = []
     for keep in kept:
         measured = bench.steps(batch, CHECKED_STEPS, keep).slowest
-        workload = replace(bench.workload, batch=batch, replay_size=bench.size, keep=keep, gathers_early=False)
+        workload = replace(bench.workload, batch=batch, replay_size=bench.size, keep=keep)
         predicted = Step(bench.facts, workload, machine, bench.world.size).seconds
         what = f"a step here: {bench.world.size} ranks, B = {batch}, {keep} of {CHECKED_MICRO_BATCHES} graphs kept"
         checks.append(Check(what, measured, predicted))

@@ -65,15 +65,21 @@ def sharding_of(engine: Any) -> Sharding:
             weights=True,
             gradients=True,
             optimizer=True,
-            gathers_often=engine.reshard,
+            gathers=2 if engine.reshard else 0,  # for the forward pass, and for the backward pass
             reduces_often=engine.reshard,
             hides_reduction=by_block,
         )
     if engine.name == "deepspeed":
         stage = engine.stage
         # Whatever the stage, gradients are summed whole on each rank and reduced once.
+        # Weights stay from the forward to the backward pass, up to the thousand millions that DeepSpeed lets live.
         return Sharding(
-            f"deepspeed, stage {stage}", weights=stage == 3, gradients=True, optimizer=True, gathers_often=stage == 3
+            f"deepspeed, stage {stage}",
+            weights=stage == 3,
+            gradients=True,
+            optimizer=True,
+            gathers=1 if stage == 3 else 0,
+            unit=1.0,
         )
     return Sharding("ddp", hides_reduction=engine.bucket_megabytes is not None)
 

@@ -11,7 +11,7 @@ from distap.bench.cost.inputs import Machine, NetworkFacts, Workload
 from distap.bench.cost.memory import Memory
 from distap.bench.cost.wire import Collective, gathering, ranking, reducing
 
-LEAST_ROWS, MOST_CHUNKS = 512, 8  # of a rank's descriptors in a message, and messages, as ranking has them
+LEAST_SENT, MOST_CHUNKS = 64, 8  # rows of a rank in a message, and messages, as distap.ranking.gathering has them
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def pairs_of(queries: int, gallery: int, by_histogram: bool) -> float:
 
 def chunks_of(share: int) -> int:
     """In how many messages descriptors are gathered while others are described."""
-    return -(-share // max(LEAST_ROWS, -(-share // MOST_CHUNKS)))
+    return -(-share // max(LEAST_SENT, -(-share // MOST_CHUNKS)))
 
 
 def _cuts(images: int, size: int) -> Iterator[int]:

@@ -91,7 +91,7 @@ def measure(
 def measure_here(setting: Setting) -> Figures | None:
     """What one of the ranks does; None on rank 1."""
     recipe = load_recipe(Path(setting.config), setting.overrides)
-    workload = replace(workload_of(recipe), batch=setting.batch, keep=setting.keep, gathers_early=False)
+    workload = replace(workload_of(recipe), batch=setting.batch, keep=setting.keep)
     facts = facts_of(recipe)
     cable = Link(TCP_SHARE * setting.rate, MESSAGE_SECONDS)
     with joined_world(recipe.timeout_seconds) as world:

@@ -70,8 +70,8 @@ def reducing(facts: NetworkFacts, sharding: Sharding, ranks: int, replayed: int)
     trained = facts.trained * FLOAT32
     if not sharding.optimizer:
         return [Collective("gradients", "all_reduce", trained)]
-    # For stage one, and again for the forward and for the backward pass; or once, after an update.
-    gathers = 1 + 2 * replayed if sharding.gathers_often else 1
+    # For stage one, or after an update; and again where they do not stay.
+    gathers = 1 + sharding.gathers * replayed
     return [
         Collective("weights", "all_gather", facts.parameters * FLOAT32 / ranks, gathers),
         Collective("gradients", "reduce_scatter", trained, max(1, replayed) if sharding.reduces_often else 1),
