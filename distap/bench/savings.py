@@ -152,7 +152,7 @@ class Candidate:
             0,
             setting.micro_batch,
             max_drift=float("inf"),
-            stopwatch=Stopwatch.of(world.device),
+            stopwatch=Stopwatch(world.device),
             describer=describer,
         )
 
@@ -193,7 +193,7 @@ def measure(setting: Setting) -> tuple[list[Figures], dict[str, str]]:
         first: dict[str, float] = {}
         gradients: dict[str, Tensor] = {}
         graphs: dict[str, float] = {}
-        stopwatch = Stopwatch.of(world.device)
+        stopwatch = Stopwatch(world.device)
         for name, candidate in list(candidates.items()):
             try:
                 with stopwatch.stage(name):
