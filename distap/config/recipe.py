@@ -118,7 +118,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _engine_can_fold(self) -> "Recipe":
         engine = self.engine
-        shares_parameters = engine.name == "fsdp" or (engine.name == "deepspeed" and engine.stage == 3)
+        shares_parameters = engine.name == "deepspeed" and engine.stage == 3
         if self.describe.fold_batchnorm and shares_parameters:
             raise ValueError(
                 f"describe.fold_batchnorm needs all parameters on every rank, but engine {engine.name} shares them "
