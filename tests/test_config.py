@@ -75,6 +75,11 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("model.weights.name=file", "model.weights.path: missing"),
         ("data.augmentation.crop=0", "crop is 0"),
         ("evaluation.every=2", "data.validation names no data set"),
+        ("engine=horovod", "engine.*'horovod'.*'ddp', 'fsdp', 'deepspeed'"),
+        ("engine={name: fsdp, reshrad: true}", "engine.reshrad: unknown key; did you mean reshard"),
+        ("precision=fp8", "precision: 'fp8': input should be 'float32', 'bf16' or 'fp16'"),
+        ("replay.size=many", "replay.size: 'many'"),
+        ("replay.keep=-1", "replay.keep: -1"),
         ("steps", "expected key=value"),
         ("steps.more=3", "steps is a value, it has no keys"),
     ],
@@ -82,6 +87,12 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
 def test_a_wrong_key_or_value_is_named_with_what_was_expected(recipe, override, message):
     with pytest.raises(DistapError, match=message):
         load_recipe(recipe, [override])
+
+
+def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
+    with pytest.raises(DistapError, match=r"describe\.fold_batchnorm needs all parameters on every rank, but engine"):
+        load_recipe(recipe, ["engine={name: deepspeed, stage: 3}", "describe.fold_batchnorm=true"])
+    load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "describe.fold_batchnorm=true"])
 
 
 def test_all_problems_are_told_at_once(recipe):

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -98,6 +99,8 @@ def _resolve(loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
     for part in map(str, loc):
         members = [member for member in get_args(section) or (section,) if _keys(member)]
         tagged = [member for member in members if part == _name(member)]
+        if not members and get_origin(section) in (Union, UnionType):
+            continue  # which of several plain types was tried
         if len(members) > 1 and tagged:
             section = tagged[0]  # a union's location names the chosen member, which is no key
             known = list(_keys(section))
