@@ -116,14 +116,18 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _engine_can_fold(self) -> "Recipe":
+    def _engine_allows_it(self) -> "Recipe":
         engine = self.engine
-        shares_parameters = engine.name == "deepspeed" and engine.stage == 3
-        if self.describe.fold_batchnorm and shares_parameters:
-            raise ValueError(
-                f"describe.fold_batchnorm needs all parameters on every rank, but engine {engine.name} shares them "
-                "out; set it to false, or engine to ddp"
-            )
+        if engine.name == "deepspeed" and engine.stage == 3:
+            for key, value in (
+                ("describe.fold_batchnorm", self.describe.fold_batchnorm),
+                ("step.compile", self.step.compile),
+            ):
+                if value:
+                    raise ValueError(
+                        f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; set it "
+                        "to false, engine.stage to 2 or engine to fsdp"
+                    )
         return self
 
     @model_validator(mode="after")
