@@ -10,7 +10,8 @@ def figures_table(title: str, caption: str, headings: Sequence[str], rows: Itera
     """Rows of figures, the first column a name."""
     result = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings):
-        result.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        # Headings may wrap, so that figures are whole on a narrow terminal.
+        result.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
     for row in rows:
         result.add_row(*row)
     return result

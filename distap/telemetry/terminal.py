@@ -12,6 +12,8 @@ from rich.table import Table
 T = TypeVar("T")
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
+if not console.is_terminal:
+    console.width = 140  # of a log, where nothing says how wide it is shown
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
