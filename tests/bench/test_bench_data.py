@@ -1,3 +1,4 @@
+import io
 import json
 
 import pytest
@@ -25,7 +26,7 @@ def test_every_decoder_is_measured_for_every_size(tmp_path):
         assert set(row.images_per_second) == {"distap", "Pillow", "torchvision", "unscaled"}
         assert set(row.faster) == {"Pillow", "torchvision", "unscaled"}
         assert min(row.images_per_second.values()) > 0
-    console = Console(width=80, record=True, quiet=True)
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(figures))
     assert "…" not in console.export_text()
     page = write_results(tmp_path / "out", figures, "32 <images>")

@@ -1,3 +1,4 @@
+import io
 import json
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_row_for_each_loss_and_setting_as_table_json_and_page(tmp_path):
     assert [row.error is not None for row in figures] == [True] * 4 + [False] * 4
     assert all(row.error < 1e-5 for row in figures if row.error is not None)
 
-    console = Console(width=80, record=True, quiet=True)
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(figures))
     assert "…" not in console.export_text()
     page = write_results(tmp_path / "out", figures, "two <threads>")

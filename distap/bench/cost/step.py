@@ -10,8 +10,7 @@ from functools import cached_property
 from distap.bench.cost.inputs import Machine, NetworkFacts, Workload
 from distap.bench.cost.memory import Memory
 from distap.bench.cost.wire import Collective, gathering, ranking, reducing
-
-LEAST_SENT, MOST_CHUNKS = 64, 8  # rows of a rank in a message, and messages, as distap.ranking.gathering has them
+from distap.ranking.gathering import LEAST_SENT, MOST_CHUNKS
 
 
 @dataclass(frozen=True)
