@@ -152,6 +152,8 @@ def step_of(
     if describe == "auto":
         same = mixes_images(engine.network) is not None
         describe = None if same else fitting_of(recipe, engine, world, batch).describe_size(describer)
+    if recipe.replay.keep == "auto" and not engine.keeps_graphs:
+        logger.warning("replay.keep is auto, but this engine can have one graph at a time, so none is kept")
     if recipe.step.compile:
         assert isinstance(engine.network, RetrievalNetwork)
         share = len(world.slots(batch))

@@ -6,7 +6,11 @@ from distap.errors import DistapError
 
 
 def mixes_images(network: nn.Module) -> str | None:
-    """Why an image's descriptor depends on its micro-batch in this network, or None where it does not."""
+    """Why an image's descriptor depends on its micro-batch in this network, or None where it does not.
+
+    Raises:
+        DistapError: no replay can give the same descriptors.
+    """
     for name, module in network.named_modules():
         if not module.training:
             continue

@@ -2,12 +2,10 @@
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +14,11 @@ from torch import Tensor
 from distap.distributed import World
 from distap.engine import Engine
 from distap.errors import DistapError
+from distap.memory_use import SavedBytes, free_memory
 from distap.micro_batches import is_out_of_memory
 
 ENOUGH_FASTER = 1.03  # a size twice as large is worth its memory where it is faster an image by this
 SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest is for what a step may need once
-CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
 
 
@@ -64,7 +62,13 @@ class Fitting:
 
         To be asked after a step, when what that took is known to the allocator.
         """
-        graph = bytes_of_graph(self._engine, self._images(size))
+        size = min(size, self._share)
+        try:
+            graph = self._bytes_of_graph(size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return 0
         room = free_memory(self._world.device) * SHARE_FOR_GRAPHS
         count = min(int(room / max(graph, 1)), -(-self._share // size))
         logger.info(
@@ -111,6 +115,16 @@ class Fitting:
                 raise
         return math.inf
 
+    def _bytes_of_graph(self, size: int) -> int:
+        engine, images = self._engine, self._images(size)
+        with engine.describing():  # where the parameters are whole
+            saved = SavedBytes(engine.network)
+        with _untouched(engine), engine.accumulating(is_last=False):
+            with saved:
+                descriptors = engine.forward(images)
+            engine.backward(descriptors, torch.zeros_like(descriptors))
+        return saved.bytes
+
     def _images(self, size: int) -> Tensor:
         shape = (size, 3, self._image_size, self._image_size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=self._world.device)
@@ -118,23 +132,6 @@ class Fitting:
     def _synchronize(self) -> None:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
-
-
-def bytes_of_graph(engine: Engine, images: Tensor) -> int:
-    """Bytes that a forward pass of these images keeps for its backward pass, beside the parameters."""
-    with engine.describing():  # where they are whole
-        parameters = {tensor.untyped_storage().data_ptr() for tensor in engine.network.parameters()}
-    storages: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with _untouched(engine), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        _there_and_back(engine, images)
-    return sum(storages.values())
 
 
 def _there_and_back(engine: Engine, images: Tensor) -> None:
@@ -147,31 +144,10 @@ def _there_and_back(engine: Engine, images: Tensor) -> None:
 def _untouched(engine: Engine) -> Iterator[None]:
     """Leave no gradient, and running statistics as they were."""
     before = [buffer.clone() for buffer in engine.network.buffers()]
-    yield
-    engine.discard()
-    with torch.no_grad():
-        for buffer, value in zip(engine.network.buffers(), before, strict=True):
-            buffer.copy_(value)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this rank may take more of, beside the most that it has taken so far."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
-    available = [_mem_available(), *_cgroup_room()]
-    return min(available) // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-
-
-def _mem_available() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def _cgroup_room() -> list[int]:
-    """What a container's limit leaves; nothing where there is none."""
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return []
-    return [] if limit == "max" else [max(int(limit) - int(used), 0)]
+        yield
+    finally:
+        engine.discard()
+        with torch.no_grad():
+            for buffer, value in zip(engine.network.buffers(), before, strict=True):
+                buffer.copy_(value)

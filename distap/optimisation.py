@@ -69,5 +69,6 @@ def build_optimizer(
                 groups.append(
                     {"name": part + suffix, "params": chosen, "factor": settings.factor, "weight_decay": decay}
                 )
-    # Fused: on a CPU three times as fast as an operation after the other, and on a GPU one kernel.
-    return OPTIMIZERS[name](groups, lr=0.0, betas=betas, fused=True)  # type: ignore[call-arg]
+    # Not fused: on a CPU that takes a moment's elements in the order of memory, which in a state that was read again
+    # need not be that of a parameter that is channels-last.
+    return OPTIMIZERS[name](groups, lr=0.0, betas=betas)  # type: ignore[call-arg]

@@ -13,16 +13,17 @@ Where there is memory for it, the last micro-batches of stage one keep their gra
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
+from distap.batch import Batch
 from distap.device_copies import DeviceCopies
 from distap.distributed import World
 from distap.engine import Engine
@@ -43,37 +44,6 @@ from distap.stopwatch import Stopwatch
 
 DROPOUT = 1  # first word of the key that dropout's randomness is drawn with
 logger = logging.getLogger("distap")
-
-
-@runtime_checkable
-class Batch(Protocol):
-    """This rank's share of a global batch: the slots rank, rank + W, ... of `total`."""
-
-    step: int
-    total: int
-
-    @property
-    def labels(self) -> Int64[Tensor, " b"]:
-        """Classes of the images, known once every image has been asked for."""
-        ...
-
-    @property
-    def samples(self) -> Sequence[int]:
-        """Numbers of the images in the data set, known once every image has been asked for."""
-        ...
-
-    @property
-    def present(self) -> Bool[Tensor, " b"]:
-        """False for an image that could not be read."""
-        ...
-
-    def images(self, rows: Rows) -> Tensor:
-        """Pixels of some of the share's images, (n, ...); waits for those that have not been read yet."""
-        ...
-
-    def blank(self, rows: Tensor) -> None:
-        """Forget the pixels of these images: the network cannot describe them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -171,6 +141,7 @@ class ThreeStageStep:
                 "parameters come and go with each; set it to 0"
             )
         self._to_device = DeviceCopies(self.world.device)
+        self._reduce_seconds = 0.0  # of the engine, that have been counted
         self._reducing = False  # in a backward pass that other ranks take part in
 
     def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
@@ -213,6 +184,7 @@ class ThreeStageStep:
         kept: dict[int, Tensor] = {}
         start = 0
         with self.stopwatch.stage("describe"), self.engine.describing(), self._own_randomness():
+            self._count_reducing()  # of an engine that gathers parameters first
             if self.describer is not None:
                 self.describer.refresh()
             while start < b:
@@ -220,15 +192,12 @@ class ThreeStageStep:
                 size = self.replay_size if keeps else self.describe_size or self.replay_size
                 rows = slice(start, min(start + size, b if keeps else first_kept))
                 try:
-                    descriptors = self._described(batch, rows, keeps)
+                    parts.append(self._described(batch, rows, kept if keeps else None))
                 except RuntimeError as error:
                     self._make_room("describe", size, keeps, error)
                     if keeps:
                         kept, first_kept = {}, b
                     continue
-                if keeps:
-                    kept[start] = descriptors
-                parts.append(descriptors.detach())
                 start = rows.stop
                 if self.overlap:
                     _add(gathering, batch, rows, parts[-1])
@@ -268,9 +237,12 @@ class ThreeStageStep:
             The drift, and the numbers of images that were described again and that had kept their graph.
         """
         self.world.note(f"replay of step {batch.step + 1}")
+        limit = 0.0
+        if self.skip_below:
+            limit = self.skip_below * self.world.maximum(float(ranking.gradient.norm(dim=1).max()))
         with self.stopwatch.stage("replay"), self._own_randomness():
             while True:
-                passes = self._backward_passes(described, ranking)
+                passes = self._backward_passes(described, ranking, limit)
                 try:
                     drift, counts = self._send_back(batch, described.descriptors, passes)
                     break
@@ -290,12 +262,9 @@ class ThreeStageStep:
         with self.stopwatch.stage("optimizer"):
             return self.engine.update(learning_rate)
 
-    def _backward_passes(self, described: Described, ranking: Ranking) -> Iterable[BackwardPass]:
+    def _backward_passes(self, described: Described, ranking: Ranking, limit: float) -> Iterable[BackwardPass]:
         """Those of this rank: at least one, and as many as the others' where all take part in each."""
-        b, limit = len(described.descriptors), 0.0
-        if self.skip_below:
-            limit = self.skip_below * self.world.maximum(float(ranking.gradient.norm(dim=1).max()))
-        nothing = padding(described.descriptors)
+        b, nothing = len(described.descriptors), padding(described.descriptors)
         passes = backward_passes(
             b, self.replay_size, ranking.gradient_of, described.kept, limit, regroup=self._mixing is None
         )
@@ -311,7 +280,6 @@ class ThreeStageStep:
         """This rank's drift, and its numbers of images that were described again and that had kept their graph."""
         drift = torch.zeros((), dtype=torch.float64, device=descriptors.device)
         counts = torch.zeros(2, dtype=torch.int64, device=descriptors.device)
-        reduced = self.engine.reduce_seconds
         for one, is_last in with_last(passes):
             with self.engine.accumulating(is_last):
                 again = one.kept
@@ -320,20 +288,27 @@ class ThreeStageStep:
                     if not one.is_padding:
                         drift = torch.maximum(drift, _difference(again.detach(), descriptors[one.rows]))
                 counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
+                self._reducing = is_last and self.world.size > 1
                 with self.stopwatch.stage("network", part_of_outer=True):
-                    self._reducing = is_last and self.world.size > 1
                     self.engine.backward(again, one.gradient)
-                    self._reducing = False
-                    self.stopwatch.move("reduce", self.engine.reduce_seconds - reduced)
-                    reduced = self.engine.reduce_seconds
+                    self._count_reducing()
+            self._count_reducing()  # of an engine that reduces behind the backward pass
+            self._reducing = False
         return drift, counts
 
-    def _described(self, batch: Batch, rows: slice, with_graph: bool) -> Float[Tensor, "n C"]:
-        with torch.set_grad_enabled(with_graph):
-            if with_graph:
-                # A copy, since the graph may need the pixels long after others have taken their place.
-                return self._network_forward(batch, rows, lambda images: self.engine.forward(images.clone()))
-            return self._network_forward(batch, rows, self.describer or self.engine.describe)
+    def _count_reducing(self) -> None:
+        """Count what the engine has waited for other ranks since the last time."""
+        self.stopwatch.move("reduce", self.engine.reduce_seconds - self._reduce_seconds)
+        self._reduce_seconds = self.engine.reduce_seconds
+
+    def _described(self, batch: Batch, rows: slice, kept: dict[int, Tensor] | None) -> Float[Tensor, "n C"]:
+        """Descriptors of a micro-batch, without a graph; those with one go to `kept`, where there is one."""
+        if kept is None:
+            with torch.no_grad():
+                return self._network_forward(batch, rows, self.describer or self.engine.describe)
+        # A copy, since the graph may need the pixels long after others have taken their place.
+        kept[rows.start] = self._network_forward(batch, rows, lambda images: self.engine.forward(images.clone()))
+        return kept[rows.start].detach()
 
     def _network_forward(self, batch: Batch, rows: Rows, forward: Callable[[Tensor], Tensor]) -> Float[Tensor, "n C"]:
         """Descriptors of a micro-batch, its dropout drawn from (seed, step, slot), so the same every time."""

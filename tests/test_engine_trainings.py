@@ -7,6 +7,7 @@ import torch
 from ranks import on_ranks
 from test_trainer import losses, parameters, recipe
 
+from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
 ENGINES = {
@@ -51,6 +52,8 @@ def test_every_engine_goes_on_where_another_one_stopped_as_if_it_had_been_one_tr
     on_ranks(2, each_engine_takes_a_step, tmp_path, training_shards)
     assert losses(tmp_path / "all") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-4)
     assert len(losses(tmp_path / "all")) == len(ENGINES)
+    steps = [entry for entry in read_run_log(tmp_path / "all") if "loss" in entry]
+    assert all(entry["seconds"]["reduce"] > 0 for entry in steps)
     one, other = (parameters(tmp_path / run) for run in ("ddp", "all"))
     assert one.keys() == other.keys()
     for name, tensor in one.items():

@@ -10,7 +10,8 @@ from torch import nn
 from distap.distributed import World
 from distap.engine import DDPEngine
 from distap.errors import DistapError
-from distap.fitting import Fitting, bytes_of_graph, free_memory
+from distap.fitting import Fitting
+from distap.memory_use import SavedBytes, free_memory
 
 # A step whose micro-batches of 256 images need some 3 GB, in a process that may take a fifth of that.
 IN_LITTLE_MEMORY = """
@@ -76,16 +77,25 @@ def test_an_image_that_fits_nowhere_is_an_error():
 
 
 def test_the_graph_of_twice_as_many_images_takes_twice_the_memory():
-    engine = engine_with(with_graph=99, without=99)
-    few, many = (bytes_of_graph(engine, torch.zeros(n, 3, 16, 16, dtype=torch.uint8)) for n in (4, 8))
-    assert few > 4 * 3 * 16 * 16 * 8  # the input alone, in float64
-    assert many == pytest.approx(2 * few, rel=0.05)
+    network = small_network()
+    taken = []
+    for images in (4, 8):
+        saved = SavedBytes(network)
+        with saved:
+            network(torch.zeros(images, 3, 16, 16, dtype=torch.float64))
+        taken.append(saved.bytes)
+    assert taken[0] > 4 * 3 * 16 * 16 * 8  # the input alone
+    assert taken[1] == pytest.approx(2 * taken[0], rel=0.05)
 
 
 def test_all_graphs_are_kept_where_there_is_room_for_them(caplog):
     fitting = Fitting(engine_with(with_graph=99, without=99), World(), image_size=16, share=10)
     assert fitting.kept_graphs(4) == 3
     assert "3 of 3 micro-batches keep their graph" in caplog.text
+    few = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=2)
+    assert few.kept_graphs(64) == 1  # a micro-batch holds no more than the share
+    none = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=64)
+    assert none.kept_graphs(4) == 0
     assert free_memory(torch.device("cpu")) > 2**20
 
 

@@ -4,6 +4,7 @@ from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
 from reference import listwise_loss
 
+from distap.bench.collectives import collectives_of
 from distap.distributed import World
 from distap.engine import DDPEngine
 from distap.errors import DistapError
@@ -107,6 +108,28 @@ def count_reductions(world):
         return sum(any(size and size[0] > 100 for size in sizes) for sizes in shapes)
 
     return large_all_reduces(11), large_all_reduces(2)
+
+
+def bytes_of_a_step(world):
+    """What a rank hands to collectives in a step but for the gradients; what one gather of descriptors would be."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(243, 512), Unit()).double()
+    batch = TensorBatch(*small_images(256), world)
+    step = step_on(world, network, None, 16, "sharded")
+    found = collectives_of(lambda: step(batch, 1.0))
+    parameters = sum(p.numel() * p.element_size() for p in network.parameters())
+    slopes = 2 * (QuantizedAP().bins - 1)
+    return sum(one.bytes for one in found) - parameters, 128 * (512 + slopes) * 8
+
+
+class Unit(torch.nn.Module):
+    def forward(self, descriptors):
+        return torch.nn.functional.normalize(descriptors)
+
+
+def test_a_step_sends_little_more_than_descriptors_and_slopes_once():
+    for sent, needed in on_ranks(2, bytes_of_a_step):
+        assert needed <= sent <= 1.15 * needed
 
 
 def test_a_kept_graph_needs_no_second_forward():

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from distap.memory_use import SavedBytes
+
 SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices multiplied: large enough to be bound by arithmetic
 
 
@@ -19,18 +21,11 @@ def forward_flops(network: nn.Module, images: Tensor) -> float:
 
 def graph_bytes(network: nn.Module, images: Tensor) -> float:
     """Bytes an image that a forward pass keeps for the backward pass."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    saved = SavedBytes(network)
+    with saved:
         descriptors = network(images)
     assert descriptors.requires_grad
-    return sum(size for storage, size in kept.items() if storage not in own) / len(images)
+    return saved.bytes / len(images)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> float:

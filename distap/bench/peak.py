@@ -1,7 +1,6 @@
-"""Memory: the peak of a part of a process, and what is free."""
+"""The peak of memory in a part of a process."""
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,18 +27,6 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> float:
     before = _resident("VmRSS")
     action()
     return _resident("VmHWM") - before
-
-
-def free_bytes(device: torch.device) -> float:
-    """Memory that this rank may take: what is free on its GPU, or its part of what is free on this host."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + unused)
-    facts = Path("/proc/meminfo")
-    for line in facts.read_text().splitlines() if facts.exists() else []:
-        if line.startswith("MemAvailable"):
-            return float(line.split()[1]) * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return float("inf")
 
 
 def _resident(name: str) -> float:

@@ -26,11 +26,12 @@ from distap.bench.collectives import collectives_of
 from distap.bench.contenders import CachedGradients, Contender, Floor, FullBatch, SeededBatch, Task, ThreeStages
 from distap.bench.gradients import Recorded, relative_difference
 from distap.bench.materialised import materialised_bytes
-from distap.bench.peak import free_bytes, peak_bytes
+from distap.bench.peak import peak_bytes
 from distap.bench.step_results import Figures, Results, Setting, results_from
 from distap.distributed import World, joined_world
 from distap.engine import Precision
 from distap.errors import DistapError
+from distap.memory_use import free_memory
 from distap.model import build_network
 from distap.model.weights import weights_source
 from distap.ranking import QuantizedAP
@@ -138,7 +139,7 @@ def possible_contenders(task: Task, graph: float) -> tuple[list[Contender], dict
         graph: bytes that the graph of an image takes.
     """
     world, count = task.world, len(task.batch.samples)
-    free = SHARE_OF_FREE * -world.maximum(-free_bytes(world.device))
+    free = SHARE_OF_FREE * -world.maximum(-free_memory(world.device))
     chosen: list[Contender] = [Floor(task, describes=True), Floor(task, describes=False), ThreeStages(task, 0)]
     omitted = {}
     whole = len(task.micro_batches)

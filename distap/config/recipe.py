@@ -39,7 +39,7 @@ from distap.ranking import (
     with_preset,
 )
 
-SAME_PRECISION_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
+FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
 
 
 class Recipe(Section):
@@ -98,7 +98,8 @@ class Recipe(Section):
         """Greatest tolerated difference between an image's two descriptors."""
         if self.replay.max_drift is not None:
             return self.replay.max_drift
-        return SAME_PRECISION_DRIFT if self.describe.precision in (None, self.precision) else LOWER_PRECISION_DRIFT
+        precisions = {self.precision, self.describe.precision or self.precision}
+        return FLOAT32_DRIFT if precisions == {"float32"} else LOWER_PRECISION_DRIFT
 
     @model_validator(mode="after")
     def _reading_is_possible(self) -> "Recipe":

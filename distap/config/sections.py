@@ -207,8 +207,8 @@ class ReplaySection(Section):
     )
     max_drift: PositiveFloat | None = Field(
         None,
-        description="greatest difference between an image's two descriptors; none takes 1e-3, or 0.1 where describe "
-        "computes in a lower precision",
+        description="greatest difference between an image's two descriptors; none takes 1e-3, or 0.1 where either is "
+        "not computed in float32",
     )
 
 

@@ -130,6 +130,7 @@ class ShareOfBatch:
         self.traffic = Traffic()  # of what was read so far; workers read ahead
         self._labels: list[int] = []
         self._chunks = chunks
+        self._recent: list[tuple[int, Tensor]] = []  # chunks that were read last: their first rows, their pixels
         self._again = 0  # rows that have been read again
         self._held: HeldPixels = held or Reread(self._read_again, self.names.__getitem__)
         self._stopwatch = stopwatch
@@ -161,22 +162,28 @@ class ShareOfBatch:
             rows: from start to stop; or (n,) ascending, of rows that have been read.
         """
         with self._stopwatch.stage("data_wait"):
-            fresh = []
-            first = len(self.samples)
+            if isinstance(rows, slice):
+                self._recent = [part for part in self._recent if part[0] + len(part[1]) > rows.start]
             while isinstance(rows, slice) and len(self.samples) < rows.stop:
                 chunk = next(self._chunks)
-                fresh.append(self._held.keep(len(self.samples), chunk.pixels))
+                self._recent.append((len(self.samples), self._held.keep(len(self.samples), chunk.pixels)))
                 self.samples += chunk.samples
                 self.names += chunk.names
                 self._labels += chunk.labels
                 self.failures += chunk.failures
                 self.traffic = self.traffic.plus(chunk.traffic)
-            if fresh and isinstance(rows, slice) and (first, len(self.samples)) == (rows.start, rows.stop):
-                return fresh[0] if len(fresh) == 1 else torch.cat(fresh)
+            if isinstance(rows, slice) and self._recent and self._recent[0][0] <= rows.start:
+                parts = [
+                    pixels[max(rows.start - first, 0) : rows.stop - first]
+                    for first, pixels in self._recent
+                    if first < rows.stop
+                ]
+                return parts[0] if len(parts) == 1 else torch.cat(parts)
             return self._held.rows(rows)
 
     def blank(self, rows: Tensor) -> None:
         """Make these images black."""
+        self._recent = []
         self._held.blank(rows.tolist())
 
     def finish(self) -> None:

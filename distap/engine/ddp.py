@@ -72,7 +72,7 @@ class DDPEngine:
         self._world = world
         self._precision = precision or Precision()
         self._updater = Updater(network, build_optimizer(), clip_norm, self._precision.scaler())
-        self._reductions = _Reductions()
+        self._reductions = _Reductions(world.group)
         self._reduce_seconds = 0.0
         self._reduces = False  # in the backward that comes next
         self._replicas: DistributedDataParallel | None = None
@@ -81,7 +81,11 @@ class DDPEngine:
             megabytes = (settings or DDPSettings()).bucket_megabytes or _megabytes(network) + 1
             with world.collective("broadcast of the parameters"):
                 self._replicas = DistributedDataParallel(
-                    _Announced(network), **_NO_BUFFER_SYNC, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
+                    _Announced(network),
+                    process_group=world.group,
+                    bucket_cap_mb=megabytes,
+                    gradient_as_bucket_view=True,
+                    **_NO_BUFFER_SYNC,
                 )
             self._replicas.register_comm_hook(None, self._reductions.sum_over_ranks)
 
@@ -114,8 +118,10 @@ class DDPEngine:
     def accumulating(self, is_last: bool) -> Iterator[None]:
         """Encloses the backward passes; the last one reduces."""
         self._reduces = is_last and self._replicas is not None
-        yield
-        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = False
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
         """Add the parameter gradients that dL/d descriptors leads to; on the last micro-batch, reduce them."""
@@ -169,7 +175,8 @@ class _Reductions:
     to DDP would keep network and process group for ever, with threads that outlive the interpreter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
         self.count = 0
         self.last_started = 0.0
 
@@ -177,7 +184,7 @@ class _Reductions:
         """DDP's reduction without its division by W: the loss is a mean over all ranks' queries already."""
         self.last_started = time.perf_counter()
         self.count += 1
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from distap.errors import DistapError
 
 Stage = Literal[1, 2, 3]
+SWITCHED_OFF = {"enabled": False}  # a section that asks for nothing
 AUTO = "auto"  # other trainers fill such values in; here it means the same as leaving the key out
 GREATEST_BUCKET = 500_000_000
 
@@ -41,8 +42,8 @@ _OWNED = {
     "zero_optimization.offload_optimizer.ratio": "a state in two places is in no checkpoint",
     "zero_optimization.offload_optimizer.super_offload": "a state in two places is in no checkpoint",
     "zero_optimization.zenflow": "it updates some parameters later than others",
-    "activation_checkpointing": "set `model.activation_checkpointing`",
-    "compile": "set `model.compile`",
+    "activation_checkpointing": "set `step.activation_checkpointing`",
+    "compile": "set `step.compile`",
     "dataloader_drop_last": "the images of a step are `sampling`'s",
     "data_efficiency": "the images of a step are `sampling`'s",
     "autotuning": "no other program may start the training",
@@ -180,7 +181,7 @@ def _merge(ours: dict[str, Any], theirs: dict[str, Any], path: Path, parents: tu
     """Take over what the user sets, key by key."""
     for name, value in theirs.items():
         key = ".".join((*parents, name))
-        if value == AUTO:
+        if value in (AUTO, SWITCHED_OFF):
             continue
         if key in _OWNED:
             if name not in ours or ours[name] != value:

@@ -101,7 +101,7 @@ class FSDPEngine:
 
     @property
     def reduce_seconds(self) -> float:
-        """Seconds that backward passes waited for them so far; none on a GPU, where they run beside."""
+        """Seconds that this rank waited for them, and for parameters to be gathered; on a GPU, of the host alone."""
         return self._reductions.seconds
 
     @contextmanager
@@ -195,6 +195,7 @@ class FSDPEngine:
         """Make the parameters whole, where they are not: the next unit travels while one is put in place."""
         if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
             return
+        started = time.perf_counter()
         with self._world.collective("all_gather of the parameters"):
             arriving: list[Any] = []
             for unit in self._units:
@@ -202,6 +203,7 @@ class FSDPEngine:
                 if len(arriving) > 1:
                     arriving.pop(0).wait()
             arriving.pop().wait()
+        self._reductions.seconds += time.perf_counter() - started
 
     def _reshard(self) -> None:
         for unit in self._units:

@@ -38,7 +38,7 @@ class Engine(Protocol):
 
     @property
     def reduce_seconds(self) -> float:
-        """Seconds that backward passes waited for them so far."""
+        """Seconds that this rank waited for other ranks' parameters and gradients so far."""
         ...
 
     def describing(self) -> AbstractContextManager[None]:

@@ -101,6 +101,19 @@ def test_samples_and_pixels_are_the_same_on_any_number_of_ranks(spoilt, expected
     assert global_batches(spoilt, ranks, way, workers) == expected
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_may_be_asked_for_in_other_numbers_than_they_were_read(spoilt, expected, way):
+    described = [(0, 2), (2, 3), (3, 8), (3, 5), (5, 7), (7, 11)]  # five were too many once
+    replayed = [slice(0, 4), slice(4, 5), torch.tensor([6, 7, 9])]
+    for share, batch in zip(shares_of(spoilt, World(), way), expected, strict=True):
+        for start, stop in described:
+            found = [digest(image) for image in share.images(slice(start, stop))]
+            assert found == [first for _, first, _ in batch[start:stop]]
+        for rows in replayed:
+            numbers = range(BATCH)[rows] if isinstance(rows, slice) else rows.tolist()
+            assert [digest(image) for image in share.images(rows)] == [batch[number][2] for number in numbers]
+
+
 def gradients(world, folder, way):
     """By how much each parameter moves in one step of SGD, and the loss."""
     network = small_network()

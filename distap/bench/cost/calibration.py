@@ -21,11 +21,11 @@ from distap.bench.contenders import SeededBatch
 from distap.bench.cost.inputs import Line, Link, Machine, NetworkFacts, Workload
 from distap.bench.cost.recipes import without_weights
 from distap.bench.cost.step import pairs_of
-from distap.bench.peak import free_bytes
 from distap.building import describer_of, engine_of, fitting_of, network_of, step_of
 from distap.config import Recipe
 from distap.distributed import World
 from distap.engine import Engine
+from distap.memory_use import free_memory
 from distap.model import Describer
 from distap.ranking import Gathered, gather, rank_descriptors
 from distap.step import ThreeStageStep
@@ -124,7 +124,7 @@ class Bench:
             Line(there_and_back.once - with_graph.once, there_and_back.each - with_graph.each),
             _line(pairs, [seconds["rank", len(g.labels)] for g in galleries]),
             parameter=seconds["update", 0] / own_parameters,
-            memory=free_bytes(world.device),
+            memory=free_memory(world.device),
             inside=inside,
             between=inside if hosts else between,
             gpus_a_host=gpus_a_host,

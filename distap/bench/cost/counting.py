@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from distap.bench.cost.inputs import Line, NetworkFacts, Operation, Pass
 from distap.engine.precision import Precision, PrecisionName
+from distap.memory_use import SavedBytes
 
 FEW, MANY = 2, 8  # images that are counted with; what lies between and beyond is on the line through both
 
@@ -83,25 +83,6 @@ def _counted(network: nn.Module, images: int, image_size: int, precision: Precis
     return _Counted(forward.seen, backward.seen, graph.bytes)
 
 
-class SavedBytes(saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the backward pass: each memory once, the network's own not at all."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self._own = {_memory(tensor) for tensor in (*network.parameters(), *network.buffers())}
-        self._saved: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    @property
-    def bytes(self) -> int:
-        """Seen so far."""
-        return sum(storage.nbytes() for storage in self._saved.values())
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if _memory(tensor) not in self._own:
-            self._saved[_memory(tensor)] = tensor.untyped_storage()
-        return tensor
-
-
 class _Operations(TorchDispatchMode):
     """Writes down what PyTorch is asked to do, but for what only looks at a tensor in another way."""
 
@@ -142,11 +123,6 @@ def _without_content(network: nn.Module) -> None:
             setattr(module, name, nn.Parameter(replaced(parameter), parameter.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, replaced(buffer))
-
-
-def _memory(tensor: Tensor) -> int:
-    # A fake tensor has no address of memory, but its storage is an object.
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _by_images(few: list[Seen], many: list[Seen]) -> Pass:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from distap.bench.cost.calibration import Bench
+from distap.bench.cost.calibration import IMAGES_A_CLASS, Bench
 from distap.bench.cost.cards import LINK_SHARE, MESSAGE_SECONDS, assumptions, card_of, machine_of
 from distap.bench.cost.inputs import Link, Machine, NetworkFacts, Workload
 from distap.bench.cost.memory import Memory
@@ -98,17 +98,32 @@ def _plan(
         f"{recipe.model.backbone} at {recipe.data.image_size} px in {recipe.precision}, B = {workload.batch:,}, "
         f"{workload.steps:,} steps, engine {workload.sharding.name}"
     )
-    return Plan(network, steps, [*lines, *common_assumptions(workload, facts)], checks or [])
+    return Plan(network, steps, [*lines, *common_assumptions(workload, facts), *_not_in_it(recipe)], checks or [])
+
+
+def _not_in_it(recipe: Recipe) -> list[str]:
+    """What the recipe asks for that the figures do not know of."""
+    savings = {
+        "describe.precision": recipe.describe.precision not in (None, recipe.precision),
+        "describe.fold_batchnorm": recipe.describe.fold_batchnorm,
+        "step.compile": recipe.step.compile,
+        "replay.skip_below": recipe.replay.skip_below > 0,
+    }
+    asked = [key for key, is_asked in savings.items() if is_asked]
+    return [f"what {' and '.join(asked)} saves is not in the prediction by a data sheet"] if asked else []
 
 
 def _checks(bench: Bench, machine: Machine) -> list[Check]:
     """Real steps of other batches than were measured, without and with graphs kept."""
-    batch = bench.world.size * bench.size * CHECKED_MICRO_BATCHES
+    # Two classes at least, or there is nothing to rank.
+    batch = max(bench.world.size * bench.size * CHECKED_MICRO_BATCHES, 2 * IMAGES_A_CLASS)
     kept = [0, CHECKED_MICRO_BATCHES // 2] if bench.engine.keeps_graphs else [0]
     checks = []
     for keep in kept:
         measured = bench.steps(batch, CHECKED_STEPS, keep).slowest
-        workload = replace(bench.workload, batch=batch, replay_size=bench.size, keep=keep)
+        workload = replace(
+            bench.workload, batch=batch, replay_size=bench.workload.replay_size or bench.size, keep=keep
+        )
         predicted = Step(bench.facts, workload, machine, bench.world.size).seconds
         what = f"a step here: {bench.world.size} ranks, B = {batch}, {keep} of {CHECKED_MICRO_BATCHES} graphs kept"
         checks.append(Check(what, measured, predicted))
