@@ -153,9 +153,11 @@ class RunState:
 
     def _may_change(self) -> dict[str, Any]:
         """What may change within a run, though figures before and after are then of two trainings."""
-        data = self.recipe.model_dump(mode="json")["data"]
+        recipe = self.recipe.model_dump(mode="json")
+        data = recipe["data"]
         return {
             "schedule": dataclasses.asdict(self.schedule),
+            "precision": recipe["precision"],
             **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
         }
 
