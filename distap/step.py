@@ -141,7 +141,7 @@ class ThreeStageStep:
                 "parameters come and go with each; set it to 0"
             )
         self._to_device = DeviceCopies(self.world.device)
-        self._reduce_seconds = 0.0  # of the engine, that have been counted
+        self._reduce_seconds = self.engine.reduce_seconds  # that have been counted
         self._reducing = False  # in a backward pass that other ranks take part in
 
     def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
