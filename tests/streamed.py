@@ -48,7 +48,7 @@ ALONE = World()
 
 def streamed(source, world=ALONE, workers=0, sampling=SAMPLING, seed=SEED, remote=None, **settings):
     shards = SequentialShards(parse_source(source, allow_pipes=True), remote)
-    loader = LoaderSettings(CHUNK, 2, workers, 2, **settings)
+    loader = LoaderSettings(CHUNK, workers, 2, **settings)
     return StreamedImages(shards, sampling, seed, world, TRANSFORM, 16, loader, Stopwatch())
 
 

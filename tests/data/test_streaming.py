@@ -38,7 +38,7 @@ def indexed(folder, world=ALONE, sampling=SAMPLING, seed=SEED):
     index = load_index(folder)
     plan = Plan(Classes(index.label, None, index.shard_counts), sampling, seed)
     images = SlotImages(Reader(folder, index), plan, TRANSFORM, 16)
-    return IndexedImages(images, world.slots(plan.size), LoaderSettings(CHUNK, 2, 0, 2), Stopwatch())
+    return IndexedImages(images, world.slots(plan.size), LoaderSettings(CHUNK, 0, 2), Stopwatch())
 
 
 def global_batches(source, ranks, workers, steps=range(STEPS), sampling=SAMPLING, states=None):
