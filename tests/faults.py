@@ -47,8 +47,8 @@ class Fault:
 
 def inject(faults: list[Fault]) -> None:
     """Wrap the stages of every step."""
-    describe, rank, replay, update = (
-        getattr(ThreeStageStep, name) for name in ("describe", "rank", "replay", "update")
+    describe, described, rank, replay, update = (
+        getattr(ThreeStageStep, name) for name in ("describe", "_described", "rank", "replay", "update")
     )
     at = 0  # the step that is being done
 
@@ -64,12 +64,16 @@ def inject(faults: list[Fault]) -> None:
                 threading.Event().wait()
         return actions
 
-    def faulty_describe(self: ThreeStageStep, batch: Batch) -> Tensor:
+    def faulty_describe(self: ThreeStageStep, batch: Batch) -> object:
         nonlocal at
         at = batch.step
-        actions = act(self.world, "describe")
-        descriptors = describe(self, batch)
-        if "nan-descriptor" in actions:
+        act(self.world, "describe")
+        return describe(self, batch)
+
+    def faulty_described(self: ThreeStageStep, batch: Batch, rows: slice, *arguments: object) -> Tensor:
+        descriptors = described(self, batch, rows, *arguments)
+        mine = [fault.action for fault in faults if fault.happens(self.world.rank, at, "describe")]
+        if rows.start == 0 and "nan-descriptor" in mine:
             descriptors[0] = torch.nan
         return descriptors
 
@@ -104,6 +108,7 @@ def inject(faults: list[Fault]) -> None:
     RunState.resume = faulty_resume
     for name, wrapper in {
         "describe": faulty_describe,
+        "_described": faulty_described,
         "rank": faulty_rank,
         "replay": faulty_replay,
         "update": faulty_update,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -28,7 +29,10 @@ def peaks(loss, *batches, budget=None, bins=None):
     arguments = [loss, json.dumps(budget), json.dumps(bins), *map(str, batches)]
     # Uncompiled: the compiler's own memory would hide what is measured.
     code = "from distap.ranking import compiled\ncompiled.PAYS_FROM_PAIRS = 2**62\n" + MEASURE
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    # A mapping for each tensor, so that none lies where another's memory was freed and goes uncounted.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_MMAP_MAX_": "1000000"}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout)
 
 
