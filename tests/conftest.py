@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from browser import Browser, chromium
 from hypothesis import settings
 from PIL import Image
 
@@ -84,3 +85,10 @@ def training_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
         images = write_images(folder / f"{part}-images", {f"{part}-{c}": 3 + c % 4 for c in range(12)}, 40, seed)
         pack(images, folder / part, images_per_shard=20)
     return folder / "train", folder / "test"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One headless Chromium for all tests of pages."""
+    with chromium(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
