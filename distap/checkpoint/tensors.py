@@ -7,6 +7,7 @@ consist of and nothing else, and only files of the manifest are opened.
 import pickle
 import warnings
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -130,6 +131,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath", "Path"):
             return PurePath  # where the checkpoint was written: of no use here
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # as Python 3.11.0 to 3.11.3 write a member down
         if name not in METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
         return super().find_class(module, name)
+
+
+def _enum_member(kind: Any, name: str) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"an attribute of {kind!r} is no part of a checkpoint's metadata")
+    return kind[name]

@@ -2,7 +2,9 @@ import json
 import pickle
 import re
 import threading
+import types
 from dataclasses import replace
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -178,6 +180,40 @@ def test_evil_metadata_run_no_code(tmp_path):
     with pytest.raises(DamagedCheckpointError, match=r"io\.open is no part of a checkpoint's metadata"):
         find_checkpoint(path).tensors()
     assert not (tmp_path / "written").exists()
+
+
+class GetattrPickler(pickle.Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do, and the attribute of another thing where asked to."""
+
+    def reducer_override(self, value):
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        if isinstance(value, types.SimpleNamespace):
+            return getattr, (torch.Size, value.attribute)
+        return NotImplemented
+
+
+def repickle(path, *attributes):
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = [types.SimpleNamespace(attribute=attribute) for attribute in attributes]
+    with (path / ".metadata").open("wb") as file:
+        GetattrPickler(file).dump(metadata)
+    rewrite_manifest(path)
+
+
+def test_metadata_of_another_python_are_read(tmp_path):
+    path = save(tmp_path, 1).path
+    repickle(path)
+    assert torch.equal(find_checkpoint(path).tensors()["network.a"], TENSORS["network.a"])
+
+
+def test_metadata_reach_no_attribute_but_members_of_enums(tmp_path):
+    path = save(tmp_path, 1).path
+    repickle(path, "__subclasses__")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"an attribute of .*Size.* is no part of a checkpoint's metadata"
+    ):
+        find_checkpoint(path).tensors()
 
 
 def test_evil_tensor_files_run_no_code(tmp_path):
