@@ -27,6 +27,8 @@ class LabelledSetResult:
     average_precision_at_r: Float64[Tensor, " N"]
     first_positive: Int64[Tensor, " N"]  # rank, from 1, of the best positive; 0 for no query
     neighbours: Int64[Tensor, "N k"]  # the most similar other images, best first
+    # Mean over the queries of the greatest precision at any recall of at least r, for r = 0, 0.01 ... 1.
+    precision_at_recall: Float64[Tensor, "101"]
 
     @property
     def is_query(self) -> Bool[Tensor, " N"]:
@@ -47,6 +49,35 @@ class LabelledSetResult:
             "mAP@R": float(self.average_precision_at_r[queries].mean()),
             **{f"R@{k}": float((first <= k).double().mean()) for k in RECALL_AT},
         }
+
+    def of_classes(self, labels: Int64[Tensor, " N"]) -> "ClassFigures":
+        """Means over the queries of each class that has any.
+
+        Args:
+            labels: class of each image, those that were evaluated.
+        """
+        queries = self.is_query
+        classes, number = labels[queries].unique(return_inverse=True)
+        count = torch.bincount(number, minlength=len(classes))
+
+        def mean(of_query: Tensor) -> Tensor:
+            return torch.zeros_like(count, dtype=torch.float64).index_add_(0, number, of_query.double()) / count
+
+        first = self.first_positive[queries]
+        recall = torch.stack([mean(first <= k) for k in RECALL_AT], dim=1)
+        precision, at_r = self.average_precision[queries], self.average_precision_at_r[queries]
+        return ClassFigures(classes, count, mean(precision), mean(at_r), recall)
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """Figures of K classes, each the mean over its queries."""
+
+    classes: Int64[Tensor, " K"]  # ascending
+    queries: Int64[Tensor, " K"]
+    mean_average_precision: Float64[Tensor, " K"]
+    mean_average_precision_at_r: Float64[Tensor, " K"]
+    recall: Float64[Tensor, "K at"]  # R@1, R@5 and R@10
 
 
 @torch.no_grad()
@@ -72,12 +103,13 @@ def evaluate_labelled_set(
     if most_positives < 1:
         raise DistapError(f"none of the {total} images has another of its class: there is nothing to retrieve")
     parts = list(_blocks(descriptors, labels, most_positives, min(neighbours, total - 1)))
-    return LabelledSetResult(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    *figures, interpolated = (torch.cat(part) for part in zip(*parts, strict=True))
+    return LabelledSetResult(*figures, precision_at_recall=interpolated.mean(0))
 
 
 def _blocks(
     descriptors: Tensor, labels: Tensor, most_positives: int, neighbours: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, ...]]:
     total = len(labels)
     height = max(BLOCK_PAIRS // total, 1)
     for start in range(0, total, height):
@@ -89,7 +121,8 @@ def _blocks(
         positive[row, queries] = False
         ranks = ranks_of_positives(similarities, positive, most_positives)
         best = similarities.topk(neighbours, dim=1).indices
-        yield (*_precisions(ranks), best)
+        exists = ranks[:, 0] > 0
+        yield (*_precisions(ranks), best, interpolated_precision(ranks[exists]))
 
 
 def ranks_of_positives(
@@ -122,3 +155,14 @@ def _precisions(ranks: Int64[Tensor, "q most"]) -> tuple[Tensor, Tensor, Tensor]
     within_r = precision * (ranks <= count[:, None])
     # 0 / 0 is NaN: a query without a positive has no precision.
     return precision.sum(1) / count, within_r.sum(1) / count, ranks[:, 0]
+
+
+def interpolated_precision(ranks: Int64[Tensor, "q most"]) -> Float64[Tensor, "q 101"]:
+    """Greatest precision at any recall of at least r, for r = 0, 0.01 ... 1, of queries that have a positive."""
+    count = (ranks > 0).sum(dim=1, keepdim=True)
+    place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device).double()
+    precision = torch.where(ranks > 0, place / ranks.clamp(min=1), 0)
+    greatest_behind = precision.flip(1).cummax(dim=1).values.flip(1)
+    # Recall r needs r x count positives, rounded up; in whole numbers, since 0.07 x 100 is more than 7.
+    needed = (torch.arange(101, device=ranks.device) * count + 99) // 100
+    return greatest_behind.gather(1, needed.clamp(min=1) - 1)

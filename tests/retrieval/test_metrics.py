@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import labelled_set_figures
+from retrieval_reference import interpolated_precision, labelled_orders
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
@@ -23,6 +24,27 @@ def test_figures_equal_those_of_sorting_each_gallery(seed, images, classes, ties
     expected = labelled_set_figures((descriptors @ descriptors.t()).tolist(), labels.tolist())
     assert result.summary() == pytest.approx(expected, abs=1e-12)
     assert result.without_positive == sum(labels.tolist().count(c) == 1 for c in labels.tolist())
+
+
+def test_precision_at_recall_and_the_figures_of_classes_are_means_over_queries():
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.tensor([4] * 130 + [1] * 9 + [7] + [2] * 2)[torch.randperm(142, generator=generator)]
+    descriptors = normalize(torch.randn(142, 4, generator=generator, dtype=torch.float64))
+    result = evaluate_labelled_set(descriptors, labels)
+    orders = labelled_orders((descriptors @ descriptors.t()).tolist(), labels.tolist())
+    curves = torch.tensor([interpolated_precision(right) for right in orders.values()], dtype=torch.float64)
+    assert result.precision_at_recall.tolist() == pytest.approx(curves.mean(0).tolist(), abs=1e-12)
+
+    figures = result.of_classes(labels)
+    assert figures.classes.tolist() == [1, 2, 4]
+    assert figures.queries.tolist() == [9, 2, 130]
+    for row, label in enumerate(figures.classes):
+        own = [right for query, right in orders.items() if labels[query] == label]
+        precisions = [[sum(right[:place]) / place for place, hit in enumerate(right, 1) if hit] for right in own]
+        expected = sum(sum(found) / len(found) for found in precisions) / len(own)
+        assert figures.mean_average_precision[row].item() == pytest.approx(expected, abs=1e-12)
+        recall = [sum(any(right[:k]) for right in own) / len(own) for k in (1, 5, 10)]
+        assert figures.recall[row].tolist() == pytest.approx(recall, abs=1e-12)
 
 
 def test_blocks_of_queries_do_not_matter(monkeypatch):
