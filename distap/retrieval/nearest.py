@@ -1,0 +1,89 @@
+"""The nearest descriptors of a gallery by exact search, in memory bounded by the result."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int64
+from numpy.typing import NDArray
+
+from distap.errors import DistapError
+
+BLOCK_NUMBERS = 2**24  # of the gallery in float32 at once: 64 MB
+
+
+def nearest(
+    queries: Float[np.ndarray, "Q C"], gallery: Float[np.ndarray, "N _"], k: int, exclude_self: bool = False
+) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
+    """Similarities and rows of each query's k nearest in the gallery, by inner product, best first.
+
+    Of descriptors that are as similar, the one of the lower row comes first.
+
+    Args:
+        queries: of any float type; searched in float32.
+        gallery: (N, C), the same; a memory map is read once, in blocks.
+        k: cut to what the gallery has.
+        exclude_self: query i is row i of the gallery, and is left out by this index, not by its similarity.
+    Raises:
+        DistapError: a number is not finite, or the shapes do not fit.
+    """
+    if queries.shape[1] != gallery.shape[1]:
+        raise DistapError(
+            f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
+        )
+    if exclude_self and len(queries) > len(gallery):
+        raise DistapError(f"{len(queries)} queries cannot be rows of a gallery of {len(gallery)}")
+    kept = max(min(k, len(gallery) - exclude_self), 0)
+    wanted = kept + exclude_self
+    if not kept or not len(queries):
+        return np.zeros((len(queries), kept), np.float32), np.zeros((len(queries), kept), np.int64)
+    bounded_threads()
+    asked = as_float32(queries, 0, "query")
+    heap = faiss.ResultHeap(len(asked), wanted, keep_max=True)
+    for start, block in gallery_blocks(gallery):
+        similarities, rows = faiss.knn(asked, block, min(wanted, len(block)), metric=faiss.METRIC_INNER_PRODUCT)
+        heap.add_result(similarities, rows + start)
+    heap.finalize()
+    found = heap.D, heap.I
+    if exclude_self:
+        found = without_rows(*found, np.arange(len(queries)))
+    return _ties_by_row(*found)
+
+
+def without_rows(
+    similarities: Float32[np.ndarray, "Q K"], rows: Int64[np.ndarray, "Q K"], own: Int64[np.ndarray, " Q"]
+) -> tuple[Float32[np.ndarray, "Q K-1"], Int64[np.ndarray, "Q K-1"]]:
+    """Results without row own[q] of query q; where it is not among them, without the last."""
+    drop = rows == own[:, None]
+    drop[~drop.any(axis=1), -1] = True
+    shape = (len(rows), rows.shape[1] - 1)
+    return similarities[~drop].reshape(shape), rows[~drop].reshape(shape)
+
+
+def gallery_blocks(gallery: Float[np.ndarray, "N C"]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """First row and descriptors of consecutive blocks, in float32."""
+    height = max(BLOCK_NUMBERS // max(gallery.shape[1], 1), 1)
+    for start in range(0, len(gallery), height):
+        yield start, as_float32(gallery[start : start + height], start, "descriptor")
+
+
+def as_float32(values: NDArray[Any], first_row: int, what: str) -> NDArray[np.float32]:
+    """The same in float32 and in one piece, as Faiss takes them; a DistapError names a row that is not finite."""
+    result = np.ascontiguousarray(values, dtype=np.float32)
+    finite = np.isfinite(result).all(axis=1)
+    if not finite.all():
+        row = first_row + int(np.argmin(finite))
+        raise DistapError(f"{what} {row} is not finite: the network is broken, or the file damaged; extract again")
+    return result
+
+
+def bounded_threads() -> None:
+    """Let Faiss use as many threads as torch, which the ranks of a machine share out."""
+    faiss.omp_set_num_threads(torch.get_num_threads())
+
+
+def _ties_by_row(similarities: NDArray[np.float32], rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+    order = np.lexsort((rows, -similarities), axis=1)
+    return np.take_along_axis(similarities, order, axis=1), np.take_along_axis(rows, order, axis=1)
