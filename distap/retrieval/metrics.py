@@ -2,21 +2,50 @@
 
 Definitions, since public codebases disagree: the query itself is removed by its index; AP is the finite sum of
 precision at the ranks of the positives, over the full ranking; mAP@R (Musgrave et al. 2020) stops at R, the
-number of positives; a query without a positive is left out and counted; and a positive ranks after the negatives
-that it ties with, so that a network that maps every image to the same descriptor scores near zero and not one.
+number of positives; a query without a positive is left out and counted; an image that belongs to no class is in the
+gallery, but no query. By default a positive ranks after the negatives that it ties with, so that a network that maps
+every image to the same descriptor scores near zero and not one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float64, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
+from distap.retrieval.ranks import (
+    NONE,
+    Ties,
+    Tiles,
+    converted,
+    interpolated_precision,
+    mask,
+    negatives_before,
+    precision_at_positives,
+    ranks_of_positives,
+    require_finite,
+    require_head,
+)
 
-RECALL_AT = (1, 5, 10)
-BLOCK_PAIRS = 2**23  # similarities held at once: 32 MB in float32
+AT = (1, 5, 10)
+BLOCK_PAIRS = 2**25  # similarities held at once: 128 MB in float32
+RESIDENT_BYTES = 2**30  # up to which a gallery is converted once, not for every block of queries
+CHUNK = 64  # columns whose greatest similarity stands for them when neighbours are looked for
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """Figures of K classes, each the mean over its queries."""
+
+    classes: Int64[Tensor, " K"]  # ascending
+    queries: Int64[Tensor, " K"]
+    mean_average_precision: Float64[Tensor, " K"]
+    mean_average_precision_at_r: Float64[Tensor, " K"]
+    recall: Float64[Tensor, "K at"]  # R@k
 
 
 @dataclass(frozen=True)
@@ -29,6 +58,8 @@ class LabelledSetResult:
     neighbours: Int64[Tensor, "N k"]  # the most similar other images, best first
     # Mean over the queries of the greatest precision at any recall of at least r, for r = 0, 0.01 ... 1.
     precision_at_recall: Float64[Tensor, "101"]
+    at: Int64[Tensor, " at"]  # the k that R@k and mP@k are for
+    hits: Int64[Tensor, "N at"]  # positives among the first k
 
     @property
     def is_query(self) -> Bool[Tensor, " N"]:
@@ -41,16 +72,22 @@ class LabelledSetResult:
         return int((~self.is_query).sum())
 
     def summary(self) -> dict[str, float]:
-        """mAP, mAP@R, R@1, R@5 and R@10: means over the queries, from 0 to 1."""
+        """mAP, mAP@R and R@k for each k: means over the queries, from 0 to 1."""
         queries = self.is_query
-        first = self.first_positive[queries]
+        found = (self.hits[queries] > 0).double().mean(0)
         return {
             "mAP": float(self.average_precision[queries].mean()),
             "mAP@R": float(self.average_precision_at_r[queries].mean()),
-            **{f"R@{k}": float((first <= k).double().mean()) for k in RECALL_AT},
+            **{f"R@{k}": float(value) for k, value in zip(self.at.tolist(), found, strict=True)},
         }
 
-    def of_classes(self, labels: Int64[Tensor, " N"]) -> "ClassFigures":
+    def precision_at(self) -> dict[str, float]:
+        """mP@k for each k: positives among the first k, or among all others where there are fewer than k."""
+        shown = self.at.clamp(max=len(self.hits) - 1)
+        mean = (self.hits[self.is_query] / shown).double().mean(0)
+        return {f"mP@{k}": float(value) for k, value in zip(self.at.tolist(), mean, strict=True)}
+
+    def of_classes(self, labels: Int64[Tensor, " N"]) -> ClassFigures:
         """Means over the queries of each class that has any.
 
         Args:
@@ -63,106 +100,161 @@ class LabelledSetResult:
         def mean(of_query: Tensor) -> Tensor:
             return torch.zeros_like(count, dtype=torch.float64).index_add_(0, number, of_query.double()) / count
 
-        first = self.first_positive[queries]
-        recall = torch.stack([mean(first <= k) for k in RECALL_AT], dim=1)
+        recall = torch.stack([mean(found) for found in (self.hits[queries] > 0).t()], dim=1)
         precision, at_r = self.average_precision[queries], self.average_precision_at_r[queries]
         return ClassFigures(classes, count, mean(precision), mean(at_r), recall)
 
 
-@dataclass(frozen=True)
-class ClassFigures:
-    """Figures of K classes, each the mean over its queries."""
-
-    classes: Int64[Tensor, " K"]  # ascending
-    queries: Int64[Tensor, " K"]
-    mean_average_precision: Float64[Tensor, " K"]
-    mean_average_precision_at_r: Float64[Tensor, " K"]
-    recall: Float64[Tensor, "K at"]  # R@1, R@5 and R@10
-
-
 @torch.no_grad()
 def evaluate_labelled_set(
-    descriptors: Float[Tensor, "N C"], labels: Int64[Tensor, " N"], neighbours: int = 10
+    descriptors: Tensor | NDArray[Any],
+    labels: Int64[Tensor, " N"],
+    neighbours: int = 10,
+    *,
+    at: Sequence[int] = AT,
+    ties: Ties = "pessimistic",
+    head: Int64[Tensor, "N K"] | None = None,
 ) -> LabelledSetResult:
     """Rank all images for each image, in blocks of queries.
 
     Args:
-        descriptors: of length 1, so that the dot product is the cosine.
-        labels: class of each image.
+        descriptors: (N, C) of length 1, so that the dot product is the cosine; on any device, or an array, maybe a
+            memory map of float16.
+        labels: class of each image, -1 for none.
         neighbours: most similar images to report.
+        at: the k of R@k and mP@k, some.
+        ties: `pessimistic` or `index`, see `negatives_before`.
+        head: images that come first for each image, in this order, whatever their similarity.
     Raises:
-        DistapError: a descriptor is not finite, or no image has another of its class.
+        DistapError: a descriptor is not finite, no image has another of its class, or the head is none.
     """
     total = len(labels)
-    if not bool(descriptors.isfinite().all()):
-        lost = int((~descriptors.isfinite().all(1)).sum())
-        raise DistapError(
-            f"{lost} of {total} descriptors are not finite: the network is broken, nothing can be ranked"
-        )
-    most_positives = int(torch.unique(labels, return_counts=True)[1].max()) - 1 if total else 0
-    if most_positives < 1:
+    classes = Classes(labels)
+    if classes.most_positives < 1:
         raise DistapError(f"none of the {total} images has another of its class: there is nothing to retrieve")
-    parts = list(_blocks(descriptors, labels, most_positives, min(neighbours, total - 1)))
-    *figures, interpolated = (torch.cat(part) for part in zip(*parts, strict=True))
-    return LabelledSetResult(*figures, precision_at_recall=interpolated.mean(0))
+    require_head(head, total, total)
+    descriptors = resident(descriptors, labels.device)
+    neighbours = min(neighbours, total - 1)
+    precision = torch.full((total,), torch.nan, dtype=torch.float64, device=labels.device)
+    at_r, first = precision.clone(), torch.zeros_like(labels)
+    ks = torch.tensor(tuple(at), device=labels.device)
+    hits, nearest = labels.new_zeros(total, len(ks)), labels.new_zeros(total, neighbours)
+    curve, queries = precision.new_zeros(101), 0
+    for rows in classes.blocks(all_images=neighbours > 0):
+        tiles = Tiles(converted_rows(descriptors, rows), descriptors, BLOCK_PAIRS)
+        if neighbours:
+            nearest[rows] = _nearest(tiles, rows, neighbours)
+            if head is not None:
+                nearest[rows] = _headed(head[rows], nearest[rows])
+        positives = classes.positives(rows)
+        before = negatives_before(tiles, positives, rows[:, None], ties, None if head is None else head[rows])
+        ranks = ranks_of_positives(before, positives != NONE)
+        precision[rows], at_r[rows] = _precisions(ranks)
+        first[rows] = ranks[:, 0]
+        hits[rows] = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in ks], dim=1)
+        is_query = ranks[:, 0] > 0
+        curve += interpolated_precision(ranks[is_query]).sum(0)
+        queries += int(is_query.sum())
+    return LabelledSetResult(precision, at_r, first, nearest, curve / queries, ks, hits)
 
 
-def _blocks(
-    descriptors: Tensor, labels: Tensor, most_positives: int, neighbours: int
-) -> Iterator[tuple[Tensor, ...]]:
-    total = len(labels)
-    height = max(BLOCK_PAIRS // total, 1)
-    for start in range(0, total, height):
-        queries = torch.arange(start, min(start + height, total), device=labels.device)
-        row = torch.arange(len(queries), device=labels.device)
-        similarities = descriptors[queries] @ descriptors.t()
-        similarities[row, queries] = -torch.inf
-        positive = labels[queries, None] == labels[None]
-        positive[row, queries] = False
-        ranks = ranks_of_positives(similarities, positive, most_positives)
-        best = similarities.topk(neighbours, dim=1).indices
-        exists = ranks[:, 0] > 0
-        yield (*_precisions(ranks), best, interpolated_precision(ranks[exists]))
+class Classes:
+    """The images of each class of a labelled set."""
+
+    def __init__(self, labels: Int64[Tensor, " N"]) -> None:
+        self._by_class = labels.argsort(stable=True)
+        _, self._class, counts = labels.unique(return_inverse=True, return_counts=True)
+        self._start = counts.cumsum(0) - counts
+        counts_of_classes = torch.where(labels[self._by_class[self._start]] < 0, 0, counts)
+        self._count = counts_of_classes[self._class]  # images of the image's class, 0 if it belongs to none
+
+    @property
+    def most_positives(self) -> int:
+        """Greatest number of positives of an image."""
+        return int(self._count.max()) - 1 if len(self._count) else 0
+
+    def blocks(self, all_images: bool) -> Iterator[Int64[Tensor, " q"]]:
+        """Images whose rankings fit into memory together, those of the greatest classes first.
+
+        Args:
+            all_images: also those that are no query.
+        """
+        order = self._count.argsort(descending=True, stable=True)
+        if not all_images:
+            order = order[self._count[order] > 1]
+        start = 0
+        while start < len(order):
+            # A dozen tables of ranks and places are as wide as the greatest number of positives.
+            width = max(len(self._count), 16 * int(self._count[order[start]]))
+            height = max(BLOCK_PAIRS // width, 1)
+            yield order[start : start + height]
+            start += height
+
+    def positives(self, rows: Int64[Tensor, " q"]) -> Int64[Tensor, "q P"]:
+        """The other images of the class of each of some images."""
+        count = self._count[rows, None]
+        place = torch.arange(max(int(count.max()), 1), device=rows.device)
+        found = self._by_class[(self._start[self._class[rows], None] + place).clamp(max=len(self._by_class) - 1)]
+        return found.masked_fill((place >= count) | (found == rows[:, None]), NONE)
 
 
-def ranks_of_positives(
-    similarities: Float[Tensor, "q N"], positive: Bool[Tensor, "q N"], most: int
-) -> Int64[Tensor, "q most"]:
-    """Ranks, from 1, of each query's positives in the order of their similarity, 0 behind the last.
-
-    Args:
-        similarities: minus infinity for what is not in the gallery.
-        positive: which columns are positives.
-        most: greatest number of positives of a query.
-    """
-    ascending = similarities.sort(dim=1).values
-    of_positives = similarities.masked_fill(~positive, -torch.inf).topk(most, dim=1).values
-    # The p-th best positive comes behind all negatives that are as similar, and p - 1 positives.
-    as_similar = similarities.shape[1] - torch.searchsorted(ascending, of_positives.contiguous())
-    positives_ascending = of_positives.flip(1).contiguous()
-    positives_as_similar = most - torch.searchsorted(positives_ascending, of_positives.contiguous())
-    place = torch.arange(1, most + 1, device=similarities.device)
-    exists = place <= positive.sum(dim=1, keepdim=True)
-    return torch.where(exists, as_similar - positives_as_similar + place, 0)
+def resident(descriptors: Tensor | NDArray[Any], device: torch.device) -> Tensor | NDArray[Any]:
+    """Descriptors as a tensor on the device of the labels, unless that takes so much that it is done by blocks."""
+    wide = descriptors.dtype in (torch.float64, "float64")
+    like = torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=device)
+    if not isinstance(descriptors, Tensor) and descriptors.size * 4 > RESIDENT_BYTES:
+        return descriptors
+    rows = converted(descriptors, like)
+    require_finite(rows)
+    return rows
 
 
-def _precisions(ranks: Int64[Tensor, "q most"]) -> tuple[Tensor, Tensor, Tensor]:
-    """AP, AP@R and the rank of the first positive from the ranks of the positives."""
-    exists = ranks > 0
-    count = exists.sum(dim=1)
-    place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device).double()
-    precision = torch.where(exists, place / ranks.clamp(min=1), 0)
+def converted_rows(descriptors: Tensor | NDArray[Any], rows: Int64[Tensor, " q"]) -> Tensor:
+    """Some of the descriptors, in float32 unless they are in float64."""
+    if isinstance(descriptors, Tensor):
+        return descriptors[rows]
+    return converted(descriptors[rows.cpu().numpy()], torch.empty(0, device=rows.device))
+
+
+def _nearest(tiles: Tiles, rows: Tensor, neighbours: int) -> Tensor:
+    """The most similar images, best first, but for the image itself."""
+    parts = []
+    for span, similarities in tiles:
+        mask(similarities, span, rows[:, None])
+        values, columns = greatest(similarities, min(neighbours, len(span)))
+        parts.append((values, columns + span.start))
+    values, found = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    return found.gather(1, values.topk(neighbours, dim=1).indices)
+
+
+def greatest(similarities: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As torch.topk, but several times faster: only chunks with one of the `count` greatest maxima are looked at."""
+    whole = similarities.shape[1] // CHUNK
+    if whole <= 2 * count:
+        values, columns = similarities.topk(count, dim=1)
+        return values, columns
+    chunks = similarities[:, : whole * CHUNK].unflatten(1, (whole, CHUNK))
+    best = chunks.amax(2).topk(count, dim=1).indices
+    inside = torch.arange(CHUNK, device=similarities.device)
+    columns = (best[:, :, None] * CHUNK + inside).flatten(1)
+    rest = torch.arange(whole * CHUNK, similarities.shape[1], device=similarities.device)
+    columns = torch.cat([columns, rest.expand(len(columns), -1)], dim=1)
+    values, places = similarities.gather(1, columns).topk(count, dim=1)
+    return values, columns.gather(1, places)
+
+
+def _headed(head: Tensor, nearest: Tensor) -> Tensor:
+    """The nearest images with the head before them, as many as they were."""
+    later = nearest.clone()
+    for own, first in zip(later, head, strict=True):
+        own[:] = torch.cat([first, own[~torch.isin(own, first)]])[: len(own)]
+    return later
+
+
+def _precisions(ranks: Int64[Tensor, "q P"]) -> tuple[Tensor, Tensor]:
+    """AP and AP@R from the ranks of the positives."""
+    count = (ranks > 0).sum(dim=1)
+    precision = precision_at_positives(ranks)
     within_r = precision * (ranks <= count[:, None])
     # 0 / 0 is NaN: a query without a positive has no precision.
-    return precision.sum(1) / count, within_r.sum(1) / count, ranks[:, 0]
-
-
-def interpolated_precision(ranks: Int64[Tensor, "q most"]) -> Float64[Tensor, "q 101"]:
-    """Greatest precision at any recall of at least r, for r = 0, 0.01 ... 1, of queries that have a positive."""
-    count = (ranks > 0).sum(dim=1, keepdim=True)
-    place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device).double()
-    precision = torch.where(ranks > 0, place / ranks.clamp(min=1), 0)
-    greatest_behind = precision.flip(1).cummax(dim=1).values.flip(1)
-    # Recall r needs r x count positives, rounded up; in whole numbers, since 0.07 x 100 is more than 7.
-    needed = (torch.arange(101, device=ranks.device) * count + 99) // 100
-    return greatest_behind.gather(1, needed.clamp(min=1) - 1)
+    return precision.sum(1) / count, within_r.sum(1) / count
