@@ -23,6 +23,7 @@ VERSION = 1
 ROWS_AT_ONCE = 65_536  # that are turned into a table for Parquet
 
 Form = Literal["npy", "parquet"]
+Texts = NDArray[Any]  # of np.str_ of any length, which the run-time check would take for as many types
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class DescriptorSet:
     """Descriptors of N images of length 1, in the order of their data set."""
 
     descriptors: NDArray[Any]  # (N, C) float32 or float16, maybe a memory map
-    keys: NDArray[np.str_]  # (N,) name of each image, unlike all others
-    classes: NDArray[np.str_]  # (N,) name of its class, "" where it belongs to none
+    keys: Texts  # (N,) name of each image, unlike all others
+    classes: Texts  # (N,) name of its class, "" where it belongs to none
     described_by: DescribedBy
     data: str  # where the images are
 
@@ -168,7 +169,7 @@ def _write_arrays(folder: Path, descriptors: DescriptorSet) -> list[str]:
     return [DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE]
 
 
-def _read_arrays(folder: Path) -> tuple[NDArray[Any], NDArray[np.str_], NDArray[np.str_]]:
+def _read_arrays(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
     values = np.load(folder / DESCRIPTORS_FILE, mmap_mode="r", allow_pickle=False)
     keys, classes = (np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE))
     if keys.dtype.kind != "U" or classes.dtype.kind != "U" or keys.ndim != 1 or classes.ndim != 1:
@@ -199,7 +200,7 @@ def _write_parquet(folder: Path, descriptors: DescriptorSet) -> list[str]:
     return [PARQUET_FILE]
 
 
-def _read_parquet(folder: Path) -> tuple[NDArray[Any], NDArray[np.str_], NDArray[np.str_]]:
+def _read_parquet(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
     _, pq = _arrow()
     table = pq.read_table(folder / PARQUET_FILE, columns=["key", "class", "descriptor"])
     column = table["descriptor"].combine_chunks()

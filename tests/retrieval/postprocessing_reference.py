@@ -1,0 +1,134 @@
+"""Slow, obvious versions of what is done to descriptors and rankings behind the network, as their papers write it."""
+
+import numpy as np
+
+from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
+
+
+def unit(values):
+    return values / np.linalg.norm(values, axis=1, keepdims=True)
+
+
+def clustered(images, dimensions, classes, seed=0, noise=0.6, dtype=np.float32):
+    """Descriptors around one centre a class, as a DescriptorSet."""
+    generator = np.random.default_rng(seed)
+    centres = unit(generator.normal(size=(classes, dimensions)))
+    of_image = generator.integers(0, classes, images)
+    values = centres[of_image] + noise * generator.normal(size=(images, dimensions)) / np.sqrt(dimensions)
+    return described(unit(values).astype(dtype), of_image)
+
+
+def described(values, of_image=None, network="net"):
+    keys = np.array([f"image-{row}" for row in range(len(values))], dtype=np.str_)
+    classes = np.array([""] * len(values) if of_image is None else [f"class-{c}" for c in of_image], dtype=np.str_)
+    return DescriptorSet(values, keys, classes, DescribedBy(network, "crop 64"), "a set")
+
+
+def eigenvectors(covariance):
+    """By falling eigenvalue; the greatest component of each positive."""
+    values, columns = np.linalg.eigh(covariance)
+    rows = [
+        columns[:, column] * np.sign(columns[np.abs(columns[:, column]).argmax(), column])
+        for column in range(len(values))
+    ]
+    return values[::-1], np.array(rows[::-1])
+
+
+def pca_projection(values, power):
+    """U^T / lambda^p."""
+    values = values.astype(np.float64)
+    variances, directions = eigenvectors(np.cov(values.T, bias=True))
+    return np.array([direction / variance**power for direction, variance in zip(directions, variances, strict=True)])
+
+
+def lw_projection(values, pairs):
+    """eig(C_S^-1/2 C C_S^-1/2) C_S^-1/2 with the symmetric root; `pairs` are (i, j, weight)."""
+    values = values.astype(np.float64)
+    within = sum(w * np.outer(values[i] - values[j], values[i] - values[j]) for i, j, w in pairs)
+    variances, directions = eigenvectors(within / sum(w for _, _, w in pairs))
+    root = sum(np.outer(d, d) / np.sqrt(v) for d, v in zip(directions, variances, strict=True))
+    _, rotation = eigenvectors(root @ np.cov(values.T, bias=True) @ root)
+    return rotation @ root
+
+
+def matches(of_image):
+    """Each image with every other of its class; an image's pairs weigh one together."""
+    of_image = list(of_image)
+    count = {c: of_image.count(c) for c in of_image}
+    return [
+        (i, j, 1 / (count[a] - 1))
+        for i, a in enumerate(of_image)
+        for j, b in enumerate(of_image)
+        if i != j and a == b
+    ]
+
+
+def expanded(queries, gallery, neighbours, power, exclude_self):
+    result = []
+    for number, query in enumerate(queries.astype(np.float64)):
+        similarities = gallery.astype(np.float64) @ query
+        order = [row for row in np.argsort(-similarities, kind="stable") if not (exclude_self and row == number)]
+        total = query.copy()
+        for row in order[:neighbours]:
+            total += max(similarities[row], 0.0) ** power * gallery[row]
+        result.append(total)
+    return unit(np.array(result))
+
+
+def first_ranking(query, gallery, size, own):
+    similarities = gallery.astype(np.float64) @ query.astype(np.float64)
+    return [row for row in np.argsort(-similarities, kind="stable") if row != own][:size]
+
+
+def k_reciprocal(query, gallery, size, own, neighbours, smoothing, original_weight):
+    """Zhong et al. 2017, eq. 3 to 12, by sets, among the query (node 0) and the head."""
+    head = first_ranking(query, gallery, size, own)
+    nodes = np.vstack([query, gallery[head]]).astype(np.float64)
+    distance = (1 - nodes @ nodes.T) / 2
+    total = range(len(nodes))
+
+    def nearest(p, k):
+        return [p, *[n for n in np.argsort(distance[p], kind="stable") if n != p][:k]]
+
+    def reciprocal(p, k):
+        return {n for n in nearest(p, k) if p in nearest(n, k)}
+
+    def grown(p):
+        first = reciprocal(p, neighbours)
+        result = set(first)
+        for candidate in first:
+            around = reciprocal(candidate, round(neighbours / 2))
+            if len(around & first) > 2 / 3 * len(around):
+                result |= around
+        return result
+
+    vectors = np.zeros((len(nodes), len(nodes)))
+    for p in total:
+        for g in grown(p):
+            vectors[p, g] = np.exp(-distance[p, g])
+        vectors[p] /= vectors[p].sum()
+    smooth = np.array([np.mean([vectors[n] for n in nearest(p, smoothing - 1)], axis=0) for p in total])
+    jaccard = [1 - np.minimum(smooth[0], v).sum() / np.maximum(smooth[0], v).sum() for v in smooth]
+    final = [(1 - original_weight) * jaccard[p] + original_weight * distance[0, p] for p in total][1:]
+    return [head[place] for place in np.argsort(np.round(final, 12), kind="stable")], final
+
+
+def diffused(query, gallery, size, own, neighbours, seeds, power, restart):
+    """Iscen et al. 2017: (I - a S)^-1 y solved densely on the mutual neighbours among the head."""
+    head = first_ranking(query, gallery, size, own)
+    nodes = gallery[head].astype(np.float64)
+    similarities = nodes @ nodes.T
+    total = len(nodes)
+    near = [
+        set([n for n in np.argsort(-similarities[p], kind="stable") if n != p][:neighbours]) for p in range(total)
+    ]
+    affinity = np.zeros((total, total))
+    for i in range(total):
+        for j in near[i]:
+            if i in near[j]:
+                affinity[i, j] = max(similarities[i, j], 0) ** power
+    degree = affinity.sum(axis=1)
+    scale = np.array([1 / np.sqrt(d) if d else 0 for d in degree])
+    start = np.array([max(s, 0) ** power if place < seeds else 0 for place, s in enumerate(nodes @ query)])
+    scores = np.linalg.solve(np.eye(total) - restart * scale[:, None] * affinity * scale, (1 - restart) * start)
+    return [head[place] for place in np.argsort(-np.round(scores, 9), kind="stable")], scores
