@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from distap.errors import DistapError
 
 BLOCK_NUMBERS = 2**24  # of the gallery in float32 at once: 64 MB
+QUERIES_AT_ONCE = 1024  # whose results are sorted at once
 
 
 def nearest(
@@ -46,10 +47,10 @@ def nearest(
         similarities, rows = faiss.knn(asked, block, min(wanted, len(block)), metric=faiss.METRIC_INNER_PRODUCT)
         heap.add_result(similarities, rows + start)
     heap.finalize()
-    found = heap.D, heap.I
+    _sort(heap.D, heap.I)
     if exclude_self:
-        found = without_rows(*found, np.arange(len(queries)))
-    return _ties_by_row(*found)
+        return without_rows(heap.D, heap.I, np.arange(len(queries)))
+    return heap.D, heap.I
 
 
 def without_rows(
@@ -84,6 +85,9 @@ def bounded_threads() -> None:
     faiss.omp_set_num_threads(torch.get_num_threads())
 
 
-def _ties_by_row(similarities: NDArray[np.float32], rows: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-    order = np.lexsort((rows, -similarities), axis=1)
-    return np.take_along_axis(similarities, order, axis=1), np.take_along_axis(rows, order, axis=1)
+def _sort(similarities: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
+    for start in range(0, len(rows), QUERIES_AT_ONCE):
+        some = slice(start, start + QUERIES_AT_ONCE)
+        order = np.lexsort((rows[some], -similarities[some]), axis=1)
+        similarities[some] = np.take_along_axis(similarities[some], order, axis=1)
+        rows[some] = np.take_along_axis(rows[some], order, axis=1)

@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+from postprocessing_reference import clustered, diffused, first_ranking, k_reciprocal, unit
+
+from distap.errors import DistapError
+from distap.retrieval.nearest import nearest
+from distap.retrieval.reranking import RERANKERS, Diffusion, KReciprocal, reranked_heads
+
+SIZES = [1, 2, 15, 500]
+
+
+@pytest.fixture(scope="module")
+def gallery():
+    return clustered(30, 6, 5, seed=7).descriptors
+
+
+@pytest.fixture(scope="module")
+def queries():
+    return clustered(3, 6, 5, seed=7, noise=0.9).descriptors
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("exclude_self", [False, True])
+@pytest.mark.parametrize("settings", [(6, 3, 0.3), (20, 6, 0.0), (3, 1, 0.5), (1, 2, 0.9)])
+def test_k_reciprocal_is_the_paper_by_sets(queries, gallery, size, exclude_self, settings):
+    asked = gallery[:3] if exclude_self else queries
+    heads = reranked_heads(KReciprocal(*settings), asked, gallery, size, exclude_self).numpy()
+    assert heads.shape == (3, min(size, 30 - exclude_self))
+    for number, head in enumerate(heads):
+        own = number if exclude_self else None
+        expected, distances = k_reciprocal(asked[number], gallery, size, own, *settings)
+        assert sorted(head) == sorted(expected)
+        of_row = dict(zip(first_ranking(asked[number], gallery, size, own), distances, strict=True))
+        assert np.all(np.diff([of_row[row] for row in head]) >= -1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("exclude_self", [False, True])
+@pytest.mark.parametrize("settings", [(5, 3, 3.0, 0.99), (50, 10, 1.0, 0.9), (1, 1, 3.0, 0.5)])
+def test_diffusion_is_the_dense_solution(queries, gallery, size, exclude_self, settings):
+    asked = gallery[:3] if exclude_self else queries
+    reranker = Diffusion(*settings, tolerance=1e-10)
+    heads = reranked_heads(reranker, asked, gallery, size, exclude_self).numpy()
+    for number, head in enumerate(heads):
+        own = number if exclude_self else None
+        _, scores = diffused(asked[number], gallery, size, own, *settings)
+        first = first_ranking(asked[number], gallery, size, own)
+        np.testing.assert_allclose(reranker.scores(asked[number], gallery[first]), scores, atol=1e-6)
+        of_row = dict(zip(first, scores, strict=True))
+        assert sorted(head) == sorted(first)
+        assert np.all(np.diff([of_row[row] for row in head]) <= 1e-6)
+
+
+def arcs(seed=0, images=300, noise=0.06):
+    """Two curves on the sphere that bend through each other's neighbourhood, as two moons do."""
+    generator = np.random.default_rng(seed)
+    of_image = np.arange(images) % 2
+    angle = generator.uniform(0, np.pi, images)
+    flat = np.where(
+        of_image[:, None] == 0,
+        np.stack([np.cos(angle), np.sin(angle)], axis=1),
+        np.stack([1 - np.cos(angle), 0.5 - np.sin(angle)], axis=1),
+    )
+    flat += noise * generator.normal(size=flat.shape)
+    return unit(np.hstack([flat - flat.mean(axis=0), np.full((images, 1), 2.0)])).astype(np.float32), of_image
+
+
+@pytest.mark.parametrize("reranker", [KReciprocal(40, 10, 0.1), Diffusion(10)])
+def test_reranking_follows_a_manifold(reranker):
+    values, of_image = arcs()
+    first = nearest(values[:60], values, 60, exclude_self=True)[1]
+    again = reranked_heads(reranker, values[:60], values, 299, exclude_self=True).numpy()[:, :60]
+    before, after = ((of_image[rows] == of_image[:60, None]).mean() for rows in (first, again))
+    assert after > before + 0.05
+
+
+def test_images_that_no_path_joins_to_the_query_keep_their_order():
+    gallery = np.concatenate([np.eye(8, dtype=np.float32)[:3].repeat(4, axis=0), np.eye(8, dtype=np.float32)[4:6]])
+    query = unit(np.array([[3, 2, 1, 0, 0.2, 0.1, 0, 0]], np.float32))
+    head = reranked_heads(Diffusion(neighbours=3, seeds=4), query, gallery, 14)
+    assert head.tolist() == [list(range(14))]
+
+
+@pytest.mark.parametrize("reranker", [kind() for kind in RERANKERS.values()], ids=RERANKERS)
+def test_exact_duplicates_and_a_collapsed_model_are_reordered_without_loss(reranker):
+    values = np.ones((30, 4), np.float32) / 2
+    heads = reranked_heads(reranker, values, values, 20, exclude_self=True)
+    for number, head in enumerate(heads.tolist()):
+        assert len(set(head)) == 20 and number not in head
+
+
+@pytest.mark.parametrize("reranker", [kind() for kind in RERANKERS.values()], ids=RERANKERS)
+def test_half_precision_maps_are_reranked(tmp_path, gallery, reranker):
+    np.save(tmp_path / "gallery.npy", gallery.astype(np.float16))
+    mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
+    expected = reranked_heads(reranker, gallery.astype(np.float16).astype(np.float32), gallery, 10)
+    assert reranked_heads(reranker, mapped, mapped, 10).shape == expected.shape
+
+
+@pytest.mark.parametrize("settings", [{"neighbours": 0}, {"smoothing": 0}, {"original": 1.5}])
+def test_k_reciprocal_refuses_settings_that_are_no_use(settings):
+    with pytest.raises(DistapError, match="expected"):
+        KReciprocal(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"neighbours": 0}, {"seeds": 0}, {"power": -1.0}, {"walk": 1.0}, {"tolerance": 0.0}, {"iterations": 0}],
+)
+def test_diffusion_refuses_settings_that_are_no_use(settings):
+    with pytest.raises(DistapError, match="expected"):
+        Diffusion(**settings)
