@@ -73,6 +73,20 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
         return _open(data, max_pixels).size
 
 
+def upright_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """The same with EXIF's orientation applied, as far as EXIF stands before the pixels.
+
+    Args:
+        data: a file, or its beginning with the whole header in it.
+        max_pixels: as in `image_size`.
+    Raises:
+        DamagedImageError: as `image_size`.
+    """
+    with _damage_told(data):
+        image = _open(data, max_pixels)
+        return image.size[::-1] if UPRIGHT[_orientation(image)][2] else image.size
+
+
 def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
     """The image, upright and RGB; its name is for messages.
 
@@ -83,10 +97,16 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Im
     return EncodedImage(data, max_pixels, name).whole()
 
 
-def reduction(box: Box, size: int) -> int:
-    """The greatest of FACTORS by which a box is still no smaller than `size` either way; 1 if there is none."""
-    side = min(box[2] - box[0], box[3] - box[1])
-    return next((factor for factor in FACTORS if side >= factor * size), 1)
+def reduction(box: Box, size: int | tuple[int, int]) -> int:
+    """The greatest of FACTORS by which a box is still no smaller than `size` either way; 1 if there is none.
+
+    Args:
+        box: of the image.
+        size: of a square; or height and width.
+    """
+    height, width = (size, size) if isinstance(size, int) else size
+    across, down = box[2] - box[0], box[3] - box[1]
+    return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
 
 
 class EncodedImage:
@@ -117,8 +137,8 @@ class EncodedImage:
         width, height = self._image.size
         self.size = (height, width) if self._upright[2] else (width, height)
 
-    def crop(self, box: Box, size: int, scaled: bool = True) -> Tensor:
-        """(3, size, size) uint8: a part of the image, scaled.
+    def crop(self, box: Box, size: int | tuple[int, int], scaled: bool = True) -> Tensor:
+        """(3, height, width) uint8: a part of the image, scaled.
 
         The part is changed, by less than a pixel of the result, to whole blocks of f x f pixels of the file, f its
         `reduction`. JPEG is decoded at 1/f, where libjpeg makes one pixel of each block; an antialiased bilinear
@@ -126,12 +146,13 @@ class EncodedImage:
 
         Args:
             box: within the upright image.
-            size: width and height of the result, pixels.
+            size: of the result, pixels: a square's side, or height and width.
             scaled: whether JPEG is decoded at reduced scale; otherwise the resize does it all.
         Raises:
             DamagedImageError: it cannot be decoded.
         """
-        factor = reduction(box, size)
+        height, width = (size, size) if isinstance(size, int) else size
+        factor = reduction(box, (height, width))
         done = factor if scaled and self._is_jpeg else 1
         left, top, right, bottom = self._stored(box)
         with self._damage_told():
@@ -143,8 +164,8 @@ class EncodedImage:
                 min(-(-bottom // factor), self._image.height // factor) * block,
             )
             decoded = torch.from_numpy(np.array(_rgb(self._decoded(done).crop(part)))).permute(2, 0, 1)
-        pixels: Tensor = F.resize(decoded, [size, size], antialias=True)
         across, down, transposed = self._upright
+        pixels: Tensor = F.resize(decoded, [width, height] if transposed else [height, width], antialias=True)
         pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
         return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
 

@@ -4,6 +4,7 @@ from distap.model.checkpointing import activation_checkpointing
 from distap.model.compiling import compile_backbone
 from distap.model.describing import Describer
 from distap.model.folding import FoldedNetwork
+from distap.model.multiscale import MultiScaleNetwork
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import POOLING, GeM
 
@@ -12,6 +13,7 @@ __all__ = [
     "Describer",
     "FoldedNetwork",
     "GeM",
+    "MultiScaleNetwork",
     "RetrievalNetwork",
     "activation_checkpointing",
     "build_network",

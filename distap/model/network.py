@@ -81,8 +81,10 @@ class RetrievalNetwork(nn.Module):
         moving = self._normalisers if self.batchnorm == "batch" else []
         return [s for m in moving for s in (m.running_mean, m.running_var) if s is not None]
 
-    def forward(self, images: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n C"]:
-        """Descriptors of length 1, float32 or wider."""
+    def forward(
+        self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
+    ) -> Float[Tensor, "n C"]:
+        """Descriptors of length 1, float32 or wider, of images whose values are 0 to 255."""
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
             features = self._features(pixels)

@@ -1,0 +1,253 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from distap.bench.photos import jpeg, photo
+from distap.data.decoding import DamagedImageError, EncodedImage, upright_size
+from distap.data.folders import UNKNOWN, list_folder
+from distap.data.image_sets import open_images
+from distap.data.index import load_index
+from distap.data.indexing import index_shards
+from distap.data.packing import pack
+from distap.data.transforms import evaluation_transform
+from distap.data.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
+from distap.errors import DistapError
+
+ORIENTATION = 0x0112
+PHOTO = photo(120, 80, seed=0)
+
+
+def encoded(image, form="PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def pixels(image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def turned(image, orientation) -> bytes:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return encoded(image, "JPEG", quality=95, exif=exif)
+
+
+@pytest.mark.parametrize("text", ["crop 224", "side 1024", "original"])
+def test_a_sizing_is_written_and_read_as_text(text):
+    assert str(Sizing.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "crop", "side", "crop 0", "side -3", "original 3", "crop ²", "stretch 3", "crop a"]
+)
+def test_a_sizing_that_is_none_is_refused(text):
+    with pytest.raises(DistapError, match="expected `crop N`, `side N` or `original`"):
+        Sizing.parse(text)
+
+
+def test_an_original_is_its_own_pixels():
+    assert torch.equal(Sizing("original")(EncodedImage(encoded(PHOTO))), pixels(PHOTO))
+
+
+def test_a_crop_is_what_evaluation_sees():
+    image = EncodedImage(jpeg(PHOTO, 90))
+    assert torch.equal(Sizing("crop", 40)(image), evaluation_transform(40)(image))
+
+
+@pytest.mark.parametrize(("side", "shape"), [(60, (40, 60)), (119, (79, 119)), (120, (80, 120)), (500, (80, 120))])
+def test_the_longer_side_is_scaled_down_and_never_up(side, shape):
+    sizing = Sizing("side", side)
+    assert sizing.shape(120, 80) == shape
+    assert sizing(EncodedImage(encoded(PHOTO))).shape == (3, *shape)
+
+
+def test_a_side_of_one_pixel_is_kept():
+    assert Sizing("side", 10).shape(1000, 3) == (1, 10)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("sizing", ["original", "side 60", "crop 24"])
+def test_an_image_that_exif_turns_is_sized_as_it_is_seen(orientation, sizing):
+    seen = EncodedImage(turned(PHOTO, orientation))
+    plain = EncodedImage(encoded(seen.whole()))
+    sizing = Sizing.parse(sizing)
+    found, expected = sizing(seen, scaled=False), sizing(plain)
+    assert found.shape == expected.shape == (3, *sizing.shape(*seen.size))
+    assert (found.int() - expected.int()).abs().max() <= 1
+    assert upright_size(turned(PHOTO, orientation)) == seen.size
+
+
+@pytest.mark.parametrize("sizing", ["original", "side 30", "crop 20"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_a_box_counts_as_if_it_were_the_image(sizing, form):
+    sizing = Sizing.parse(sizing)
+    image = EncodedImage(encoded(PHOTO, form))
+    found = sizing(image, (10, 4, 70, 64), scaled=False)
+    assert torch.equal(found, sizing(EncodedImage(encoded(image.whole().crop((10, 4, 70, 64))))))
+
+
+def test_a_box_is_cut_to_the_image_and_one_beside_it_is_refused():
+    image = EncodedImage(encoded(PHOTO))
+    assert torch.equal(Sizing("original")(image, (100, -5, 999, 10)), pixels(PHOTO)[:, :10, 100:])
+    with pytest.raises(DamagedImageError, match="nothing of its 120 x 80 pixels is in the box"):
+        Sizing("original")(image, (120, 0, 130, 10))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=40),
+    most=st.integers(1, 60),
+)
+def test_every_image_is_in_one_batch_of_its_shape_within_the_limit(shapes, most):
+    images = [(n, torch.full((3, *shape), n, dtype=torch.uint8)) for n, shape in enumerate(shapes)]
+    batches = list(batches_of_one_shape(images, most))
+    assert sorted(n for numbers, _ in batches for n in numbers) == list(range(len(shapes)))
+    for numbers, batch in batches:
+        assert all(torch.equal(image, images[n][1]) for n, image in zip(numbers, batch, strict=True))
+        assert len(numbers) == 1 or batch[:, 0].numel() <= most
+
+
+def test_few_batches_hold_images_of_two_shapes_however_they_are_mixed():
+    images = [(n, torch.zeros(3, *((4, 6) if n % 2 else (6, 4)), dtype=torch.uint8)) for n in range(40)]
+    assert [len(numbers) for numbers, _ in batches_of_one_shape(images, 10 * 24)] == [10, 10, 10, 10]
+
+
+def test_what_waits_for_its_shape_is_bounded():
+    drawn = []
+
+    def images():
+        for n in range(100):
+            drawn.append(n)
+            yield n, torch.zeros(3, 1, n + 1, dtype=torch.uint8)
+
+    given = 0
+    for numbers, batch in batches_of_one_shape(images(), 50):
+        given += batch[:, 0].numel()
+        assert sum(n + 1 for n in drawn) - given <= 4 * 50 + 100
+        assert len(numbers) == 1
+
+
+# Folders
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two photos below each other, and much that is none."""
+    images = tmp_path / "photos"
+    (images / "deep" / "er").mkdir(parents=True)
+    PHOTO.save(images / "b.png")
+    PHOTO.save(images / "deep" / "er" / "a.JPG", "JPEG")
+    (images / "notes.txt").write_text("none")
+    (images / ".hidden.png").write_bytes(b"none")
+    (images / "._b.png").write_bytes(b"none")
+    return images
+
+
+def test_the_images_of_a_folder_are_named_by_their_paths(folder):
+    images = open_images(folder)
+    assert images.keys.tolist() == ["b.png", "deep/er/a.JPG"]
+    assert images.classes.tolist() == ["", ""]
+    assert images.sizes([0, 1]).tolist() == [[120, 80], [120, 80]]
+    assert images.reader.encoded(1).size == (120, 80)
+
+
+def test_a_folder_that_changes_has_another_fingerprint(folder):
+    before = open_images(folder).fingerprint
+    assert open_images(folder).fingerprint == before
+    (folder / "b.png").write_bytes((folder / "b.png").read_bytes() + b"more")
+    after = open_images(folder).fingerprint
+    (folder / "b.png").rename(folder / "c.png")
+    assert len({before, after, open_images(folder).fingerprint}) == 3
+
+
+def test_links_lead_nowhere_outside(folder, tmp_path):
+    PHOTO.save(tmp_path / "secret.png")
+    (folder / "out.png").symlink_to(tmp_path / "secret.png")
+    (folder / "within.png").symlink_to(folder / "b.png")
+    (folder / "broken.png").symlink_to(folder / "nothing.png")
+    (folder / "above").symlink_to(tmp_path)
+    images = list_folder(folder)
+    assert images.names == ("b.png", "deep/er/a.JPG", "within.png")
+    assert dict(images.left_out) == {
+        "out.png": "a link that leads out of the folder",
+        "broken.png": "no regular file",
+    }
+
+
+def test_a_name_that_is_no_text_is_left_out(folder):
+    (folder / "line\nbreak.png").write_bytes(b"")
+    (folder / b"latin-\xe9.png".decode(errors="surrogateescape")).write_bytes(b"")
+    images = list_folder(folder)
+    assert len(images) == 2
+    assert {reason for _, reason in images.left_out} == {"its name is no text in UTF-8, or has line breaks in it"}
+    assert all(name.encode() for name, _ in images.left_out)
+
+
+def test_a_header_is_found_beyond_much_metadata(folder):
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    exif[0x010E] = "x" * 60_000
+    PHOTO.save(folder / "b.jpg", "JPEG", exif=exif, icc_profile=b"y" * 100_000)
+    (folder / "c.png").write_bytes(b"damage")
+    images = list_folder(folder)
+    assert images.size(images.names.index("b.jpg")) == (80, 120)
+    assert images.size(images.names.index("c.png")) == UNKNOWN
+
+
+def test_an_image_that_has_gone_is_damaged(folder):
+    images = list_folder(folder)
+    (folder / "b.png").unlink()
+    with pytest.raises(DamagedImageError, match="cannot be read: No such file"):
+        images.encoded(0)
+    assert images.size(0) == UNKNOWN
+
+
+def test_a_folder_without_images_is_refused(tmp_path):
+    with pytest.raises(DistapError, match="no image in it, nor shards"):
+        open_images(tmp_path)
+
+
+# Sets of images
+
+
+def test_shards_give_their_keys_and_classes(shards):
+    images, index = open_images(shards), load_index(shards)
+    assert images.keys.tolist() == index.key.tolist()
+    assert images.classes.tolist() == ["apple"] * 4 + ["bear"] * 3 + ["car"] * 2
+    assert images.fingerprint == index.fingerprint
+    assert images.sizes([0, 8]).tolist() == [[24, 24], [24, 24]]
+
+
+def test_a_folder_with_shards_but_no_index_is_not_taken_for_images(shards):
+    (shards / "index.npz").unlink()
+    with pytest.raises(DistapError, match="distap data index"):
+        open_images(shards)
+
+
+def test_keys_that_two_shards_share_are_told_apart(tmp_path, image_folder):
+    for name in ("a", "b"):
+        pack(image_folder, tmp_path / name)
+        (tmp_path / "both").mkdir(exist_ok=True)
+        (tmp_path / name / "000000.tar").rename(tmp_path / "both" / f"{name}.tar")
+    index_shards(tmp_path / "both")
+    keys = open_images(tmp_path / "both").keys.tolist()
+    assert len(set(keys)) == len(keys) == 18
+    assert keys[0].startswith("a.tar:") and keys[-1].startswith("b.tar:")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_leaves_the_others_of_its_chunk(folder, workers):
+    (folder / "a.png").write_bytes(b"damage")
+    images = SizedImages(list_folder(folder), Sizing("original"))
+    (chunk,) = sized_chunks(images, [[0, 1, 2]], workers)
+    assert chunk.samples == [1, 2] and chunk.shapes == [(80, 120), (80, 120)]
+    assert chunk.damaged[0].startswith("decode_error")
+    assert torch.equal(dict(chunk.images())[1], pixels(PHOTO))
+    (chunk,) = sized_chunks(images, [[0]], workers)
+    assert chunk.samples == [] and list(chunk.images()) == []

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import interpolate, normalize
+
+from distap.errors import DistapError
+from distap.model import MultiScaleNetwork, build_network
+from distap.model.fingerprint import fingerprint
+from distap.model.multiscale import default_power, required_size
+
+GEM, RANDOM = {"name": "gem"}, {"name": "random"}
+
+
+def network(projection=None, seed=0, backbone="resnet10t", pooling=GEM):
+    torch.manual_seed(seed)
+    return build_network(backbone, RANDOM, pooling, projection).eval()
+
+
+def images(count=2, height=64, width=80):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+
+
+def plain(network, images, scales, power):
+    """Scale by scale and image by image, as the papers say."""
+    rows = []
+    for image in images:
+        described = []
+        for scale in scales:
+            size = (int(image.shape[1] * scale), int(image.shape[2] * scale))
+            pixels = interpolate(image[None].float(), size, mode="bilinear", antialias=True)
+            described.append(network(pixels)[0].double())
+        mean = sum(d.sign() * d.abs() ** power for d in described) / len(scales)
+        mean = mean.sign() * mean.abs() ** (1 / power)
+        rows.append(mean / mean.norm())
+    return torch.stack(rows)
+
+
+@torch.inference_mode()
+def test_one_scale_is_the_network_itself_bit_for_bit():
+    inner = network(projection=16)
+    assert torch.equal(MultiScaleNetwork(inner)(images()), inner(images()))
+
+
+@pytest.mark.parametrize(("projection", "power"), [(None, None), (16, None), (None, 2.0), (16, 3.0)])
+@torch.inference_mode()
+def test_scales_are_averaged_as_by_a_plain_loop(projection, power):
+    inner = network(projection)
+    several = MultiScaleNetwork(inner, (1.0, 0.7071, 0.5, 1.3), power)
+    found = several(images())
+    assert several.power == (power or (1.0 if projection else 3.0))
+    torch.testing.assert_close(
+        found.double(), plain(inner, images(), several.scales, several.power), atol=2e-6, rtol=0
+    )
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(2))
+
+
+@torch.inference_mode()
+def test_one_other_scale_is_the_scaled_image_alone():
+    inner = network()
+    expected = inner(interpolate(images().float(), (32, 40), mode="bilinear", antialias=True))
+    assert torch.equal(MultiScaleNetwork(inner, (0.5,))(images()), expected)
+
+
+@pytest.mark.parametrize("scales", [(1.0,), (1.0, 0.5)])
+@torch.inference_mode()
+def test_whitening_is_a_linear_layer_behind_it(scales):
+    inner = network(projection=16)
+    generator = torch.Generator().manual_seed(1)
+    mean = 0.1 * torch.randn(16, generator=generator, dtype=torch.float64)
+    projection = torch.randn(5, 16, generator=generator, dtype=torch.float64)
+    whitened = MultiScaleNetwork(inner, scales, whitening=(mean, projection))
+    expected = (MultiScaleNetwork(inner, scales)(images()).double() - mean) @ projection.t()
+    assert whitened.dimensions == 5
+    torch.testing.assert_close(whitened(images()).double(), normalize(expected), atol=1e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_all_behind_the_backbone_is_float32_under_autocast():
+    whitening = torch.zeros(16), torch.eye(16)
+    several = MultiScaleNetwork(network(projection=16), (1.0, 0.5), whitening=whitening)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert several(images()).dtype == torch.float32
+
+
+@torch.inference_mode()
+def test_an_image_too_small_for_a_scale_keeps_a_pixel():
+    found = MultiScaleNetwork(network(), (1.0, 0.1))(images(height=4, width=3))
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scales": ()}, "expected numbers above 0"),
+        ({"scales": (1.0, 0.0)}, "expected numbers above 0"),
+        ({"scales": (100.0,)}, "of 8 at most"),
+        ({"scales": (1.0, 1.0)}, "stands there twice"),
+        ({"power": 0.0}, "scale power 0"),
+        ({"power": float("nan")}, "scale power nan"),
+        (
+            {"whitening": (torch.zeros(3), torch.eye(3))},
+            r"descriptors of 16 dimensions; expected \(16,\) and \(D, 16\)",
+        ),
+    ],
+)
+def test_settings_that_are_no_use_are_refused(settings, message):
+    with pytest.raises(DistapError, match=message):
+        MultiScaleNetwork(network(projection=16), **settings)
+
+
+def test_the_mean_over_scales_has_the_power_of_gem_where_nothing_is_negative():
+    inner = network()
+    with torch.no_grad():
+        inner.pooling.power.fill_(2.5)
+    assert default_power(inner) == 2.5
+    assert default_power(network(projection=8)) == default_power(network(pooling={"name": "mean"})) == 1
+
+
+def test_a_backbone_of_one_size_is_known():
+    assert required_size(network(backbone="vit_tiny_patch16_224")) == (224, 224)
+    assert required_size(network()) is None
+
+
+# Fingerprints
+
+
+def test_the_same_network_has_the_same_fingerprint_however_it_lies_in_memory():
+    inner = network(projection=8)
+    expected = fingerprint(inner)
+    assert fingerprint(network(projection=8)) == expected
+    assert fingerprint(inner.to(memory_format=torch.contiguous_format).train()) == expected
+
+
+def test_whatever_changes_descriptors_changes_the_fingerprint():
+    changed = [network(projection=8), network(projection=8, seed=1), network(projection=9), network()]
+    for name in ("mean", "std"):
+        other = network(projection=8)
+        getattr(other, name)[0, 0] += 1
+        changed.append(other)
+    for change in (
+        lambda n: n.pooling.power.data.add_(1e-6),
+        lambda n: setattr(n.pooling, "smallest", 1e-5),
+        lambda n: n.backbone.bn1.running_mean.add_(1e-6),
+        lambda n: n.double(),
+    ):
+        change(other := network(projection=8))
+        changed.append(other)
+    prints = [fingerprint(one) for one in changed]
+    assert len(set(prints)) == len(prints)
+    assert all(len(text) == 64 for text in prints)
+
+
+def test_a_pooling_without_tensors_counts_by_its_name():
+    inner, other = network(pooling={"name": "mean"}), network(pooling={"name": "mean"})
+    other.pooling = type("Other", (nn.Module,), {})()
+    assert fingerprint(inner) != fingerprint(other)
