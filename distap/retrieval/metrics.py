@@ -73,19 +73,15 @@ class LabelledSetResult:
 
     def summary(self) -> dict[str, float]:
         """mAP, mAP@R and R@k for each k: means over the queries, from 0 to 1."""
-        queries = self.is_query
-        found = (self.hits[queries] > 0).double().mean(0)
         return {
-            "mAP": float(self.average_precision[queries].mean()),
-            "mAP@R": float(self.average_precision_at_r[queries].mean()),
-            **{f"R@{k}": float(value) for k, value in zip(self.at.tolist(), found, strict=True)},
+            "mAP": float(self.average_precision[self.is_query].mean()),
+            "mAP@R": float(self.average_precision_at_r[self.is_query].mean()),
+            **recall_and_precision(self.hits, self.is_query, self.at)[0],
         }
 
     def precision_at(self) -> dict[str, float]:
         """mP@k for each k: positives among the first k, or among all others where there are fewer than k."""
-        shown = self.at.clamp(max=len(self.hits) - 1)
-        mean = (self.hits[self.is_query] / shown).double().mean(0)
-        return {f"mP@{k}": float(value) for k, value in zip(self.at.tolist(), mean, strict=True)}
+        return recall_and_precision(self.hits, self.is_query, self.at)[1]
 
     def of_classes(self, labels: Int64[Tensor, " N"]) -> ClassFigures:
         """Means over the queries of each class that has any.
@@ -140,7 +136,7 @@ def evaluate_labelled_set(
     ks = torch.tensor(tuple(at), device=labels.device)
     hits, nearest = labels.new_zeros(total, len(ks)), labels.new_zeros(total, neighbours)
     curve, queries = precision.new_zeros(101), 0
-    for rows in classes.blocks(all_images=neighbours > 0):
+    for rows in classes.blocks(classes.members > (-1 if neighbours else 1)):
         tiles = Tiles(converted_rows(descriptors, rows), descriptors, BLOCK_PAIRS)
         if neighbours:
             nearest[rows] = _nearest(tiles, rows, neighbours)
@@ -149,7 +145,10 @@ def evaluate_labelled_set(
         positives = classes.positives(rows)
         before = negatives_before(tiles, positives, rows[:, None], ties, None if head is None else head[rows])
         ranks = ranks_of_positives(before, positives != NONE)
-        precision[rows], at_r[rows] = _precisions(ranks)
+        count = (ranks > 0).sum(1)
+        # 0 / 0 is NaN: a query without a positive has no precision.
+        precision[rows] = precision_at_positives(ranks).sum(1) / count
+        at_r[rows] = average_precision_at_r(ranks, count)
         first[rows] = ranks[:, 0]
         hits[rows] = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in ks], dim=1)
         is_query = ranks[:, 0] > 0
@@ -166,33 +165,28 @@ class Classes:
         _, self._class, counts = labels.unique(return_inverse=True, return_counts=True)
         self._start = counts.cumsum(0) - counts
         counts_of_classes = torch.where(labels[self._by_class[self._start]] < 0, 0, counts)
-        self._count = counts_of_classes[self._class]  # images of the image's class, 0 if it belongs to none
+        self.members = counts_of_classes[self._class]  # (N,) images of the image's class, 0 if it belongs to none
 
     @property
     def most_positives(self) -> int:
         """Greatest number of positives of an image."""
-        return int(self._count.max()) - 1 if len(self._count) else 0
+        return int(self.members.max()) - 1 if len(self.members) else 0
 
-    def blocks(self, all_images: bool) -> Iterator[Int64[Tensor, " q"]]:
-        """Images whose rankings fit into memory together, those of the greatest classes first.
-
-        Args:
-            all_images: also those that are no query.
-        """
-        order = self._count.argsort(descending=True, stable=True)
-        if not all_images:
-            order = order[self._count[order] > 1]
+    def blocks(self, chosen: Bool[Tensor, " N"]) -> Iterator[Int64[Tensor, " q"]]:
+        """Those of the chosen images whose rankings fit into memory together, those of the greatest classes first."""
+        order = self.members.argsort(descending=True, stable=True)
+        order = order[chosen[order]]
         start = 0
         while start < len(order):
             # A dozen tables of ranks and places are as wide as the greatest number of positives.
-            width = max(len(self._count), 16 * int(self._count[order[start]]))
+            width = max(len(self.members), 16 * int(self.members[order[start]]))
             height = max(BLOCK_PAIRS // width, 1)
             yield order[start : start + height]
             start += height
 
     def positives(self, rows: Int64[Tensor, " q"]) -> Int64[Tensor, "q P"]:
         """The other images of the class of each of some images."""
-        count = self._count[rows, None]
+        count = self.members[rows, None]
         place = torch.arange(max(int(count.max()), 1), device=rows.device)
         found = self._by_class[(self._start[self._class[rows], None] + place).clamp(max=len(self._by_class) - 1)]
         return found.masked_fill((place >= count) | (found == rows[:, None]), NONE)
@@ -251,10 +245,22 @@ def _headed(head: Tensor, nearest: Tensor) -> Tensor:
     return later
 
 
-def _precisions(ranks: Int64[Tensor, "q P"]) -> tuple[Tensor, Tensor]:
-    """AP and AP@R from the ranks of the positives."""
-    count = (ranks > 0).sum(dim=1)
-    precision = precision_at_positives(ranks)
-    within_r = precision * (ranks <= count[:, None])
-    # 0 / 0 is NaN: a query without a positive has no precision.
-    return precision.sum(1) / count, within_r.sum(1) / count
+def recall_and_precision(
+    hits: Int64[Tensor, "N at"], is_query: Bool[Tensor, " N"], at: Int64[Tensor, " at"]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """R@k and mP@k for each k, from the positives among the first k."""
+    own = hits[is_query].double()
+    recall, precision = (own > 0).double().mean(0), (own / at.clamp(max=len(hits) - 1)).mean(0)
+    ks = at.tolist()
+    return (
+        {f"R@{k}": value for k, value in zip(ks, recall.tolist(), strict=True)},
+        {f"mP@{k}": value for k, value in zip(ks, precision.tolist(), strict=True)},
+    )
+
+
+def average_precision_at_r(ranks: Int64[Tensor, "q P"], count: Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
+    """AP@R from the ranks of the positives and their number, R; NaN where there is none."""
+    # Ranks are ascending but for gaps of 0, and the place of a positive is the number of those before it.
+    place = (ranks > 0).cumsum(1)
+    within = (ranks > 0) & (ranks <= count[:, None])
+    return torch.where(within, place.double() / ranks.clamp(min=1), 0).sum(1) / count

@@ -1,0 +1,72 @@
+"""The decomposability gap (ROADMAP, Ramzi et al. 2021, eq. 6): what AP within batches promises too much."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distap.errors import DistapError
+from distap.retrieval.metrics import Classes, evaluate_labelled_set
+from distap.retrieval.ranks import Ties
+
+
+@dataclass(frozen=True)
+class DecomposabilityGap:
+    """Mean over batches of the mAP within the batch, and the mAP over the whole set."""
+
+    within_batches: float
+    whole: float
+    batches: int  # that count
+    left_out: int  # batches in which no image has another of its class
+
+    @property
+    def gap(self) -> float:
+        """How much greater mAP is within batches: positive, since a batch holds fewer negatives."""
+        return self.within_batches - self.whole
+
+
+def decomposability_gap(
+    descriptors: Tensor | NDArray[Any],
+    labels: Int64[Tensor, " N"],
+    batches: Iterable[Int64[Tensor, " B"]],
+    *,
+    whole: float | None = None,
+    ties: Ties = "pessimistic",
+) -> DecomposabilityGap:
+    """Evaluate each batch as a labelled set of its own, and the whole set.
+
+    Args:
+        descriptors: (N, C) of length 1; a tensor or an array.
+        labels: class of each image, -1 for none.
+        batches: rows of each batch; those of a sampler, or `random_batches`.
+        whole: mAP over the whole set where it is known already.
+        ties: as for `evaluate_labelled_set`.
+    Raises:
+        DistapError: no batch has two images of a class.
+    """
+    values, left_out = [], 0
+    for batch in batches:
+        own = labels[batch]
+        if Classes(own).most_positives < 1:
+            left_out += 1
+            continue
+        rows = descriptors[batch] if isinstance(descriptors, Tensor) else descriptors[batch.cpu().numpy()]
+        values.append(evaluate_labelled_set(rows, own, 0, ties=ties).summary()["mAP"])
+    if not values:
+        raise DistapError(f"none of {left_out} batches has two images of a class: take greater batches")
+    if whole is None:
+        whole = evaluate_labelled_set(descriptors, labels, 0, ties=ties).summary()["mAP"]
+    return DecomposabilityGap(float(np.mean(values)), whole, len(values), left_out)
+
+
+def random_batches(images: int, batch: int, generator: torch.Generator) -> Iterator[Int64[Tensor, " B"]]:
+    """Rows of batches that share out all images at random; what is left behind the last whole batch is in none."""
+    if batch > images:
+        raise DistapError(f"a batch of {batch} images from a set of {images}; take smaller batches")
+    order = torch.randperm(images, generator=generator)
+    return iter(order[: images - images % batch].view(-1, batch))
