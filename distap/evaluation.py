@@ -1,13 +1,11 @@
 """Evaluate a network on a data set of shards: extraction over the ranks, then the labelled-set protocol."""
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,10 +20,9 @@ from distap.distributed import World
 from distap.errors import DistapError
 from distap.retrieval.extraction import extract
 from distap.retrieval.metrics import LabelledSetResult, evaluate_labelled_set
+from distap.saved_evaluations import write_evaluation
 from distap.telemetry.terminal import track
-from distap.whole_files import write_whole
 
-RESULT_FILE, NEIGHBOURS_FILE = "result.json", "neighbours.npz"
 logger = logging.getLogger("distap")
 
 
@@ -34,27 +31,56 @@ class Evaluation:
     """Figures on a data set. Rows of `result` are the samples that could be read, numbered in `samples`."""
 
     source: Source
-    fingerprint: str
+    index: Index
     result: LabelledSetResult
     samples: Tensor  # (N,) int64
 
     def save(self, output: Path, **about: Any) -> Path:
-        """Write output/result.json, and the neighbours of every image as numbers in the data set's index."""
-        output.mkdir(parents=True, exist_ok=True)
-        neighbours = self.samples[self.result.neighbours]
-        np.savez_compressed(output / NEIGHBOURS_FILE, query=self.samples.numpy(), neighbour=neighbours.numpy())
-        path = output / RESULT_FILE
-        record = {
+        """Write output/result.json, and beside it what each image scored and retrieved; returns its path.
+
+        Args:
+            output: folder, which is made.
+            about: what else result.json is to tell, such as the network's checkpoint.
+        Raises:
+            UnwritableError: it cannot be written.
+        """
+        result, index, samples = self.result, self.index, self.samples.numpy()
+        figures = {
             **about,
             "data": str(self.source),
-            "fingerprint": self.fingerprint,
-            "images": len(self.samples),
-            "queries": int(self.result.is_query.sum()),
-            "queries_without_positive": self.result.without_positive,
-            "figures": self.result.summary(),
+            "fingerprint": index.fingerprint,
+            "images": len(samples),
+            "queries": int(result.is_query.sum()),
+            "queries_without_positive": result.without_positive,
+            "figures": result.summary(),
+            "precision_at_recall": result.precision_at_recall.tolist(),
+            "classes": self._classes(),
         }
-        write_whole(path, json.dumps(record, indent=2) + "\n")
-        return path
+        columns = {
+            "sample": samples,
+            "key": index.key[samples],
+            "label": index.label[samples],
+            "average_precision": result.average_precision.numpy(),
+            "average_precision_at_r": result.average_precision_at_r.numpy(),
+            "first_positive": result.first_positive.numpy(),
+            "class_name": index.class_name,
+            "neighbour": samples[result.neighbours.numpy()].ravel(),
+        }
+        return write_evaluation(output, figures, columns)
+
+    def _classes(self) -> dict[str, dict[str, float]]:
+        """Figures of each class that has queries, by its name."""
+        of_class = self.result.of_classes(torch.from_numpy(self.index.label)[self.samples])
+        names = self.index.class_name[of_class.classes.numpy()].tolist()
+        rows = zip(
+            of_class.queries.tolist(),
+            of_class.mean_average_precision.tolist(),
+            of_class.mean_average_precision_at_r.tolist(),
+            of_class.recall[:, 0].tolist(),
+            strict=True,
+        )
+        columns = ("queries", "mAP", "mAP@R", f"R@{int(self.result.at[0])}")
+        return {name: dict(zip(columns, row, strict=True)) for name, row in zip(names, rows, strict=True)}
 
 
 def evaluate(
@@ -110,7 +136,7 @@ def evaluate(
     labels = torch.from_numpy(index.label).to(descriptors.device)
     result = evaluate_labelled_set(descriptors[present], labels[present], neighbours)
     on_cpu = LabelledSetResult(*(getattr(result, name).cpu() for name in LabelledSetResult.__dataclass_fields__))
-    return Evaluation(source, index.fingerprint, on_cpu, present.nonzero().flatten().cpu())
+    return Evaluation(source, index, on_cpu, present.nonzero().flatten().cpu())
 
 
 def refuse_seen_classes(train: Index, validation: Index, source: Source) -> None:

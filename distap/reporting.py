@@ -15,7 +15,9 @@ from distap.data.decoding import REASONS
 from distap.data.loading import ShareOfBatch
 from distap.distributed import World
 from distap.errors import DistapError
+from distap.evaluation import Evaluation
 from distap.ranking import AP_LOSSES
+from distap.saved_evaluations import folder_of_step, keep_few
 from distap.step import StepResult
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import NotFiniteLog, RunLog
@@ -139,6 +141,17 @@ class RunReport:
         shown = "  ".join(f"{name} {100 * figure:.1f}" for name, figure in figures.items())
         logger.info("step %d: validation %s", step, shown)
         self._write(step, validation=figures, seconds={"evaluation": seconds})
+
+    def keep_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Keep what an evaluation found in the run folder, on rank 0; a full disk costs it, not the training."""
+        if self.world.rank != 0:
+            return
+        run = self.recipe.run
+        try:
+            evaluation.save(folder_of_step(run, step), network=str(run), step=step)
+            keep_few(run, step)
+        except DistapError as error:
+            logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 
     def _write(self, step: int, **entry: Any) -> None:
         if self._log is not None:

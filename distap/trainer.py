@@ -65,6 +65,8 @@ class Trainer:
             with self.report.opened(self.done):
                 if owes_evaluation:  # a request to stop came before it
                     self._save_if_due(self._evaluate())
+                if self.done == 0 and self.recipe.evaluation.every and self.recipe.evaluation.at_start:
+                    self._evaluate()
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
@@ -171,7 +173,7 @@ class Trainer:
         self._agree_on_statistics()
         data, evaluation = self.recipe.data, self.recipe.evaluation
         with self.engine.describing():
-            figures = evaluate(
+            evaluated = evaluate(
                 self.network,
                 source,
                 self.world,
@@ -182,7 +184,9 @@ class Trainer:
                 scaled_decoding=data.scaled_decoding,
                 remote=data.remote,
                 cache=data.cache,
-            ).result.summary()
+            )
+        figures = evaluated.result.summary()
+        self.report.keep_evaluation(self.done, evaluated)
         self.report.validation(self.done, figures, time.perf_counter() - started)
         # One rank's figure for all: whether it is the best must not depend on the last bit of a sum.
         score = torch.tensor(figures["mAP"], dtype=torch.float64, device=self.world.device)

@@ -103,7 +103,12 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, 
 def test_a_rank_killed_while_the_last_checkpoint_is_written_or_while_evaluating_is_no_mistake(
     tmp_path, training_shards
 ):
-    run = Run(tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": STEPS})
+    run = Run(
+        tmp_path,
+        training_shards,
+        data__validation=str(training_shards[1]),
+        evaluation={"every": STEPS, "at_start": False},
+    )
     status, output = run.go(2, f"SIGKILL rank=1 step={STEPS - 1} stage=evaluation", restarts=1)
     assert status == 0, output
     assert len([entry for entry in read_run_log(run.folder) if "validation" in entry]) == 1

@@ -21,6 +21,7 @@ from distap.data.packing import pack
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.exits import FINISHED, RESTART
+from distap.saved_evaluations import folder_of_step, read_evaluation, saved_steps
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
@@ -154,7 +155,8 @@ def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
 
 
 def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_path, training_shards):
-    settings = {"steps": 2, "data__validation": str(training_shards[1]), "evaluation": {"every": 2}}
+    evaluation = {"every": 2, "at_start": False}
+    settings = {"steps": 2, "data__validation": str(training_shards[1]), "evaluation": evaluation}
     trainer = Trainer(recipe(tmp_path, training_shards, **settings), World())
     step = trainer.step
 
@@ -187,7 +189,7 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
         training_shards,
         steps=6,
         data__validation=str(tmp_path / "hard"),
-        evaluation={"every": 1},
+        evaluation={"every": 1, "at_start": False},
         checkpoint={"every": 5, "keep": 1},
     )
     scores = {entry["step"]: entry["validation"]["mAP"] for entry in read_run_log(tmp_path) if "validation" in entry}
@@ -197,6 +199,27 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
     assert find_checkpoint(tmp_path, best=True).manifest.score == scores[best]
     _, network = trained_network(tmp_path, World(), best=True)
     assert isinstance(network.state_dict()["pooling.power"], torch.Tensor)
+    # The numbers went up and down between the first, the best and the last.
+    assert saved_steps(tmp_path) == sorted({1, best, 6})
+
+
+def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(tmp_path, training_shards):
+    settings = {"steps": 2, "data__validation": str(training_shards[1])}
+    train(World(), tmp_path / "with", training_shards, **settings, evaluation={"every": 2})
+    train(World(), tmp_path / "without", training_shards, **settings)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    lines = [entry for entry in read_run_log(tmp_path / "with") if "validation" in entry]
+    assert [line["step"] for line in lines] == [0, 2] == saved_steps(tmp_path / "with")
+    assert read_evaluation(folder_of_step(tmp_path / "with", 2)).figures == lines[1]["validation"]
+    assert saved_steps(tmp_path / "without") == []
+
+
+def test_a_full_disk_costs_the_kept_evaluation_and_not_the_training(tmp_path, training_shards, caplog):
+    (tmp_path / "evaluations").write_text("a file where the folder should be")
+    settings = {"steps": 1, "data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
+    train(World(), tmp_path, training_shards, **settings)
+    assert "the evaluation is not kept for the report" in caplog.text
+    assert len([entry for entry in read_run_log(tmp_path) if "validation" in entry]) == 2
 
 
 def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_shards):

@@ -87,19 +87,37 @@ def eval_command(
 
 
 def report_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run.", show_default=False)],
-    before: Annotated[Path, typer.Option(help="What `distap eval --output` wrote before training.")],
-    after: Annotated[Path, typer.Option(help="The same after training.")],
-    output: Annotated[Path, typer.Option(help="Folder to write report.html and summary.json to.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run; several are compared.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write report.html and summary.json to; by default the run's, or that around the runs."
+        ),
+    ] = None,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="With one run: what `distap eval --output` wrote before it, instead of its own."),
+    ] = None,
+    after: Annotated[Path | None, typer.Option(help="The same after it.")] = None,
 ) -> None:
-    """Write a run's report page: curves, seconds by stage, figures and neighbours before and after."""
+    """Write a page on one run or on several side by side: curves, time, figures, neighbours, hardest queries."""
     from distap.run_report import report
     from distap.telemetry.terminal import console, figures_table
 
-    summary = report(run, before, after, output)
-    console.print(figures_table({when: summary[when] for when in ("before", "after")}))
-    console.print(
-        f"trained in {summary['train_seconds']:.0f} s, "
-        f"{100 * summary['outside_network_share']:.1f}% of a step outside the network"
-    )
-    console.print(f"report: {output / 'report.html'}", markup=False)
+    page, summary = report(runs, output, before, after)
+    of_runs = summary.get("runs", {"": summary})
+    columns = {
+        f"{name} {when}".strip(): of_run[when]
+        for name, of_run in of_runs.items()
+        for when in ("before", "after")
+        if of_run[when]
+    }
+    if columns:
+        console.print(figures_table(columns))
+    for name, of_run in of_runs.items():
+        share = of_run["outside_network_share"]
+        outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"
+        console.print(f"{name}: trained in {of_run['train_seconds']:.0f} s{outside}".removeprefix(": "), markup=False)
+    console.print(f"report: {page}", markup=False)

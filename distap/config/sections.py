@@ -258,6 +258,7 @@ class EvaluationSection(Section):
     """Evaluation on data.validation during training."""
 
     every: int = Field(0, ge=0, description="steps between evaluations; 0 never evaluates")
+    at_start: bool = Field(True, description="also before the first step, to tell what the training gained")
     batch_size: PositiveInt = Field(64, description="images described at once")
 
 

@@ -1,9 +1,14 @@
+import re
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
 
-from distap.telemetry.charts import Series, line_chart, stacked_bars, thinned, ticks
-from distap.telemetry.report import Example, Hit, write_report
+from distap.telemetry.charts import Series, line_chart, stacked_bars, stacked_rows, thinned, ticks
+from distap.telemetry.contact_sheets import Answer, Confusion, Example, Hit, Picture, Sheet
+from distap.telemetry.report import Report, write_report
+from distap.telemetry.run_curves import RunLines
+from distap.telemetry.scores import Scores, precision_over_recall
 
 FIGURES = {"mAP": 0.25, "mAP@R": 0.19, "R@1": 0.43, "R@5": 0.65, "R@10": 0.73}
 VOID = {"meta", "img"}
@@ -47,23 +52,42 @@ def step(number, **changes):
     }
 
 
+def lines(name="run", steps=24, **changes):
+    validations = [{"step": 0, "validation": FIGURES}, {"step": steps, "validation": {"mAP": 0.5}}]
+    return RunLines(name, [step(n, **changes) for n in range(1, steps + 1)], validations)
+
+
+def scores(name, gain=0.0):
+    figures = {figure: value + gain for figure, value in FIGURES.items()}
+    classes = {c: {"queries": 4, "mAP": n / 20 + gain} for n, c in enumerate("abcdefghijklmn")}
+    return Scores(name, figures, [1 - r / 101 + gain for r in range(101)], [0.1, 0.5 + gain, 1.0], classes)
+
+
+def picture(key="k", label="cat", jpeg=b"jpeg"):
+    return Picture(key, label, jpeg)
+
+
+def answer(name, *right):
+    return Answer(name, 0.5, 1, [Hit(picture(), each) for each in right])
+
+
 def page(tmp_path, **changes):
     settings = {
         "title": "run",
-        "steps": [step(n) for n in range(1, 25)],
-        "validations": [{"step": 0, "validation": FIGURES}, {"step": 24, "validation": {"mAP": 0.5}}],
-        "before": FIGURES,
-        "after": {name: value + 0.1 for name, value in FIGURES.items()},
-        "examples": [],
-        "facts": {"network": "resnet"},
+        "runs": [lines()],
+        "facts": {"network": ["resnet"]},
+        "scores": [scores("before"), scores("after", 0.1)],
     }
-    write_report(tmp_path / "report.html", **{**settings, **changes})
+    write_report(tmp_path / "report.html", Report(**{**settings, **changes}))
     return (tmp_path / "report.html").read_text()
 
 
+def sheets(*answers):
+    return [Sheet("Some", "Drawn at random.", [Example(picture("q"), list(answers))])]
+
+
 def test_the_page_is_whole_and_needs_no_network(tmp_path):
-    hits = [Hit("a", b"jpeg", True), Hit("b", b"jpeg", False)]
-    text = page(tmp_path, examples=[Example("q", "cat", b"jpeg", hits, hits[:1])])
+    text = page(tmp_path, sheets=sheets(answer("before", True, False), answer("after", True)))
     parsed = Page(text)
     assert parsed.references and all(reference.startswith("data:image/jpeg") for reference in parsed.references)
     assert "http" not in text.replace("http-equiv", "")
@@ -72,46 +96,97 @@ def test_the_page_is_whole_and_needs_no_network(tmp_path):
 
 def test_before_and_after_stand_side_by_side(tmp_path):
     text = page(tmp_path)
-    assert '<td>mAP@R</td><td>19.0</td><td>29.0</td><td class="gain">+10.0</td>' in text
+    assert '<th scope="row">mAP@R</th><td>19.0</td><td>29.0</td><td><span class="gain">+10.0</span></td>' in text
     assert "7.6% of a step is outside the network" in text
 
 
 def test_right_hits_are_framed_and_marked_apart_from_wrong_ones(tmp_path):
-    before = [Hit("a", b"1", False), Hit("b", b"2", False)]
-    after = [Hit("a", b"1", True), Hit("b", b"2", False)]
-    text = page(tmp_path, examples=[Example("q", "cat", b"0", before, after)])
+    text = page(tmp_path, sheets=sheets(answer("before", False, False), answer("after", True, False)))
     classes = Page(text).classes
     assert (classes.count("hit right"), classes.count("hit wrong")) == (1, 3)
-    assert "before: 0 of 2 right" in text
-    assert "after: 1 of 2 right" in text
+    assert (text.count(">✓<"), text.count(">✗<")) == (1, 3)
+    assert "<b>before</b>: 0 of 2 right" in text
+    assert "<b>after</b>: 1 of 2 right" in text
+
+
+def test_an_image_that_cannot_be_read_leaves_its_place(tmp_path):
+    text = page(tmp_path, sheets=[Sheet("", "", [Example(picture("q", jpeg=None), [answer("after", True)])])])
+    Page(text)
+    assert 'aria-label="query: cat, q, not readable"' in text
 
 
 def test_names_are_escaped(tmp_path):
     name = '<b>&"'
-    example = Example(name, name, b"0", [Hit(name, b"1", True)], [Hit(name, b"1", True)])
-    text = page(tmp_path, title=name, facts={name: name}, examples=[example])
+    shown = picture(name, name)
+    text = page(
+        tmp_path,
+        title=name,
+        runs=[lines(name), lines("b")],
+        facts={name: [name, name]},
+        settings={name: [name, name]},
+        scores=[Scores(name, {name: 0.5}, [0.5] * 101, [0.5], {name: {"queries": 3, "mAP": 0.5}})],
+        sheets=[Sheet(name, name, [Example(shown, [Answer(name, 0.5, 1, [Hit(shown, False)])])])],
+        confused=[Confusion(shown, shown, 1, 2)],
+        notes=[name],
+    )
     Page(text)
     assert name not in text
     assert "&lt;b&gt;&amp;" in text
 
 
 def test_a_run_without_steps_says_so(tmp_path):
-    text = page(tmp_path, steps=[], validations=[], before=None, after=None)
+    text = page(tmp_path, runs=[RunLines("run", [], [])], scores=[])
     Page(text)
-    assert "No training step has been logged" in text
+    assert "no training step has been logged" in text
 
 
 @pytest.mark.parametrize("lost", [None, float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_broken_chart(tmp_path, lost):
     steps = [step(n, loss=lost if n == 5 else 0.5, gradient_norm=lost) for n in range(1, 10)]
-    text = page(tmp_path, steps=steps)
+    text = page(tmp_path, runs=[RunLines("run", steps, [])])
     Page(text)
     assert "nan" not in text.lower().replace("nano", "")
     assert "inf," not in text
 
 
 def test_a_hundred_thousand_steps_make_a_small_page(tmp_path):
-    assert len(page(tmp_path, steps=[step(n) for n in range(1, 100_001)])) < 1_000_000
+    assert len(page(tmp_path, runs=[lines(steps=100_000)])) < 1_000_000
+
+
+def test_lines_of_several_runs_differ_in_more_than_their_colour(tmp_path):
+    text = page(tmp_path, runs=[lines("one"), lines("other")], facts={"network": ["a", "b"]})
+    loss = text[text.index("Loss of the global batch") :].split("</figure>")[0]
+    # In the chart and in its legend.
+    assert re.findall(r'class="(line .*?)"', loss) == ["line s0 d0", "line s1 d1"] * 2
+    assert "stroke-dasharray" in text
+
+
+def test_stages_of_several_runs_stand_side_by_side(tmp_path):
+    text = page(tmp_path, runs=[lines("one"), lines("other", steps=3)], facts={"network": ["a", "b"]})
+    assert '<th scope="row">replay</th><td>6.000</td><td>70.2</td><td>6.000</td><td>70.2</td>' in text
+    assert "one: 7.6% of a step is outside the network" in text
+
+
+def test_recipes_that_are_the_same_are_said_to_be(tmp_path):
+    both = {"runs": [lines("one"), lines("other")], "facts": {"network": ["a", "a"]}}
+    assert "The recipes are the same" in page(tmp_path, **both)
+    text = page(tmp_path, **both, settings={"loss.bins": ["10", "20"]})
+    assert '<th scope="row">loss.bins</th><td>10</td><td>20</td>' in text
+
+
+def test_the_classes_with_the_lowest_map_come_in_order(tmp_path):
+    text = page(tmp_path)
+    section = text[text.index("Classes with the lowest mAP") :]
+    assert re.findall(r'<th scope="row">(\w)</th>', section) == list("abcdefghijkl")
+
+
+def test_the_curve_of_queries_falls_from_all_to_those_that_are_perfect(tmp_path):
+    chart = precision_over_recall([scores("after")])
+    assert re.findall(r"<h3>(.*?)</h3>", chart) == ["Precision over recall", "Queries that reach an AP"]
+    heights = [float(point.split(",")[1]) for point in re.findall(r'points="(.*?)"', chart)[1].split()]
+    assert len(heights) == 101
+    assert heights == sorted(heights)
+    assert len(set(heights)) == 3
 
 
 def test_thinning_keeps_the_mean():
@@ -132,10 +207,31 @@ def test_charts_of_equal_values_are_drawn(values):
     points = [(float(x), y) for x, y in enumerate(values)]
     assert "nan" not in line_chart([Series("a", points)], "a")
     assert "<rect" in stacked_bars([x for x, _ in points], {"a": values}, "seconds")
+    assert "nan" not in stacked_rows({"run": {"a": values[0]}}, "seconds")
 
 
 def test_a_loss_that_is_no_average_precision_draws_no_curve_of_it(tmp_path):
-    page(tmp_path, steps=[step(n, batch_mAP=None) for n in range(1, 5)], validations=[])
-    text = (tmp_path / "report.html").read_text()
+    text = page(tmp_path, runs=[RunLines("run", [step(n, batch_mAP=None) for n in range(1, 5)], [])])
     assert "Mean Average Precision" not in text
     assert "Loss of the global batch" in text
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_has_the_contrast_that_wcag_asks_for(dark):
+    styles = files("distap.telemetry").joinpath("report.css").read_text()
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", styles.split("@media")[int(dark)]))
+    for background in ("paper", "card"):
+        for text in ("ink", "soft"):
+            assert contrast(colours[text], colours[background]) >= 4.5
+        for line in ("right", "wrong", *(f"c{number}" for number in range(9))):
+            assert contrast(colours[line], colours[background]) >= 3
+
+
+def contrast(one, other):
+    """Ratio of two colours' luminances (WCAG 2.2)."""
+    light = []
+    for colour in (one, other):
+        shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(light) + 0.05) / (min(light) + 0.05)
