@@ -1,11 +1,13 @@
 """What the terminal shows: progress, and messages of one format."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -51,6 +53,37 @@ def training_progress(steps: int, done: int, shown: bool) -> Iterator[TrainingPr
         return
     with _progress() as progress:
         yield TrainingProgress(progress, steps, done)
+
+
+@contextmanager
+def counting(description: str, total: int, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar over images with how many a second there are; where there is no terminal, a line at the end.
+
+    Args:
+        description: of what is done.
+        total: images.
+        done: those that were done before, which count for no speed.
+        shown: whether anything is printed.
+    Yields:
+        What is to be told how many images are done beside `done`.
+    """
+    started, most = time.monotonic(), 0
+
+    def speed() -> str:
+        return f"{most / max(time.monotonic() - started, 1e-9):,.1f} images/s"
+
+    with _progress() if shown else nullcontext() as progress:
+        task = progress.add_task(escape(description), total=total, completed=done) if progress else None
+
+        def show(images: int) -> None:
+            nonlocal most
+            most = images
+            if progress is not None and task is not None:
+                progress.update(task, completed=done + images, description=f"{escape(description)}  {speed()}")
+
+        yield show
+    if shown and not console.is_terminal:
+        console.print(f"{description}: {done + most} of {total} done, {speed()}", markup=False)
 
 
 def _progress() -> Progress:

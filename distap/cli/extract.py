@@ -1,0 +1,152 @@
+"""`distap extract`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from distap.errors import DistapError
+
+if TYPE_CHECKING:
+    from distap.data.whole_images import Sizing
+
+LEAVE_SECONDS = 10.0  # that ranks have after a signal: what is described is in whole files already
+
+
+def extract_command(
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(help="Folder, pattern or URL of shards; or any folder with images in it.", show_default=False),
+    ],
+    output: Annotated[
+        Path, typer.Argument(help="Folder to write, or that of an extraction to go on with.", show_default=False)
+    ],
+    checkpoint: Annotated[Path, typer.Option(help="A run folder, or one of its checkpoints.", show_default=False)],
+    best: Annotated[
+        bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")
+    ] = False,
+    index: Annotated[
+        Path | None, typer.Option(help="File of the shards' index.", show_default="beside the shards")
+    ] = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option(help="Take the central square at this size, pixels.", min=1, show_default="as in the recipe"),
+    ] = None,
+    max_side: Annotated[
+        int | None, typer.Option(help="Take whole images, the longer side scaled down to this, pixels.", min=1)
+    ] = None,
+    original: Annotated[bool, typer.Option("--original", help="Take whole images as they are.")] = False,
+    scales: Annotated[
+        str, typer.Option(help="Factors at which each image is described, such as 1,0.7071,0.5.")
+    ] = "1",
+    scale_power: Annotated[
+        float | None,
+        typer.Option(help="Of the mean over scales.", show_default="GeM's, or 1 where a projection follows it"),
+    ] = None,
+    whitening: Annotated[Path | None, typer.Option(help="What `distap whiten` wrote, applied last.")] = None,
+    form: Annotated[Literal["npy", "parquet"], typer.Option(help="Arrays, or one Parquet file.")] = "npy",
+    dtype: Annotated[Literal["float32", "float16"], typer.Option(help="Of the descriptors.")] = "float32",
+    precision: Annotated[Literal["float32", "bf16"], typer.Option(help="What the network computes in.")] = "float32",
+    batch_pixels: Annotated[
+        int | None,
+        typer.Option(
+            help="Height times width of all images described at once.", min=1, show_default="evaluation.batch_size's"
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes a rank that read.", min=0, show_default="as in the recipe")
+    ] = None,
+    part_images: Annotated[
+        int | None,
+        typer.Option(help="Images that are written together.", min=1, show_default="a 64th of all, 128 to 4096"),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine, by torchrun; one a GPU.", min=1)] = 1,
+) -> None:
+    """Describe all images of shards or of a folder, and write the descriptors with their keys.
+
+    Stopped or killed, the same command goes on from the parts that are whole, on any number of ranks. Images that
+    cannot be used are left out and named in OUTPUT/left_out.txt. On several machines start
+    `torchrun [...] -m distap.cli extract [...]` on each, with an OUTPUT that all of them see.
+    """
+    if ranks > 1:
+        from distap.launcher import launch
+
+        options = ["--standalone", f"--nproc-per-node={ranks}"]
+        raise typer.Exit(launch(options, "distap.cli", ["extract", *_arguments(context)], LEAVE_SECONDS, 600))
+    from distap.building import trained_network
+    from distap.data.image_sets import open_images
+    from distap.data.locations import parse_source
+    from distap.distributed import joined_world
+    from distap.extraction import describer_of, extract_to_folder
+    from distap.retrieval.whitening import load_whitening
+    from distap.stopping import leave_when_asked
+    from distap.telemetry.terminal import console, set_up_logging
+
+    leave_when_asked()
+    with joined_world() as world:
+        set_up_logging(world.rank)
+        recipe, network = trained_network(checkpoint, world, best)
+        data = recipe.data
+        describer = describer_of(
+            network,
+            _sizing(image_size, max_side, original, data.image_size),
+            _scales(scales),
+            scale_power,
+            None if whitening is None else load_whitening(whitening),
+            max_pixels=data.max_pixels,
+            precision=precision,
+            scaled=data.scaled_decoding,
+            batch_pixels=batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
+        )
+        written = extract_to_folder(
+            describer,
+            open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache),
+            world,
+            output,
+            dtype=dtype,
+            form=form,
+            workers=data.workers if workers is None else workers,
+            part_images=part_images,
+            shown=world.rank == 0,
+        )
+        if written is not None:
+            console.print(
+                f"{output}: {written.images} descriptors of {written.dimensions} dimensions, {dtype}; "
+                f"{written.images / max(written.batches, 1):.1f} images a batch"
+                + (
+                    f"; {written.left_out} images left out, see {output / 'left_out.txt'}" if written.left_out else ""
+                ),
+                markup=False,
+            )
+
+
+def _sizing(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":
+    from distap.data.whole_images import Sizing
+
+    if sum((image_size is not None, max_side is not None, original)) > 1:
+        raise DistapError("give one of --image-size, --max-side and --original")
+    if original:
+        return Sizing("original")
+    return Sizing("crop", image_size or default) if max_side is None else Sizing("side", max_side)
+
+
+def _scales(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(factor) for factor in text.split(","))
+    except ValueError as error:
+        raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error
+
+
+def _arguments(context: typer.Context) -> list[str]:
+    """The command line of one rank: all that was given, but for --ranks."""
+    options, arguments = [], []
+    for parameter in context.command.params:
+        value = context.params[str(parameter.name)]
+        if parameter.param_type_name == "argument":
+            arguments.append(str(value))
+        elif isinstance(value, bool):
+            options += [parameter.opts[0]] if value else []
+        elif value is not None and parameter.name != "ranks":
+            options += [parameter.opts[0], str(value)]
+    return [*options, "--", *arguments]

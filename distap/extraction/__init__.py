@@ -1,0 +1,17 @@
+"""Descriptors of whole data sets: into memory for evaluation, into a folder for everything else."""
+
+from distap.extraction.describer import BATCH_PIXELS, ImageDescriber, describer_from, describer_of
+from distap.extraction.in_memory import Extracted, extract_descriptors
+from distap.extraction.to_folder import DType, Written, extract_to_folder
+
+__all__ = [
+    "BATCH_PIXELS",
+    "DType",
+    "Extracted",
+    "ImageDescriber",
+    "Written",
+    "describer_from",
+    "describer_of",
+    "extract_descriptors",
+    "extract_to_folder",
+]
