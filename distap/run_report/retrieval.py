@@ -54,23 +54,17 @@ class Gallery:
     def confusions(self) -> list[Confusion]:
         """Pairs of classes that the last network takes for each other most often."""
         retrieved = self._retrieved[self._names[-1]]
-        queries = np.flatnonzero(retrieved.first_positive > 0)
-        if not len(queries) or not retrieved.neighbours.shape[1]:
-            return []
-        nearest = retrieved.neighbours[queries, 0]
-        asked, found = retrieved.label[queries], retrieved.label[nearest]
-        wrong = np.flatnonzero(asked != found)
-        pairs = Counter(zip(asked[wrong].tolist(), found[wrong].tolist(), strict=True))
-        example: dict[tuple[int, int], int] = {}
-        for number in wrong.tolist():
-            example.setdefault((int(asked[number]), int(found[number])), number)
-        sizes = np.bincount(asked, minlength=len(retrieved.class_name))
+        mistakes = {name: _mistakes(each) for name, each in self._retrieved.items()}
+        by_network = {name: Counter(pair for _, pair in rows) for name, rows in mistakes.items()}
+        example = {pair: row for row, pair in reversed(mistakes[self._names[-1]])}
+        pairs = by_network[self._names[-1]]
+        sizes = np.bincount(retrieved.label[retrieved.first_positive > 0], minlength=len(retrieved.class_name))
         frequent = sorted(pairs, key=lambda pair: (-pairs[pair], -pairs[pair] / sizes[pair[0]], pair))[:CONFUSED]
         return [
             Confusion(
-                self._picture(retrieved, int(queries[example[pair]])),
-                self._picture(retrieved, int(nearest[example[pair]])),
-                pairs[pair],
+                self._picture(retrieved, example[pair]),
+                self._picture(retrieved, int(retrieved.neighbours[example[pair], 0])),
+                {name: counts[pair] for name, counts in by_network.items()},
                 int(sizes[pair[0]]),
             )
             for pair in frequent
@@ -118,3 +112,12 @@ class Gallery:
     def _picture(self, retrieved: Retrieved, row: int) -> Picture:
         jpeg = self._thumbnails(int(retrieved.sample[row]))
         return Picture(str(retrieved.key[row]), retrieved.class_of(row), jpeg)
+
+
+def _mistakes(retrieved: Retrieved) -> list[tuple[int, tuple[int, int]]]:
+    """Rows of the queries whose nearest image is of another class, with the two classes."""
+    if not retrieved.neighbours.shape[1]:
+        return []
+    nearest = retrieved.label[retrieved.neighbours[:, 0]]
+    wrong = np.flatnonzero((retrieved.first_positive > 0) & (nearest != retrieved.label))
+    return [(row, (int(retrieved.label[row]), int(nearest[row]))) for row in wrong.tolist()]

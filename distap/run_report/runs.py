@@ -65,6 +65,7 @@ class Run:
             "loss": _loss(recipe["loss"]),
             "trained on": f"{recipe['data']['train']}, {recipe['data']['image_size']} px",
             "evaluated on": "not kept" if self.after is None else _evaluated(self.after),
+            "highest validation mAP": self._best(),
             "batch": f"{last['images']:,} images ({recipe['sampling']['name']})",
             "steps": f"{len(steps):,} on {last['ranks']} rank{'' if last['ranks'] == 1 else 's'}",
             "training time": f"{self.train_seconds:,.0f} s, {self._seconds_of('evaluation'):,.0f} s of it evaluation",
@@ -85,6 +86,10 @@ class Run:
         names = {None: "", 0: "before", self.recipe["steps"]: "after"}
         both = {"before": self.before, "after": self.after}
         return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
+
+    def _best(self) -> str:
+        best = max(self.validations, key=lambda line: line["validation"]["mAP"], default=None)
+        return "–" if best is None else f"{100 * best['validation']['mAP']:.1f}%, after step {best['step']:,}"
 
     def _seconds_of(self, what: str) -> float:
         return float(sum(entry["seconds"].get(what, 0.0) for entry in self.entries))

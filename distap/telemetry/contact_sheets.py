@@ -57,7 +57,7 @@ class Confusion:
 
     query: Picture
     found: Picture
-    count: int
+    counts: dict[str, int]  # by each network
     queries: int  # of the class
 
 
@@ -73,11 +73,11 @@ def confusions(pairs: Sequence[Confusion], name: str) -> str:
 
     Args:
         pairs: most frequent first.
-        name: of the network that took them.
+        name: of the network by which they were chosen.
     """
     if not pairs:
         return ""
-    about = f"Queries whose nearest image is of another class ({name}), counted by the two classes; one of each."
+    about = f"Queries whose nearest image is of another class, counted by the two classes; most frequent: {name}."
     return (
         f'<h2>Most confused classes</h2>\n{note(about)}<div class="pairs">'
         f"{''.join(_confusion(pair) for pair in pairs)}</div>\n"
@@ -85,11 +85,12 @@ def confusions(pairs: Sequence[Confusion], name: str) -> str:
 
 
 def _confusion(pair: Confusion) -> str:
+    counts = ", ".join(f"{escape(name)} {count}" for name, count in pair.counts.items())
     query = f'<div class="hit plain">{_picture(pair.query, "query")}</div>'
     return (
         f'<figure class="pair"><div class="hits two"><div>{query}</div>{_hit(Hit(pair.found, False))}</div>'
         f"<figcaption><b>{escape(pair.query.label)}</b> taken for "
-        f"<b>{escape(pair.found.label)}</b>: {pair.count} of {pair.queries} queries</figcaption></figure>"
+        f"<b>{escape(pair.found.label)}</b>: {counts} of {pair.queries} queries</figcaption></figure>"
     )
 
 

@@ -37,7 +37,7 @@ def write_report(path: Path, report: Report) -> None:
         _facts(report),
         "".join(note(text) for text in report.notes),
         _settings(report) if several else "",
-        figures_table(report.scores, "The runs side by side" if several else _title_of(report.scores)),
+        figures_table(report.scores, *(("The runs side by side", "difference") if several else ("Figures",))),
         curves(report.runs),
         seconds(report.runs),
         precision_over_recall(report.scores),
@@ -46,10 +46,6 @@ def write_report(path: Path, report: Report) -> None:
         lowest_classes(report.scores),
     ]
     write_page(path, report.title, "".join(sections))
-
-
-def _title_of(scores: Sequence[Scores]) -> str:
-    return "Before and after training" if len(scores) == 2 else "Figures"
 
 
 def _facts(report: Report) -> str:

@@ -79,20 +79,9 @@ def seconds(runs: Sequence[RunLines]) -> str:
         charts = [("Seconds of a step by stage, rank 0", chart)]
     else:
         charts = [("Seconds of a step by stage, rank 0, mean", stacked_rows(rows, "seconds a step"))]
-    heading = [
-        "stage",
-        *(f"{run.name}, {unit}".removeprefix(", ") for run in _named(runs) for unit in ("s a step", "%")),
-    ]
-    cells = [
-        [
-            stage,
-            *(cell for name in rows for cell in (f"{rows[name][stage]:.3f}", _share(rows[name][stage], whole[name]))),
-        ]
-        for stage in used
-    ]
-    cells.append(
-        ["all", *(cell for name in rows for cell in (f"{whole[name]:.3f}", _share(whole[name], whole[name])))]
-    )
+    heading = ["stage", *(f"{run.name}, seconds a step".removeprefix(", ") for run in _named(runs))]
+    cells = [[stage, *(_part(rows[name][stage], whole[name]) for name in rows)] for stage in used]
+    cells.append(["all", *(_part(whole[name], whole[name]) for name in rows)])
     charts.append(("Means over the steps", table(heading, cells)))
     outside = "".join(
         note(f"{run.name}: {text}".removeprefix(": "))
@@ -121,8 +110,9 @@ def _named(runs: Sequence[RunLines]) -> list[RunLines]:
     return [RunLines("", run.steps, run.validations) for run in runs] if len(runs) == 1 else list(runs)
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}" if whole else "–"
+def _part(seconds: float, whole: float) -> str:
+    share = f"{100 * seconds / whole:.1f}" if whole else "–"
+    return f"{seconds:.3f} ({share}%)"
 
 
 def _series(runs: Sequence[RunLines], name: str) -> list[Series]:

@@ -27,12 +27,12 @@ class Scores:
     classes: dict[str, dict[str, float]]  # queries and mAP of each class; may be empty
 
 
-def figures_table(scores: Sequence[Scores], title: str) -> str:
-    """The section of the figures; with two networks, what the second gained."""
+def figures_table(scores: Sequence[Scores], title: str, gain_name: str = "gain") -> str:
+    """The section of the figures; with two networks, how much more the second has."""
     if not scores:
         return ""
     names = list(dict.fromkeys(name for each in scores for name in each.figures))
-    heading = ["figure", *(f"{each.name}, %" for each in scores), *(["gain"] if len(scores) == 2 else []), ""]
+    heading = ["figure", *(f"{each.name}, %" for each in scores), *([gain_name] if len(scores) == 2 else []), ""]
     rows = []
     for name in names:
         values = [each.figures.get(name) for each in scores]

@@ -126,7 +126,7 @@ def test_names_are_escaped(tmp_path):
         settings={name: [name, name]},
         scores=[Scores(name, {name: 0.5}, [0.5] * 101, [0.5], {name: {"queries": 3, "mAP": 0.5}})],
         sheets=[Sheet(name, name, [Example(shown, [Answer(name, 0.5, 1, [Hit(shown, False)])])])],
-        confused=[Confusion(shown, shown, 1, 2)],
+        confused=[Confusion(shown, shown, {name: 1}, 2)],
         notes=[name],
     )
     Page(text)
@@ -163,7 +163,7 @@ def test_lines_of_several_runs_differ_in_more_than_their_colour(tmp_path):
 
 def test_stages_of_several_runs_stand_side_by_side(tmp_path):
     text = page(tmp_path, runs=[lines("one"), lines("other", steps=3)], facts={"network": ["a", "b"]})
-    assert '<th scope="row">replay</th><td>6.000</td><td>70.2</td><td>6.000</td><td>70.2</td>' in text
+    assert '<th scope="row">replay</th><td>6.000 (70.2%)</td><td>6.000 (70.2%)</td>' in text
     assert "one: 7.6% of a step is outside the network" in text
 
 
