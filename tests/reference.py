@@ -231,25 +231,3 @@ def through_normalisation(raw: Tensor, gradient: Tensor) -> Tensor:
     torch.nn.functional.normalize(raw).backward(gradient)
     assert raw.grad is not None
     return raw.grad
-
-
-def labelled_set_figures(similarities: list[list[float]], labels: list[int]) -> dict[str, float]:
-    """mAP, mAP@R and R@k by sorting each query's gallery; a positive comes after negatives it ties with."""
-    precisions, at_r, firsts = [], [], []
-    for query, label in enumerate(labels):
-        gallery = [other for other in range(len(labels)) if other != query]
-        gallery.sort(key=lambda other: (-similarities[query][other], labels[other] == label))
-        right = [labels[other] == label for other in gallery]
-        count = sum(right)
-        if count == 0:
-            continue
-        hits = [(place, sum(right[:place])) for place in range(1, len(right) + 1) if right[place - 1]]
-        precisions.append(sum(found / place for place, found in hits) / count)
-        at_r.append(sum(found / place for place, found in hits if place <= count) / count)
-        firsts.append(hits[0][0])
-    queries = len(firsts)
-    return {
-        "mAP": sum(precisions) / queries,
-        "mAP@R": sum(at_r) / queries,
-        **{f"R@{k}": sum(first <= k for first in firsts) / queries for k in (1, 5, 10)},
-    }

@@ -33,7 +33,7 @@ class DecomposabilityGap:
 def decomposability_gap(
     descriptors: Tensor | NDArray[Any],
     labels: Int64[Tensor, " N"],
-    batches: Iterable[Int64[Tensor, " B"]],
+    batches: Iterable[Tensor | NDArray[np.int64]],
     *,
     whole: float | None = None,
     ties: Ties = "pessimistic",
@@ -43,20 +43,21 @@ def decomposability_gap(
     Args:
         descriptors: (N, C) of length 1; a tensor or an array.
         labels: class of each image, -1 for none.
-        batches: rows of each batch; those of a sampler, or `random_batches`.
+        batches: rows of each batch, of any sizes; those of a sampler, or `random_batches`.
         whole: mAP over the whole set where it is known already.
         ties: as for `evaluate_labelled_set`.
     Raises:
         DistapError: no batch has two images of a class.
     """
     values, left_out = [], 0
-    for batch in batches:
+    for rows in batches:
+        batch = torch.as_tensor(rows, device=labels.device)
         own = labels[batch]
         if Classes(own).most_positives < 1:
             left_out += 1
             continue
-        rows = descriptors[batch] if isinstance(descriptors, Tensor) else descriptors[batch.cpu().numpy()]
-        values.append(evaluate_labelled_set(rows, own, 0, ties=ties).summary()["mAP"])
+        described = descriptors[batch] if isinstance(descriptors, Tensor) else descriptors[batch.cpu().numpy()]
+        values.append(evaluate_labelled_set(described, own, 0, ties=ties).summary()["mAP"])
     if not values:
         raise DistapError(f"none of {left_out} batches has two images of a class: take greater batches")
     if whole is None:

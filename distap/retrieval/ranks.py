@@ -197,38 +197,47 @@ def _places_in_head(positives: Tensor, ignored: Tensor, head: Tensor | None) -> 
 
 def _count_before(similarities: Tensor, span: range, positives: Tensor, bounds: Tensor, ties: Ties) -> Tensor:
     if ties == "pessimistic":
-        return count_at_least(similarities, bounds)
+        return count_above(similarities, bounds, torch.zeros_like(bounds, dtype=torch.bool))
     # Columns before the positive's own come first when as similar, columns behind it only when more.
-    more = bounds.nextafter(torch.full_like(bounds, torch.inf))
-    counts = count_at_least(similarities, torch.where(positives >= span.stop, bounds, more))
+    counts = count_above(similarities, bounds, positives < span.stop)
     for query, place in zip(*(part.tolist() for part in _inside(positives, span)), strict=True):
         column = int(positives[query, place]) - span.start
         counts[query, place] += (similarities[query, :column] == bounds[query, place]).sum()
     return counts
 
 
-def count_at_least(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """How many of a row's similarities are no smaller than each of its bounds; 0 for an infinite bound."""
+def count_above(
+    similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], strictly: Bool[Tensor, "q P"]
+) -> Int64[Tensor, "q P"]:
+    """How many of a row's similarities are above each bound, or equal to it unless strictly; 0 for infinity."""
     if similarities.device.type != "cpu":
-        return count_in_columns(similarities, bounds)
+        return count_above_in_columns(similarities, bounds, strictly)
     result = np.zeros(bounds.shape, dtype=np.int64)
+    rows = zip(similarities.numpy(), bounds.numpy(), strictly.numpy(), result, strict=True)
     # On a CPU a row at a time, which then stays in the cache.
-    for row, own, counts in zip(similarities.numpy(), bounds.numpy(), result, strict=True):
+    for row, own, more, counts in rows:
         (finite,) = np.isfinite(own).nonzero()
         if len(finite) > FEW:
-            counts[finite] = len(row) - np.searchsorted(np.sort(row), own[finite])
+            ascending = np.sort(row)
+            sides = (np.searchsorted(ascending, own[finite], side) for side in ("right", "left"))
+            counts[finite] = len(row) - np.where(more[finite], *sides)
         else:
             for place in finite:
-                counts[place] = np.count_nonzero(row >= own[place])
+                above = row > own[place] if more[place] else row >= own[place]
+                counts[place] = np.count_nonzero(above)
     return torch.from_numpy(result)
 
 
-def count_in_columns(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """The same as `count_at_least`, for all rows together."""
+def count_above_in_columns(
+    similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], strictly: Bool[Tensor, "q P"]
+) -> Int64[Tensor, "q P"]:
+    """The same as `count_above`, for all rows together."""
     if bounds.shape[1] > FEW:
-        ascending = similarities.sort(dim=1).values
-        return similarities.shape[1] - torch.searchsorted(ascending, bounds.contiguous())
+        ascending, bounds = similarities.sort(dim=1).values, bounds.contiguous()
+        right, left = (torch.searchsorted(ascending, bounds, side=side) for side in ("right", "left"))
+        return similarities.shape[1] - torch.where(strictly, right, left)
     counts = torch.zeros_like(bounds, dtype=torch.int64)
     for place in range(bounds.shape[1]):
-        counts[:, place] = (similarities >= bounds[:, place : place + 1]).sum(dim=1)
+        own, more = bounds[:, place : place + 1], strictly[:, place : place + 1]
+        counts[:, place] = ((similarities > own) | ((similarities == own) & ~more)).sum(dim=1)
     return counts
