@@ -127,7 +127,7 @@ def test_two_runs_stand_side_by_side_with_the_settings_in_which_they_differ(tmp_
     page, summary = report([runs / "a", runs / "b"], tmp_path)
     assert list(summary["runs"]) == ["a", "b"]
     text = page.read_text()
-    assert '<th scope="row">optimizer.learning_rate</th><td>0.001</td><td>0.01</td>' in text
+    assert '<th scope="row">optimizer.<wbr>learning_<wbr>rate</th><td>0.001</td><td>0.01</td>' in text
     after = [100 * summary["runs"][name]["after"]["mAP"] for name in ("a", "b")]
     assert f'<th scope="row">mAP</th><td>{after[0]:.1f}</td><td>{after[1]:.1f}</td>' in text
     assert "<b>a</b>: " in text and "<b>b</b>: " in text

@@ -33,17 +33,18 @@ def write_report(path: Path, report: Report) -> None:
         UnwritableError: it cannot be written.
     """
     several = len(report.runs) > 1
+    title, gain = ("The runs side by side", "difference") if several else ("Figures", "gain")
     sections = [
         _facts(report),
         "".join(note(text) for text in report.notes),
         _settings(report) if several else "",
-        figures_table(report.scores, *(("The runs side by side", "difference") if several else ("Figures",))),
+        figures_table(report.scores, title, gain),
         curves(report.runs),
         seconds(report.runs),
         precision_over_recall(report.scores),
         *(sheet(each) for each in report.sheets),
         confusions(report.confused, report.scores[-1].name if report.scores else ""),
-        lowest_classes(report.scores),
+        lowest_classes(report.scores, gain),
     ]
     write_page(path, report.title, "".join(sections))
 
@@ -62,5 +63,7 @@ def _settings(report: Report) -> str:
 
 
 def _columns(heading: str, rows: dict[str, list[str]], runs: Sequence[RunLines]) -> str:
-    cells = [[escape(name), *map(escape, values)] for name, values in rows.items()]
+    # Long keys break where they are joined.
+    names = {name: escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>") for name in rows}
+    cells = [[names[name], *map(escape, values)] for name, values in rows.items()]
     return table([heading, *(run.name for run in runs)], cells).replace("<table>", '<table class="texts">', 1)

@@ -76,13 +76,13 @@ def _reached(scores: Scores) -> list[float]:
     return [(count - bisect_left(ascending, level / 100)) / count for level in range(101)] if count else []
 
 
-def lowest_classes(scores: Sequence[Scores]) -> str:
+def lowest_classes(scores: Sequence[Scores], gain_name: str = "gain") -> str:
     """The section of the classes with the lowest mAP of the last network."""
     of_last = scores[-1].classes if scores else {}
     lowest = sorted(of_last, key=lambda name: (of_last[name].get("mAP", 1.0), name))[:LOWEST]
     if not lowest:
         return ""
-    gains = ["gain"] if len(scores) == 2 else []
+    gains = [gain_name] if len(scores) == 2 else []
     rows = []
     for name in lowest:
         values = [each.classes.get(name, {}).get("mAP") for each in scores]

@@ -11,7 +11,7 @@ from distap.telemetry.run_curves import RunLines
 from distap.telemetry.scores import Scores, precision_over_recall
 
 FIGURES = {"mAP": 0.25, "mAP@R": 0.19, "R@1": 0.43, "R@5": 0.65, "R@10": 0.73}
-VOID = {"meta", "img"}
+VOID = {"meta", "img", "wbr"}
 
 
 class Page(HTMLParser):
@@ -171,7 +171,7 @@ def test_recipes_that_are_the_same_are_said_to_be(tmp_path):
     both = {"runs": [lines("one"), lines("other")], "facts": {"network": ["a", "a"]}}
     assert "The recipes are the same" in page(tmp_path, **both)
     text = page(tmp_path, **both, settings={"loss.bins": ["10", "20"]})
-    assert '<th scope="row">loss.bins</th><td>10</td><td>20</td>' in text
+    assert '<th scope="row">loss.<wbr>bins</th><td>10</td><td>20</td>' in text
 
 
 def test_the_classes_with_the_lowest_map_come_in_order(tmp_path):
