@@ -152,6 +152,41 @@ def bench_data(
         console.print(f"{write_results(output, figures, facts)}", markup=False)
 
 
+@bench.command("eval")
+def bench_eval(
+    images: Annotated[int, typer.Option(help="Images of the labelled set.", min=20)] = 60_000,
+    dimensions: Annotated[int, typer.Option(help="Of the descriptors.", min=2)] = 512,
+    gallery: Annotated[
+        int | None, typer.Option(help="Rank this many descriptors for 70 queries of three protocols instead.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Turns that each has; the median counts.", min=1)] = 3,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
+) -> None:
+    """Print time and memory of evaluating a labelled set, beside pytorch-metric-learning's AccuracyCalculator.
+
+    The full ranking, and R@k and mAP@R through Faiss. With --gallery: Easy, Medium and Hard against a gallery in a
+    file of the temporary folder, of 2 bytes a number.
+    """
+    from distap.bench import evaluation
+    from distap.telemetry.terminal import console, track
+
+    threads = threads or os.cpu_count() or 1
+    if gallery is None:
+        setting = evaluation.Setting(images, dimensions, rounds, threads)
+        figures = evaluation.measure(setting, track)
+        console.print(evaluation.table(figures, setting))
+        console.print(evaluation.agreement(figures), highlight=False)
+        text = evaluation.as_json(figures)
+    else:
+        of_gallery = evaluation.measure_gallery(gallery, dimensions, threads)
+        console.print(evaluation.gallery_table(of_gallery))
+        text = evaluation.as_json(of_gallery)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+        console.print(f"{json_file}", markup=False)
+
+
 @bench.command("savings")
 def bench_savings(
     backbone: Annotated[str, typer.Option(help="Any timm network.")] = "tf_efficientnet_lite0",
