@@ -10,6 +10,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, ascending
+OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,11 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate what it needed; on the CPU it has no error of its own for that."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether torch could not allocate what it needed; on the CPU it has no error of its own for that.
+
+    oneDNN's way to say so is that it could not make a convolution's primitive.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_CPU_MEMORY)
 
 
 def _is_longer(gradient: Float[Tensor, "n C"], limit: float) -> Tensor:

@@ -62,4 +62,5 @@ def test_the_last_is_known_to_be_the_last():
 
 def test_only_a_lack_of_memory_is_one():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # of oneDNN
     assert not is_out_of_memory(RuntimeError("size mismatch"))
