@@ -176,8 +176,8 @@ def write_gallery(path: Path, gallery: int, dimensions: int) -> tuple[Tensor, li
     for query in queries:
         rows = torch.randperm(LABELLED_IMAGES, generator=generator)[: EASY + HARD + JUNK]
         easy, hard, junk = rows.split((EASY, HARD, JUNK))
-        near[easy] += 0.4 * query
-        near[hard] += 0.15 * query
+        near[easy] += 0.2 * query
+        near[hard] += 0.12 * query
         near[junk] += 0.2 * query
         truth.append(GradedQuery(tuple(easy.tolist()), tuple(hard.tolist()), tuple(junk.tolist())))
     with path.open("wb") as file:

@@ -125,6 +125,8 @@ def evaluate_graded(
     _require_truth(truth, len(queries), len(gallery))
     require_head(head, len(queries), len(gallery))
     require_finite(queries, "the queries")
+    if isinstance(gallery, Tensor):  # an array is looked through when it is read
+        require_finite(gallery, "the gallery")
     device = queries.device
     easy, hard, junk = (padded([getattr(own, grade) for own in truth], device) for grade in ("easy", "hard", "junk"))
     positives = torch.cat([easy, hard], dim=1)

@@ -101,15 +101,18 @@ def evaluate_landmarks(
     """
     if len(truth) != len(queries):
         raise DistapError(f"there is a truth for {len(truth)} queries and descriptors of {len(queries)}")
+    for number, own in enumerate(truth):
+        if own.positives and not 0 <= min(own.positives) <= max(own.positives) < len(gallery):
+            raise DistapError(f"query {number} names row {max(own.positives)} of a gallery of {len(gallery)} images")
     require_head(head, len(queries), len(gallery))
     require_finite(queries, "the queries")
+    if isinstance(gallery, Tensor):  # an array is looked through when it is read
+        require_finite(gallery, "the gallery")
     height = max(BLOCK_PAIRS // len(gallery), 1)
     precision, first = [], []
     for start in range(0, len(queries), height):
         part = slice(start, start + height)
         positives = padded([np.unique(own.positives) for own in truth[part]], queries.device)
-        if positives.numel() and not -1 <= int(positives.min()) <= int(positives.max()) < len(gallery):
-            raise DistapError(f"a query names row {int(positives.max())} of a gallery of {len(gallery)} images")
         tiles = Tiles(queries[part], gallery, BLOCK_PAIRS)
         ignored = positives[:, :0]
         before = negatives_before(tiles, positives, ignored, ties, None if head is None else head[part])

@@ -120,7 +120,7 @@ def evaluate_labelled_set(
         neighbours: most similar images to report.
         at: the k of R@k and mP@k, some.
         ties: `pessimistic` or `index`, see `negatives_before`.
-        head: images that come first for each image, in this order, whatever their similarity.
+        head: other images that come first for each image, in this order, whatever their similarity.
     Raises:
         DistapError: a descriptor is not finite, no image has another of its class, or the head is none.
     """
@@ -129,6 +129,8 @@ def evaluate_labelled_set(
     if classes.most_positives < 1:
         raise DistapError(f"none of the {total} images has another of its class: there is nothing to retrieve")
     require_head(head, total, total)
+    if head is not None and bool((head == torch.arange(total, device=head.device)[:, None]).any()):
+        raise DistapError("a re-ranked head names the query itself, which is not in its gallery")
     descriptors = resident(descriptors, labels.device)
     neighbours = min(neighbours, total - 1)
     precision = torch.full((total,), torch.nan, dtype=torch.float64, device=labels.device)

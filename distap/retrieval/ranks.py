@@ -39,8 +39,8 @@ class Tiles:
                 f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: "
                 "they were described by different networks"
             )
-        wide = queries.dtype == torch.float64
-        self._queries, self._gallery = queries if wide else queries.float(), gallery
+        self.dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+        self._queries, self._gallery = queries.to(self.dtype), gallery
         width = max(pairs // max(len(queries), 1), 1)
         self.spans = [range(start, min(start + width, len(gallery))) for start in range(0, len(gallery), width)]
         self._kept: tuple[int, Tensor] | None = None
@@ -109,7 +109,7 @@ def negatives_before(
     Returns:
         Counts, 0 where `positives` is NONE.
     """
-    bounds = torch.full(positives.shape, torch.inf, dtype=tiles[0].dtype, device=positives.device)
+    bounds = torch.full(positives.shape, torch.inf, dtype=tiles.dtype, device=positives.device)
     for number, span in enumerate(tiles.spans):
         query, place = _inside(positives, span)
         if len(query):

@@ -132,6 +132,8 @@ def test_a_gallery_of_another_network_or_with_a_hole_is_an_error():
     gallery[2, 1] = np.inf
     with pytest.raises(DistapError, match="rows 0 to 3 of the gallery: 1 of 4"):
         evaluate_graded(torch.eye(4)[:1], gallery, truth)
+    with pytest.raises(DistapError, match="the gallery: 1 of 4"):
+        evaluate_graded(torch.eye(4)[:1], torch.from_numpy(gallery), truth)
 
 
 def test_the_ground_truth_of_a_data_set_names_gallery_rows():

@@ -105,6 +105,7 @@ def test_a_head_comes_first_whatever_its_similarity(seed, kept, ties):
     [
         ([[1, 1], [0, 2], [0, 1]], "twice"),
         ([[1, 3], [0, 2], [0, 1]], "numbers below 3"),
+        ([[1, 2], [0, 2], [0, 2]], "the query itself"),
     ],
 )
 def test_a_head_that_is_no_head_is_an_error(head, message):
