@@ -1,6 +1,7 @@
 """Descriptors of images at several scales, and whitened: what is extracted, served and exported."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, UInt8
@@ -73,7 +74,7 @@ class MultiScaleNetwork(nn.Module):
         if scale == 1:
             described: Tensor = self.network(images)
             return described
-        size = [scaled(length, scale) for length in images.shape[-2:]]
+        size: list[Any] = [scaled(length, scale) for length in images.shape[-2:]]
         pixels = interpolate(images.to(self.network.mean.dtype), size, mode="bilinear", antialias=True)
         described = self.network(pixels)
         return described
@@ -92,9 +93,10 @@ def default_power(network: RetrievalNetwork) -> float:
     return 1.0 if projected or not isinstance(network.pooling, GeM) else network.pooling.power.item()
 
 
-def scaled(length: int, scale: float) -> int:
+def scaled(length: int | torch.SymInt, scale: float) -> int | torch.SymInt:
     """Height or width in pixels at a scale, rounded down but at least 1."""
-    return max(int(length * scale), 1)
+    # Python's int and max would give an export the length that it was traced with, whatever images it is given.
+    return torch.sym_max(torch.sym_int(length * scale), 1)
 
 
 def required_size(network: RetrievalNetwork) -> tuple[int, int] | None:

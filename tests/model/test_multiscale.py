@@ -1,10 +1,13 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim, export
 from torch.nn.functional import interpolate, normalize
 
 from distap.errors import DistapError
-from distap.model import MultiScaleNetwork, build_network
+from distap.model import GeM, MultiScaleNetwork, RetrievalNetwork, build_network
 from distap.model.fingerprint import fingerprint
 from distap.model.multiscale import default_power, required_size
 
@@ -89,6 +92,17 @@ def test_an_image_too_small_for_a_scale_keeps_a_pixel():
     assert found.isfinite().all()
 
 
+@torch.no_grad()
+def test_an_export_scales_each_image_by_its_own_size():
+    backbone = nn.Conv2d(3, 16, 7, stride=2, padding=3, bias=False)
+    backbone.num_features = 16
+    several = MultiScaleNetwork(RetrievalNetwork(backbone, GeM()), (1.0, 0.7071)).eval()
+    sizes = {0: Dim("n"), 2: Dim("height", min=160, max=2048), 3: Dim("width", min=160, max=2048)}
+    exported = export(several, (images(2, 192, 224),), dynamic_shapes=(sizes,)).module()
+    others = images(3, 173, 260)
+    torch.testing.assert_close(exported(others), several(others), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -133,9 +147,10 @@ def test_the_same_network_has_the_same_fingerprint_however_it_lies_in_memory():
 
 
 def test_whatever_changes_descriptors_changes_the_fingerprint():
-    changed = [network(projection=8), network(projection=8, seed=1), network(projection=9), network()]
+    first = network(projection=8)
+    changed = [first, network(projection=8, seed=1), network(projection=9), network()]
     for name in ("mean", "std"):
-        other = network(projection=8)
+        other = copy.deepcopy(first)
         getattr(other, name)[0, 0] += 1
         changed.append(other)
     for change in (
@@ -144,7 +159,7 @@ def test_whatever_changes_descriptors_changes_the_fingerprint():
         lambda n: n.backbone.bn1.running_mean.add_(1e-6),
         lambda n: n.double(),
     ):
-        change(other := network(projection=8))
+        change(other := copy.deepcopy(first))
         changed.append(other)
     prints = [fingerprint(one) for one in changed]
     assert len(set(prints)) == len(prints)
