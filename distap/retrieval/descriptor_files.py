@@ -6,9 +6,11 @@ or one Parquet file; never a pickle.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +23,9 @@ ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descripto
 PARQUET_FILE = "descriptors.parquet"
 VERSION = 1
 ROWS_AT_ONCE = 65_536  # that are turned into a table for Parquet
+
+# What reading a damaged array or Parquet file raises: NumPy parses the text of its headers as Python.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, SyntaxError, TokenError, OverflowError, MemoryError)
 
 Form = Literal["npy", "parquet"]
 Texts = NDArray[Any]  # of np.str_ of any length, which the run-time check would take for as many types
@@ -49,6 +54,16 @@ class DescribedBy:
         """What `dataclasses.asdict` and JSON have made of one."""
         return cls(**{**values, "scales": tuple(values["scales"])})
 
+    def require_same(self, other: "DescribedBy", what: str, data: str) -> None:
+        """Raise a DistapError where `what` was described by something else than the descriptors of `data`."""
+        differences = [
+            f"{field.name} is {getattr(other, field.name)!r}, not {getattr(self, field.name)!r}"
+            for field in fields(DescribedBy)
+            if getattr(other, field.name) != getattr(self, field.name)
+        ]
+        if differences:
+            raise DistapError(f"{what} cannot be compared with the descriptors of {data}: {'; '.join(differences)}")
+
 
 @dataclass(frozen=True)
 class DescriptorSet:
@@ -73,15 +88,7 @@ class DescriptorSet:
 
     def require_same_maker(self, other: DescribedBy, what: str) -> None:
         """Raise a DistapError where `what` was described by something else, naming every difference."""
-        differences = [
-            f"{field.name} is {getattr(other, field.name)!r}, not {getattr(self.described_by, field.name)!r}"
-            for field in fields(DescribedBy)
-            if getattr(other, field.name) != getattr(self.described_by, field.name)
-        ]
-        if differences:
-            raise DistapError(
-                f"{what} cannot be compared with the descriptors of {self.data}: {'; '.join(differences)}"
-            )
+        self.described_by.require_same(other, what, self.data)
 
 
 def write_descriptors(folder: Path, descriptors: DescriptorSet, form: Form = "npy") -> None:
@@ -126,10 +133,10 @@ def read_descriptors(folder: Path) -> DescriptorSet:
         about = json.loads(path.read_text())
         version, shape, dtype = about["version"], (about["images"], about["dimensions"]), np.dtype(about["dtype"])
         described_by, data, sizes = DescribedBy.from_json(about["described_by"]), str(about["data"]), about["files"]
-        parquet = PARQUET_FILE in sizes
+        parquet = sizes.get(PARQUET_FILE) is not None
     except FileNotFoundError as error:
         raise DistapError(f"{path}: no such file; `distap extract` writes it when all are described") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DistapError(f"{path}: not readable as what `distap extract` writes: {error!r}") from error
     if version != VERSION:
         raise DistapError(f"{path}: version {version!r}, this distap reads {VERSION}; extract them again")
@@ -137,13 +144,43 @@ def read_descriptors(folder: Path) -> DescriptorSet:
         _require_size(folder / name, sizes.get(name))
     try:
         values, keys, classes = _read_parquet(folder) if parquet else _read_arrays(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except DAMAGE as error:
         raise DistapError(f"{folder}: its descriptors are not readable: {error}") from error
     if values.shape != shape or values.dtype != dtype:
         raise DistapError(
             f"{folder}: descriptors of shape {values.shape} in {values.dtype}; {path.name} says {shape} in {dtype}"
         )
     return DescriptorSet(values, keys, classes, described_by, data)
+
+
+def save_array(path: Path, values: NDArray[Any]) -> None:
+    """Write an array by way of another file, since it may be a view of the one that is there."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        with aside.open("wb") as file:
+            np.lib.format.write_array(file, values, allow_pickle=False)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_texts(folder: Path) -> tuple[Texts, Texts]:
+    """Keys and classes of a folder of descriptors, or of an index.
+
+    Raises:
+        ValueError: a file holds something else.
+    """
+    texts = []
+    for name in (KEYS_FILE, CLASSES_FILE):
+        with (folder / name).open("rb") as file:
+            values = np.lib.format.read_array(file, allow_pickle=False)
+        if values.dtype.kind != "U" or values.ndim != 1:
+            raise ValueError(f"{name} has {values.dtype} of shape {values.shape}, expected texts in one row")
+        codes = values.view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
+        if codes.size and codes.max() > sys.maxunicode:
+            raise ValueError(f"{name} holds what is no character")
+        texts.append(values)
+    return texts[0], texts[1]
 
 
 def _require_size(path: Path, expected: Any) -> None:
@@ -159,22 +196,28 @@ def _require_size(path: Path, expected: Any) -> None:
 
 def _write_arrays(folder: Path, descriptors: DescriptorSet) -> list[str]:
     values = descriptors.descriptors
-    in_place = isinstance(values, np.memmap) and Path(str(values.filename)) == (folder / DESCRIPTORS_FILE).resolve()
-    if in_place:
+    if _is_file(values, folder / DESCRIPTORS_FILE):
         values.flush()  # type: ignore[attr-defined]  # a memory map has it
     else:
-        np.save(folder / DESCRIPTORS_FILE, values)
-    np.save(folder / KEYS_FILE, descriptors.keys)
-    np.save(folder / CLASSES_FILE, descriptors.classes)
+        save_array(folder / DESCRIPTORS_FILE, values)
+    save_array(folder / KEYS_FILE, descriptors.keys)
+    save_array(folder / CLASSES_FILE, descriptors.classes)
     return [DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE]
 
 
+def _is_file(values: NDArray[Any], path: Path) -> bool:
+    """Whether the array is the memory map of the whole file, and not of a part or in another order."""
+    return (
+        isinstance(values, np.memmap)
+        and Path(str(values.filename)) == path.resolve()
+        and values.flags.c_contiguous
+        and values.offset + values.nbytes == path.stat().st_size
+    )
+
+
 def _read_arrays(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
-    values = np.load(folder / DESCRIPTORS_FILE, mmap_mode="r", allow_pickle=False)
-    keys, classes = (np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE))
-    if keys.dtype.kind != "U" or classes.dtype.kind != "U" or keys.ndim != 1 or classes.ndim != 1:
-        raise ValueError(f"keys are {keys.dtype} and classes {classes.dtype}, expected texts in one row")
-    return values, keys, classes
+    values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
+    return values, *read_texts(folder)
 
 
 def _write_parquet(folder: Path, descriptors: DescriptorSet) -> list[str]:

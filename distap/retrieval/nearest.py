@@ -63,9 +63,11 @@ def without_rows(
     return similarities[~drop].reshape(shape), rows[~drop].reshape(shape)
 
 
-def gallery_blocks(gallery: Float[np.ndarray, "N C"]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """First row and descriptors of consecutive blocks, in float32."""
-    height = max(BLOCK_NUMBERS // max(gallery.shape[1], 1), 1)
+def gallery_blocks(
+    gallery: Float[np.ndarray, "N C"], numbers: int | None = None
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """First row and descriptors of consecutive blocks in float32, of so many numbers at most."""
+    height = max((numbers or BLOCK_NUMBERS) // max(gallery.shape[1], 1), 1)
     for start in range(0, len(gallery), height):
         yield start, as_float32(gallery[start : start + height], start, "descriptor")
 

@@ -1,0 +1,229 @@
+"""An index on disk: a folder with Faiss's file, the keys and classes of its rows, and what it was made of.
+
+Faiss trusts its files and may take the process down with a damaged one, so size and SHA-256 are compared before it is
+given a byte. `about.json` is written last; a folder without it holds no index.
+"""
+
+import json
+import threading
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import faiss
+import numpy as np
+from jaxtyping import Float, Float32
+
+from distap.checkpoint.manifest import FileIdentity, file_identity
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import (
+    ABOUT_FILE,
+    CLASSES_FILE,
+    DAMAGE,
+    DESCRIPTORS_FILE,
+    KEYS_FILE,
+    PARQUET_FILE,
+    DescribedBy,
+    DescriptorSet,
+    Texts,
+    read_texts,
+    save_array,
+)
+from distap.retrieval.index_kinds import BuiltIndex
+from distap.retrieval.nearest import as_float32, bounded_threads
+from distap.whole_files import sync_folder, write_whole
+
+INDEX_FILE = "index.faiss"
+FILES = (INDEX_FILE, KEYS_FILE, CLASSES_FILE)
+VERSION = 1
+
+
+class Hit(NamedTuple):
+    """An image of the gallery that a search found."""
+
+    key: str
+    class_name: str  # "" where it belongs to none
+    similarity: float  # approximate where the index keeps codes
+    row: int
+
+
+@dataclass(frozen=True, eq=False)
+class SearchIndex:
+    """A gallery that can be searched, by several threads at once.
+
+    Args:
+        index: of Faiss; one search at a time is let into it, which uses all threads.
+        keys, classes: (N,) of its rows.
+        described_by: what turned the gallery's images into descriptors.
+        data: where these images are.
+        about: `kind`, its `settings` and what was measured of it.
+    """
+
+    index: Any
+    keys: Texts
+    classes: Texts
+    described_by: DescribedBy
+    data: str
+    about: dict[str, Any]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __len__(self) -> int:
+        """Images in the gallery."""
+        return len(self.keys)
+
+    @property
+    def dimensions(self) -> int:
+        """C of the descriptors."""
+        return int(self.index.d)
+
+    def search(self, descriptors: Float[np.ndarray, "Q _"], k: int) -> list[list[Hit]]:
+        """The k most similar images of each query, best first; fewer where the index finds no more.
+
+        Args:
+            descriptors: (Q, C) of length 1.
+            k: cut to the gallery.
+        Raises:
+            DistapError: the descriptors have other dimensions, or a number is not finite.
+        """
+        if descriptors.shape[1] != self.dimensions:
+            raise DistapError(
+                f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "
+                "another network described it"
+            )
+        asked, k = as_float32(descriptors, 0, "query"), min(k, len(self))
+        if k < 1 or not len(asked):
+            return [[] for _ in asked]
+        with self._lock:
+            bounded_threads()
+            similarities, rows = self.index.search(asked, k)
+        return [
+            [self._hit(row, similarity) for row, similarity in zip(*found, strict=True) if row >= 0]
+            for found in zip(rows.tolist(), similarities.tolist(), strict=True)
+        ]
+
+    def row_of(self, key: str) -> int:
+        """Row of an image.
+
+        Raises:
+            DistapError: the gallery has none of this key.
+        """
+        if key not in self._rows:
+            raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
+        return self._rows[key]
+
+    def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
+        """Descriptor of an image of the gallery; approximate where the index keeps codes alone."""
+        with self._lock:
+            if isinstance(self.index, faiss.IndexIVF):
+                self.index.make_direct_map()
+            return np.asarray(self.index.reconstruct(row), np.float32)
+
+    def require_same_maker(self, other: DescribedBy, what: str) -> None:
+        """Raise a DistapError where `what` was described by something else, naming every difference."""
+        self.described_by.require_same(other, what, self.data)
+
+    def _hit(self, row: int, similarity: float) -> Hit:
+        return Hit(str(self.keys[row]), str(self.classes[row]), similarity, row)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {key: row for row, key in enumerate(self.keys.tolist())}
+
+
+def write_index(
+    folder: Path, built: BuiltIndex, descriptors: DescriptorSet, measured: dict[str, Any] | None = None
+) -> None:
+    """Write a folder that `read_index` reads; what was there before counts no more from the start on.
+
+    Args:
+        folder: made if need be.
+        built: over the descriptors, all of them in their order.
+        descriptors: whose keys and classes go with it.
+        measured: what is known of it, such as its recall, kept in about.json.
+    Raises:
+        DistapError: a file cannot be written, or the folder holds descriptors.
+    """
+    if built.index.ntotal != len(descriptors):
+        raise DistapError(f"{folder}: an index of {built.index.ntotal} rows for {len(descriptors)} descriptors")
+    require_no_descriptors(folder)
+    aside = folder / f".{INDEX_FILE}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ABOUT_FILE).unlink(missing_ok=True)
+        try:
+            faiss.write_index(built.index, str(aside))
+            aside.replace(folder / INDEX_FILE)
+        finally:
+            aside.unlink(missing_ok=True)
+        save_array(folder / KEYS_FILE, descriptors.keys)
+        save_array(folder / CLASSES_FILE, descriptors.classes)
+        sync_folder(folder)
+        identities = {name: asdict(file_identity(folder / name)) for name in FILES}
+    except (OSError, RuntimeError) as error:
+        raise DistapError(f"{folder}: the index cannot be written: {error}") from error
+    about = {
+        "version": VERSION,
+        "index": {"kind": built.kind.name, **asdict(built.kind)},
+        "images": len(descriptors),
+        "dimensions": descriptors.descriptors.shape[1],
+        "data": descriptors.data,
+        "described_by": asdict(descriptors.described_by),
+        "build_seconds": built.seconds,
+        **(measured or {}),
+        "files": identities,
+    }
+    write_whole(folder / ABOUT_FILE, json.dumps(about, indent=2) + "\n")
+
+
+def require_no_descriptors(folder: Path) -> None:
+    """Raise a DistapError where the folder holds descriptors, whose files an index would replace."""
+    if any((folder / name).exists() for name in (DESCRIPTORS_FILE, PARQUET_FILE)):
+        raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
+
+
+def read_index(folder: Path) -> SearchIndex:
+    """What `write_index` wrote, in memory.
+
+    Raises:
+        DistapError: a file is missing, cut, damaged or does not belong to the others.
+    """
+    path = folder / ABOUT_FILE
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if about["version"] != VERSION:
+            raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; index it again")
+        images, dimensions, data = int(about["images"]), int(about["dimensions"]), str(about["data"])
+        described_by = DescribedBy.from_json(about["described_by"])
+        identities = {name: FileIdentity(**about["files"][name]) for name in FILES}
+    except FileNotFoundError as error:
+        raise DistapError(f"{path}: no such file; `distap index` writes it") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DistapError(f"{path}: not readable as what `distap index` writes: {error!r}") from error
+    for name, identity in identities.items():
+        _require_same_file(folder / name, identity)
+    try:
+        keys, classes = read_texts(folder)
+        index = faiss.read_index(str(folder / INDEX_FILE))
+    except (*DAMAGE, RuntimeError) as error:
+        raise DistapError(f"{folder}: its index is not readable: {error}; index it again") from error
+    if (index.ntotal, index.d) != (images, dimensions) or not len(keys) == len(classes) == images:
+        raise DistapError(
+            f"{folder}: {index.ntotal} rows of {index.d} dimensions, {len(keys)} keys and {len(classes)} classes, "
+            f"but {ABOUT_FILE} says {images} rows of {dimensions}; index it again"
+        )
+    return SearchIndex(index, keys, classes, described_by, data, about)
+
+
+def _require_same_file(path: Path, expected: FileIdentity) -> None:
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:  # not worth reading
+            detail = f"{size} bytes, but {ABOUT_FILE} says {expected.bytes}: it was cut or is another file"
+        elif file_identity(path) != expected:
+            detail = f"damaged or another file: its SHA-256 is not the one in {ABOUT_FILE}"
+        else:
+            return
+    except OSError as error:
+        raise DistapError(f"{path}: {error.strerror}, though {ABOUT_FILE} names it; index it again") from error
+    raise DistapError(f"{path}: {detail}; index it again")

@@ -1,0 +1,177 @@
+import contextlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from postprocessing_reference import clustered
+
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, read_descriptors, write_descriptors
+
+FORMS = ["npy", "parquet"]
+DTYPES = [np.float32, np.float16]
+
+
+def texts(*values):
+    return np.array(values, dtype=np.str_)
+
+
+def assert_same(read, written):
+    assert read.descriptors.dtype == written.descriptors.dtype
+    np.testing.assert_array_equal(read.descriptors, written.descriptors)
+    assert read.keys.tolist() == written.keys.tolist()
+    assert read.classes.tolist() == written.classes.tolist()
+    assert (read.described_by, read.data) == (written.described_by, written.data)
+
+
+@pytest.fixture
+def images():
+    return clustered(50, 6, 4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_written_is_read(tmp_path, monkeypatch, form, dtype):
+    monkeypatch.setattr("distap.retrieval.descriptor_files.ROWS_AT_ONCE", 7)
+    maker = DescribedBy("abc", "side 1024", (1.0, 0.5), 3.0, "whitening")
+    images = replace(clustered(50, 6, 4, dtype=dtype), described_by=maker)
+    write_descriptors(tmp_path / "of" / "mine", images, form)
+    assert_same(read_descriptors(tmp_path / "of" / "mine"), images)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_image_and_odd_names_are_kept(tmp_path, form):
+    none = DescriptorSet(np.zeros((0, 3), np.float32), texts(), texts(), DescribedBy("n", "s"), "nothing")
+    write_descriptors(tmp_path, none, form)
+    assert read_descriptors(tmp_path).descriptors.shape == (0, 3)
+    odd = DescriptorSet(
+        np.ones((3, 2), np.float16), texts("ä/é 🌍", "a\nb", "'\"\\"), texts("", "x", ""), DescribedBy("n", "s"), "ö"
+    )
+    write_descriptors(tmp_path, odd, form)
+    assert_same(read_descriptors(tmp_path), odd)
+
+
+def test_arrays_are_mapped_and_may_be_written_where_they_lie(tmp_path, images):
+    write_descriptors(tmp_path, images)
+    mapped = read_descriptors(tmp_path)
+    assert isinstance(mapped.descriptors, np.memmap)
+    before = (tmp_path / "descriptors.npy").stat().st_ino
+    write_descriptors(tmp_path, mapped)
+    assert (tmp_path / "descriptors.npy").stat().st_ino == before
+    assert_same(read_descriptors(tmp_path), images)
+
+
+@pytest.mark.parametrize("rows", [slice(3, 9), slice(None, None, -1), slice(0, 50, 2)])
+def test_a_part_of_the_mapped_file_may_replace_it(tmp_path, images, rows):
+    write_descriptors(tmp_path, images)
+    mapped = read_descriptors(tmp_path)
+    part = replace(mapped, descriptors=mapped.descriptors[rows], keys=mapped.keys[rows], classes=mapped.classes[rows])
+    write_descriptors(tmp_path, part)
+    expected = replace(
+        images, descriptors=images.descriptors[rows], keys=images.keys[rows], classes=images.classes[rows]
+    )
+    assert_same(read_descriptors(tmp_path), expected)
+
+
+def test_a_folder_of_arrays_becomes_one_of_parquet_and_back(tmp_path, images):
+    for form in ("npy", "parquet", "npy"):
+        write_descriptors(tmp_path, images, form)
+        assert_same(read_descriptors(tmp_path), images)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_that_is_cut_or_longer_is_refused(tmp_path, images, form):
+    write_descriptors(tmp_path, images, form)
+    for path in tmp_path.iterdir():
+        if path.name == "about.json":
+            continue
+        whole = path.read_bytes()
+        for damaged in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x"):
+            path.write_bytes(damaged)
+            with pytest.raises(DistapError, match=rf"{path.name}: {len(damaged)} bytes, but about.json says"):
+                read_descriptors(tmp_path)
+        path.unlink()
+        with pytest.raises(DistapError, match=f"{path.name}: No such file"):
+            read_descriptors(tmp_path)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_damage_of_the_same_length_is_an_error_of_ours_or_other_numbers(tmp_path, images, form):
+    write_descriptors(tmp_path, images, form)
+    generator = np.random.default_rng(0)
+    for path in sorted(tmp_path.iterdir()):
+        whole = path.read_bytes()
+        for place in {*range(0, min(len(whole), 130), 5), *generator.integers(0, len(whole), 12).tolist()}:
+            for value in (whole[place] ^ 0x80, whole[place] ^ 1, 0):
+                path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+                with contextlib.suppress(DistapError):
+                    read = read_descriptors(tmp_path)
+                    assert len(read) == len(read.keys.tolist()) == len(read.classes.tolist()) == 50
+        path.write_bytes(whole)
+
+
+def test_an_array_of_objects_is_refused_unread(tmp_path, images):
+    write_descriptors(tmp_path, images)
+    np.save(tmp_path / "keys.npy", np.array([{"a": 1}] * 50, dtype=object), allow_pickle=True)
+    about = json.loads((tmp_path / "about.json").read_text())
+    about["files"]["keys.npy"] = (tmp_path / "keys.npy").stat().st_size
+    (tmp_path / "about.json").write_text(json.dumps(about))
+    with pytest.raises(DistapError, match="not readable"):
+        read_descriptors(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "3", "[]", "{}", '{"version": 1}', "\udcff", "{"])
+def test_a_record_that_is_none_is_refused(tmp_path, images, text):
+    write_descriptors(tmp_path, images)
+    (tmp_path / "about.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DistapError, match=r"about\.json: not readable"):
+        read_descriptors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("files", []),
+        ("files", {}),
+        ("dtype", "object"),
+        ("dtype", 3),
+        ("images", 49),
+        ("images", "50"),
+        ("dimensions", 7),
+        ("described_by", {"network": "x"}),
+        ("described_by", {"network": "x", "sizing": "y", "scales": 3}),
+        ("version", 2),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(tmp_path, images, key, value):
+    write_descriptors(tmp_path, images)
+    about = json.loads((tmp_path / "about.json").read_text())
+    (tmp_path / "about.json").write_text(json.dumps({**about, key: value}))
+    with pytest.raises(DistapError, match=str(tmp_path)):
+        read_descriptors(tmp_path)
+
+
+def test_a_folder_that_was_not_finished_is_none(tmp_path):
+    with pytest.raises(DistapError, match="no such file; `distap extract` writes it"):
+        read_descriptors(tmp_path)
+
+
+def test_descriptors_of_another_maker_are_refused_with_every_difference(images):
+    other = DescribedBy("other", "crop 32", (1.0,), 1.0, "w")
+    with pytest.raises(DistapError) as refusal:
+        images.require_same_maker(other, "queries")
+    for text in (
+        "queries cannot be compared",
+        "network is 'other', not 'net'",
+        "sizing",
+        "whitening is 'w', not None",
+    ):
+        assert text in str(refusal.value)
+    images.require_same_maker(images.described_by, "queries")
+
+
+def test_keys_and_descriptors_have_one_number_of_rows(images):
+    with pytest.raises(DistapError, match="for 49 keys and 50 classes"):
+        replace(images, keys=images.keys[1:])

@@ -1,0 +1,307 @@
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import faiss
+import numpy as np
+import pytest
+from postprocessing_reference import clustered, described
+from typer.testing import CliRunner
+
+from distap.cli import app
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import DescribedBy, write_descriptors
+from distap.retrieval.index_files import read_index, write_index
+from distap.retrieval.index_kinds import KINDS, Flat, Hnsw, IvfPq, build_index, index_kind
+from distap.retrieval.index_recall import bytes_of, measure
+from distap.retrieval.nearest import nearest
+from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening
+
+SMALL = {"flat": Flat(), "ivf-pq": IvfPq(nlist=8, nprobe=8, m=8, bits=4), "hnsw": Hnsw(links=8)}
+REFINED = replace(SMALL["ivf-pq"], refine=True)
+
+
+@pytest.fixture(scope="module")
+def gallery():
+    return clustered(700, 16, 40)
+
+
+@pytest.fixture(scope="module")
+def built(gallery):
+    return {name: build_index(gallery.descriptors, kind) for name, kind in (*SMALL.items(), ("refined", REFINED))}
+
+
+@pytest.fixture
+def written(tmp_path, gallery, built):
+    write_index(tmp_path / "index", built["flat"], gallery)
+    return tmp_path / "index"
+
+
+@pytest.mark.parametrize("name", [*SMALL, "refined"])
+def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, name):
+    write_index(tmp_path, built[name], gallery, {"measured": {"recall": 0.5}})
+    index = read_index(tmp_path)
+    similarities, rows = built[name].index.search(gallery.descriptors[:20], 5)
+    found = index.search(gallery.descriptors[:20], 5)
+    assert [[hit.row for hit in hits] for hits in found] == rows.tolist()
+    assert [[hit.similarity for hit in hits] for hits in found] == similarities.tolist()
+    for key, class_name, _, row in found[3]:
+        assert (key, class_name) == (gallery.keys[row], gallery.classes[row])
+    assert (index.described_by, index.data, len(index)) == (gallery.described_by, gallery.data, 700)
+    assert index.about["index"]["kind"] == built[name].kind.name
+    assert index.about["measured"] == {"recall": 0.5}
+
+
+def test_a_flat_index_is_exact_also_for_a_map_in_half_precision_in_blocks(tmp_path, monkeypatch, gallery):
+    monkeypatch.setattr("distap.retrieval.index_kinds.NUMBERS_ADDED_AT_ONCE", 16 * 90)
+    np.save(tmp_path / "half.npy", gallery.descriptors.astype(np.float16))
+    mapped = np.load(tmp_path / "half.npy", mmap_mode="r")
+    shown = []
+
+    def track(blocks, description, total):
+        shown.append((description, total, 0))
+        for number, block in enumerate(blocks):
+            shown[-1] = (description, total, number + 1)
+            yield block
+
+    index = build_index(mapped, Flat(), track).index
+    assert shown == [("indexing (flat)", 8, 8)]
+    np.testing.assert_array_equal(
+        index.search(gallery.descriptors[:9], 7)[1], nearest(gallery.descriptors[:9], mapped, 7)[1]
+    )
+
+
+def test_recall_is_the_share_of_the_exact_neighbours(gallery, built):
+    values = gallery.descriptors
+    exact = nearest(values, values, 10, exclude_self=True)[1]
+    for name, index in built.items():
+        _, rows = index.index.search(values, 11)
+        found = [[row for row in near if row != query][:10] for query, near in enumerate(rows.tolist())]
+        shares = [len({*near} & {*right}) / 10 for near, right in zip(found, exact.tolist(), strict=True)]
+        figures = measure(index.index, values, timed=1)
+        assert figures.recall == pytest.approx(np.mean(shares), abs=1e-3), name
+        assert (figures.at, figures.queries) == (10, 700)
+    assert measure(built["flat"].index, values).recall == 1
+    assert measure(built["hnsw"].index, values).recall > 0.98
+    assert measure(built["refined"].index, values).recall > measure(built["ivf-pq"].index, values).recall + 0.1
+
+
+def test_any_of_exact_duplicates_is_found(gallery):
+    values = np.repeat(gallery.descriptors[:20], 30, axis=0)
+    assert measure(build_index(values, Flat()).index, values).recall == 1
+
+
+def test_recall_is_measured_with_held_out_queries_too(gallery, built):
+    queries = clustered(50, 16, 40, seed=9).descriptors
+    figures = measure(built["flat"].index, gallery.descriptors, queries, at=3)
+    assert (figures.recall, figures.at, figures.queries) == (1, 3, 50)
+    with pytest.raises(DistapError, match="dimensions"):
+        measure(built["flat"].index, gallery.descriptors, queries[:, :5])
+
+
+@pytest.mark.parametrize("name", [*SMALL, "refined"])
+def test_bytes_are_those_of_the_file(tmp_path, built, name):
+    faiss.write_index(built[name].index, str(tmp_path / "file"))
+    assert bytes_of(built[name].index) == (tmp_path / "file").stat().st_size
+
+
+@pytest.mark.parametrize("images", [2, 5, 40, 300, 3000])
+def test_settings_that_are_not_given_fit_any_gallery(images):
+    values = clustered(images, 12, 5).descriptors
+    for kind in KINDS.values():
+        fitted = kind().fitted(images, 12)
+        if fitted.sample(images) <= 300:
+            assert build_index(values, kind()).index.search(values[:1], 1)[1].shape == (1, 1)
+    fitted = IvfPq().fitted(1_000_000, 2048)
+    assert (fitted.nlist, fitted.nprobe, fitted.m, fitted.bits) == (2048, 128, 256, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (IvfPq(m=5), "m = 5 parts do not divide 16"),
+        (IvfPq(nlist=701), "at least 701 descriptors to learn from, there are 700"),
+        (IvfPq(bits=10), "at least 1024 descriptors"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(gallery, kind, text):
+    with pytest.raises(DistapError, match=text):
+        build_index(gallery.descriptors, kind)
+
+
+def test_a_kind_or_a_setting_that_is_not_there_is_named():
+    with pytest.raises(DistapError, match="expected one of flat, ivf-pq, hnsw"):
+        index_kind("tree")
+    with pytest.raises(DistapError, match="flat has no setting 'nlist', which is one of ivf-pq"):
+        index_kind("flat", nlist=3, ef=None)
+
+
+def test_nothing_and_what_is_not_finite_are_not_indexed(gallery):
+    with pytest.raises(DistapError, match="nothing to index"):
+        build_index(gallery.descriptors[:0], Flat())
+    broken = gallery.descriptors.copy()
+    broken[3, 4] = np.inf
+    with pytest.raises(DistapError, match="descriptor 3 is not finite"):
+        build_index(broken, Flat())
+
+
+@pytest.mark.skipif(hasattr(faiss, "StandardGpuResources"), reason="this Faiss has a GPU")
+def test_without_a_gpu_faiss_says_so(gallery):
+    with pytest.raises(DistapError, match="--gpu: the installed Faiss has no GPU"):
+        build_index(gallery.descriptors, Flat(), gpu=True)
+
+
+@pytest.mark.parametrize("name", ["index.faiss", "keys.npy", "classes.npy"])
+def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypatch, written, name):
+    monkeypatch.setattr(faiss, "read_index", lambda _: pytest.fail("Faiss was given a damaged file"))
+    path = written / name
+    whole = path.read_bytes()
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DistapError, match=f"{name}: {length} bytes, but about.json says {len(whole)}"):
+            read_index(written)
+    for place in (0, 9, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(DistapError, match=f"{name}: damaged or another file"):
+            read_index(written)
+    path.unlink()
+    with pytest.raises(DistapError, match=f"{name}: No such file"):
+        read_index(written)
+
+
+def test_a_folder_without_an_index_or_with_another_record_is_refused(tmp_path, written):
+    with pytest.raises(DistapError, match="no such file; `distap index` writes it"):
+        read_index(tmp_path)
+    path = written / "about.json"
+    about = json.loads(path.read_text())
+    for key, value in (
+        ("version", 9),
+        ("dimensions", 17),
+        ("images", 699),
+        ("files", {}),
+        ("files", 3),
+        ("described_by", []),
+        ("images", "many"),
+    ):
+        path.write_text(json.dumps({**about, key: value}))
+        with pytest.raises(DistapError, match=str(written)):
+            read_index(written)
+    for text in ("", "[]", "{", "null"):
+        path.write_text(text)
+        with pytest.raises(DistapError, match=r"about\.json: not readable"):
+            read_index(written)
+
+
+def test_queries_of_other_dimensions_or_another_maker_are_refused(gallery, written):
+    index = read_index(written)
+    with pytest.raises(DistapError, match="of 16 dimensions, the query of 9"):
+        index.search(gallery.descriptors[:2, :9], 3)
+    with pytest.raises(DistapError, match="query 1 is not finite"):
+        index.search(np.array([[0.25] * 16, [np.nan] * 16], np.float32), 3)
+    with pytest.raises(DistapError, match=r"photo\.jpg cannot be compared .* network is 'other', not 'net'"):
+        index.require_same_maker(DescribedBy("other", "crop 64"), "photo.jpg")
+    index.require_same_maker(gallery.described_by, "photo.jpg")
+
+
+def test_more_results_than_there_are_images_are_all_of_them(gallery, written):
+    index = read_index(written)
+    assert [len(hits) for hits in index.search(gallery.descriptors[:2], 10_000)] == [700, 700]
+    assert index.search(gallery.descriptors[:2], 0) == [[], []]
+    assert index.search(gallery.descriptors[:0], 3) == []
+
+
+def test_lists_that_a_search_does_not_read_shorten_its_result(tmp_path, gallery):
+    built = build_index(gallery.descriptors, IvfPq(nlist=64, nprobe=1, m=8, bits=4))
+    write_index(tmp_path, built, gallery)
+    hits = read_index(tmp_path).search(gallery.descriptors[:1], 700)[0]
+    assert 0 < len(hits) < 700 and min(hit.row for hit in hits) >= 0
+
+
+@pytest.mark.parametrize("name", [*SMALL, "refined"])
+def test_an_image_of_the_gallery_is_found_by_its_key(tmp_path, gallery, built, name):
+    write_index(tmp_path, built[name], gallery)
+    index = read_index(tmp_path)
+    row = index.row_of("image-17")
+    descriptor = index.descriptor(row)
+    assert row == 17
+    tolerance = {"refined": 1e-3, "ivf-pq": 0.6}.get(name, 0)
+    assert np.linalg.norm(descriptor - gallery.descriptors[17]) <= tolerance
+    with pytest.raises(DistapError, match="no image with the key 'image-700'"):
+        index.row_of("image-700")
+
+
+def test_threads_that_search_at_once_find_what_one_finds(gallery, written):
+    index = read_index(written)
+    queries = gallery.descriptors[:200]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda row: index.search(queries[row : row + 1], 5)[0], range(200)))
+    assert [[hit.row for hit in hits] for hits in found] == [
+        [hit.row for hit in hits] for hits in index.search(queries, 5)
+    ]
+
+
+def test_an_index_does_not_take_the_folder_of_descriptors(tmp_path, gallery, built):
+    write_descriptors(tmp_path, gallery)
+    with pytest.raises(DistapError, match="holds descriptors"):
+        write_index(tmp_path, built["flat"], gallery)
+
+
+def test_an_index_that_could_not_be_written_is_none(small_disk, gallery, built):
+    disk = small_disk("16k")
+    with pytest.raises(DistapError, match="the index cannot be written"):
+        write_index(disk / "index", built["flat"], gallery)
+    with pytest.raises(DistapError, match="no such file"):
+        read_index(disk / "index")
+    assert not list((disk / "index").iterdir())
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=True)
+
+
+def test_the_commands_compare_kinds_and_learn_whitenings(tmp_path, gallery):
+    write_descriptors(tmp_path / "d", gallery)
+    result = run("index", tmp_path / "d", tmp_path / "i", "--kind", "hnsw", "--compare")
+    assert result.exit_code == 0, result.exception
+    for text in ("recall@10", "flat", "ivf-pq", "hnsw", "1.0000", "700 images, hnsw"):
+        assert text in result.output
+    index = read_index(tmp_path / "i")
+    assert index.about["index"] == {"kind": "hnsw", "links": 32, "ef": 64, "ef_construction": 100}
+    assert index.about["measured"]["recall"] > 0.98
+    assert run("whiten", tmp_path / "d", "--dimensions", 5).exit_code == 0
+    whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
+    assert whitening.fingerprint == learn_pca(gallery, dimensions=5).fingerprint
+    (tmp_path / "run").mkdir()
+    assert run("whiten", tmp_path / "d", "--kind", "lw", "--output", tmp_path / "run").exit_code == 0
+    whitening = load_whitening(tmp_path / "run" / "whitening.safetensors")
+    assert whitening.fingerprint == learn_discriminative(gallery).fingerprint
+
+
+def test_matching_pairs_are_found_by_their_names(tmp_path, gallery):
+    named = replace(described(gallery.descriptors), classes=np.array([f"name-{row}" for row in range(700)]))
+    write_descriptors(tmp_path / "d", named)
+    pairs = np.random.default_rng(0).permutation(700)[:200].reshape(100, 2)
+    listed = [{"query": f"name-{i}", "positive": f"image-{j}"} for i, j in pairs.tolist()]
+    (tmp_path / "pairs.json").write_text(json.dumps(listed))
+    path = tmp_path / "w.safetensors"
+    arguments = ("whiten", tmp_path / "d", "--kind", "lw", "--pairs", tmp_path / "pairs.json", "--output", path)
+    assert run(*arguments).exit_code == 0
+    assert load_whitening(path).fingerprint == learn_discriminative(named, pairs=pairs).fingerprint
+    (tmp_path / "pairs.json").write_text(json.dumps([{"query": "name-1", "positive": "strange"}]))
+    assert "1 images that it names are not among the 700" in str(run(*arguments).exception)
+    (tmp_path / "pairs.json").write_text("{}")
+    assert "0 matching pairs" in str(run(*arguments).exception)
+    (tmp_path / "pairs.json").write_text("[3]")
+    assert "not a list of pairs" in str(run(*arguments).exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["whiten", "--kind", "lw", "--power", "0.5"], "--power is for --kind pca"),
+        (["whiten", "--pairs", "x"], "--pairs are for --kind lw"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tmp_path, arguments, text):
+    result = run(arguments[0], tmp_path, *arguments[1:])
+    assert isinstance(result.exception, DistapError) and text in str(result.exception)
