@@ -184,6 +184,24 @@ def test_evaluations_from_before_an_interruption_are_not_told(tmp_path, run):
     assert told == [step for step in saved_steps(run) if step < 2]
 
 
+def test_a_first_evaluation_in_the_midst_of_a_training_is_not_told_as_one_before_it(tmp_path, run):
+    log = run / "metrics.jsonl"
+    lines = [line for line in log.read_text().splitlines() if json.loads(line)["step"] > 0]
+    log.write_text("\n".join(lines) + "\n")
+    shutil.copytree(folder_of_step(run, 2), folder_of_step(run, 1), dirs_exist_ok=True)
+    path = folder_of_step(run, 1) / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 1}))
+    told = read_run(run)
+    assert [line["step"] for line in told.validations] == [1, 2]
+    assert list(told.evaluations()) == ["step 1", "after"]
+
+
+def test_a_folder_with_another_recipe_is_refused(run):
+    (run / "recipe.yaml").write_text("steps: 3\n")
+    with pytest.raises(DistapError, match=r"recipe.yaml: no recipe of a run: data, loss, model, sampling missing"):
+        read_run(run)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

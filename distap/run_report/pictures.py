@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distap.data.decoding import DamagedImageError
+from distap.data.decoding import MAX_PIXELS, DamagedImageError
 from distap.data.index import load_index
 from distap.data.locations import parse_source
 from distap.data.reading import Reader
@@ -57,4 +57,4 @@ def thumbnails_of(evaluation: SavedEvaluation, recipe: dict[str, Any]) -> Thumbn
     index = load_index(source, remote)
     if index.fingerprint != evaluation.fingerprint:
         raise DistapError(f"{source}: the data set is another one than was evaluated in {evaluation.folder}")
-    return _Thumbnails(Reader(source, index, data.get("max_pixels", 10**9), remote=remote))
+    return _Thumbnails(Reader(source, index, data.get("max_pixels", MAX_PIXELS), remote=remote))

@@ -14,6 +14,7 @@ from distap.telemetry.run_curves import RunLines
 from distap.telemetry.runlog import read_run_log
 
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
+TOLD = ("data", "loss", "model", "sampling", "steps")  # sections of a recipe that a report tells of
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Run:
     def validations(self) -> list[dict[str, Any]]:
         """Lines of evaluations during the training, the last of each step; and, first, that before it."""
         lines = {entry["step"]: entry for entry in self.entries if "validation" in entry}
-        same_data = self.before is not None and str(self.recipe["data"]["validation"]) == self.before.data
-        if lines and same_data and self.before is not None:
-            lines.setdefault(0, {"step": 0, "validation": self.before.figures})
+        before = self.before
+        if lines and before and not before.step and before.data == str(self.recipe["data"]["validation"]):
+            lines.setdefault(0, {"step": 0, "validation": before.figures})
         return [lines[step] for step in sorted(lines)]
 
     @property
@@ -110,6 +111,9 @@ def read_run(folder: Path, before: Path | None = None, after: Path | None = None
         recipe: Any = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DistapError(f"{path}: the run's recipe cannot be read: {error}") from error
+    missing = [key for key in TOLD if not isinstance(recipe, dict) or key not in recipe]
+    if missing:
+        raise DistapError(f"{path}: no recipe of a run: {', '.join(missing)} missing; a training writes it")
     # An evaluation that the log does not know is from before an interruption.
     known = {entry["step"] for entry in entries if "validation" in entry}
     own = [step for step in saved_steps(folder) if step in known]

@@ -30,8 +30,7 @@ def curves(runs: Sequence[RunLines]) -> str:
     """The section on training: a chart a figure, with a line a run."""
     empty = [run.name for run in runs if not run.steps]
     said = "".join(note(f"{name}: no training step has been logged.") for name in empty)
-    runs = [run for run in runs if run.steps]
-    if not runs:
+    if len(empty) == len(runs):
         return f"<h2>Training</h2>{said}"
     charts = [
         ("Loss of the global batch", line_chart(_series(runs, "loss"), "loss")),
@@ -47,20 +46,27 @@ def curves(runs: Sequence[RunLines]) -> str:
 
 
 def _average_precision(runs: Sequence[RunLines]) -> list[tuple[str, str]]:
-    of_batches = [each for each in _series(runs, "batch_mAP") if any(math.isfinite(y) for _, y in each.points)]
+    of_batches = _series(runs, "batch_mAP")
     of_validation = [
         Series(
             run.name, [(float(entry["step"]), _number(entry["validation"]["mAP"])) for entry in run.validations], True
         )
         for run in runs
-        if run.validations
     ]
     if len(runs) == 1:
-        both = [Series("batch (1 - loss)", one.points) for one in of_batches]
-        both += [Series("validation", one.points, marked=True) for one in of_validation]
-        return [("Mean Average Precision", line_chart(both, "mAP", percent))] if both else []
-    charts = {"mAP of the batches (1 - loss)": of_batches, "mAP of the validation set": of_validation}
-    return [(title, line_chart(series, "mAP", percent)) for title, series in charts.items() if series]
+        both = [Series("batch (1 - loss)", of_batches[0].points)]
+        both.append(Series("validation", of_validation[0].points, marked=True))
+        charts = {"Mean Average Precision": [each for each in both if _is_drawn(each)]}
+    else:
+        # A run that has no line keeps its place, so that a run looks the same in every chart.
+        charts = {"mAP of the batches (1 - loss)": of_batches, "mAP of the validation set": of_validation}
+    return [
+        (title, line_chart(series, "mAP", percent)) for title, series in charts.items() if any(map(_is_drawn, series))
+    ]
+
+
+def _is_drawn(series: Series) -> bool:
+    return any(math.isfinite(y) for _, y in series.points)
 
 
 def seconds(runs: Sequence[RunLines]) -> str:

@@ -161,6 +161,15 @@ def test_lines_of_several_runs_differ_in_more_than_their_colour(tmp_path):
     assert "stroke-dasharray" in text
 
 
+def test_a_run_looks_the_same_in_every_chart_though_another_was_not_evaluated(tmp_path):
+    runs = [RunLines("one", lines().steps, []), lines("other"), RunLines("third", [], [])]
+    text = page(tmp_path, runs=runs, facts={"network": ["a", "b", "c"]})
+    for title, drawn in (("mAP of the validation set", {"1"}), ("Loss of the global batch", {"0", "1"})):
+        chart = text[text.index(f"<h3>{title}") :].split("</figure>")[0]
+        assert set(re.findall(r'<polyline class="line s(\d) d\d" points="\d', chart)) == drawn
+        assert re.findall(r"</svg>(\w+)</span>", chart) == ["one", "other", "third"]
+
+
 def test_stages_of_several_runs_stand_side_by_side(tmp_path):
     text = page(tmp_path, runs=[lines("one"), lines("other", steps=3)], facts={"network": ["a", "b"]})
     assert '<th scope="row">replay</th><td>6.000 (70.2%)</td><td>6.000 (70.2%)</td>' in text
