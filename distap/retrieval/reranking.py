@@ -3,7 +3,8 @@
 Both ways look at a query's K nearest alone: beyond one exact search their cost does not grow with the gallery.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ class KReciprocal:
     divides by the greatest distance that it finds.
     """
 
-    name: str = field(default="k-reciprocal", init=False)
+    name: ClassVar[str] = "k-reciprocal"
     neighbours: int = 20  # k1: of an image, to be reciprocal
     smoothing: int = 6  # k2: images whose neighbourhoods are averaged, the image itself among them
     original: float = 0.3  # λ: weight of the distance itself beside the Jaccard distance
@@ -53,7 +54,7 @@ class Diffusion:
     images that no path joins to the query come last, in the order they had.
     """
 
-    name: str = field(default="diffusion", init=False)
+    name: ClassVar[str] = "diffusion"
     neighbours: int = 50  # k of an image in the graph
     seeds: int = 10  # k_q: images of the head that the query is joined to
     power: float = 3.0  # γ: affinity is max(s, 0)^γ
@@ -101,11 +102,12 @@ class Diffusion:
         return result
 
 
-RERANKERS: dict[str, type[KReciprocal] | type[Diffusion]] = {"k-reciprocal": KReciprocal, "diffusion": Diffusion}
+Reranker = KReciprocal | Diffusion
+RERANKERS: dict[str, type[Reranker]] = {kind.name: kind for kind in (KReciprocal, Diffusion)}
 
 
 def reranked_heads(
-    reranker: KReciprocal | Diffusion,
+    reranker: Reranker,
     queries: Float[np.ndarray, "Q C"],
     gallery: Float[np.ndarray, "N _"],
     size: int,
@@ -147,7 +149,7 @@ def _is_mutual(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n k"]:
 
 
 def _expanded_neighbourhoods(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n n"]:
-    """R*(i, k1): reciprocal neighbours, and those of half as many of each that shares two thirds (eq. 3 to 5)."""
+    """R*(i, k1): reciprocal neighbours, and those of half as many of each that shares two thirds (eq. 3 and 4)."""
     total, width = near.shape
     node = np.arange(total)
     reciprocal = _is_mutual(near)

@@ -130,13 +130,13 @@ def learn_pca(descriptors: DescriptorSet, power: float = HALF_POWER, dimensions:
 
     Args:
         descriptors: N of C dimensions, maybe a memory map; classes do not matter.
-        power: from 0, which turns only, to 0.5.
+        power: 0 turns only, 0.5 whitens fully.
         dimensions: D to keep, those of most variance; None for all that have variance.
     Raises:
         DistapError: fewer than D directions have variance, or a number is not finite.
     """
     if not 0 <= power <= 1:
-        raise DistapError(f"whitening: power {power:g}, expected 0 (none) to 0.5 (full)")
+        raise DistapError(f"whitening: power {power:g}, expected 0 (none) to 1, such as 0.5 (full)")
     _require_unwhitened(descriptors)
     mean, covariance = covariances_of_all(descriptors.descriptors)
     variances, directions = principal_directions(covariance, descriptors.data)
@@ -149,7 +149,7 @@ def learn_discriminative(
     dimensions: int | None = None,
     pairs: Int64[np.ndarray, "P 2"] | None = None,
 ) -> Whitening:
-    """Discriminative whitening Lw (Radenović et al. 2018, eq. 7): matching images differ equally in every direction.
+    """Discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in every direction.
 
     The inverse square root of the covariance of their differences, then the principal components of what is so
     whitened. Directions in which no matching images differ are left out, since nothing says how much they may.

@@ -111,6 +111,22 @@ def test_descriptors_that_do_not_vary_are_an_error():
         learn_pca(described(np.ones((20, 4), np.float32)))
 
 
+@pytest.mark.parametrize("learn", [learn_pca, learn_discriminative])
+def test_a_descriptor_that_is_not_finite_teaches_nothing(learn):
+    images = clustered(30, 4, 3)
+    images.descriptors[7, 2] = np.nan
+    with pytest.raises(DistapError, match="not finite"):
+        learn(images)
+    with pytest.raises(DistapError, match="no descriptor to learn from"):
+        learn(described(np.zeros((0, 4), np.float32)))
+
+
+@pytest.mark.parametrize("power", [-0.1, 1.5, float("nan")])
+def test_a_power_that_is_no_use_is_refused(power):
+    with pytest.raises(DistapError, match="power"):
+        learn_pca(clustered(30, 4, 3), power)
+
+
 def test_a_memory_map_in_half_precision_is_read_as_it_is(tmp_path):
     images = clustered(300, 16, 9, dtype=np.float16)
     np.save(tmp_path / "descriptors.npy", images.descriptors)
