@@ -11,7 +11,7 @@ import pytest
 import torch
 from launching import started
 from PIL import Image
-from ranks import RankFailedError, on_ranks
+from ranks import on_ranks
 from test_cli import distap
 from test_trainer import recipe
 from torch.nn.functional import normalize
@@ -205,6 +205,15 @@ def test_float16_is_the_rounded_float32(tmp_path, photos):
     assert np.array_equal(single.astype(np.float16), half)
 
 
+def test_bf16_is_near_to_float32(photos):
+    single, half = (
+        extract_descriptors(describer(precision=precision), open_images(photos), World(), workers=0).descriptors
+        for precision in ("float32", "bf16")
+    )
+    assert half.dtype == np.float32
+    assert 0.99 < (single * half).sum(axis=1).min() < 1
+
+
 def test_parquet_holds_the_same(tmp_path, photos):
     extract(photos, tmp_path / "npy")
     extract(photos, tmp_path / "parquet", form="parquet")
@@ -314,44 +323,44 @@ def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, sm
 # Ranks
 
 
-def extract_on_a_rank(world, source, output, parts=None):
+def extract_on_a_rank(world, source, single, folder):
+    """From the start, from what was stopped before, a set of one image, and in memory."""
     maker = describer("original", batch_pixels=4 * 40 * 40)
-    written = extract(source, output, world, maker, part_images=parts)
+    written = [
+        extract(source, folder / "whole", world, maker, part_images=4),
+        extract(source, folder / "stopped", world, maker),
+        extract(single, folder / "of-one", world, maker),
+    ]
     in_memory = extract_descriptors(maker, open_images(source), world, workers=0)
-    return written and written.described_now, in_memory.descriptors, in_memory.left_out
-
-
-def stop_on_a_rank(world, source, output):
-    """Rank 1 ends after its second part."""
-    if world.rank == 1:
-        with pytest.MonkeyPatch.context() as patch:
-            stopped_after(patch, 2)
-            extract_on_a_rank(world, source, output, 4)
-    extract_on_a_rank(world, source, output, 4)
+    return [one and one.described_now for one in written], in_memory.descriptors, in_memory.left_out
 
 
 @pytest.mark.slow
-def test_two_ranks_describe_what_one_does_and_one_goes_on_for_two(tmp_path, photos):
-    source = tmp_path / "photos"
-    (source / "more").mkdir(parents=True)
+def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, monkeypatch):
+    source, single = tmp_path / "photos", tmp_path / "single"
     for path in photos.rglob("*.*"):
-        (source / path.name).write_bytes(path.read_bytes())
+        folder = single if path.name == "00.png" else source
+        folder.mkdir(exist_ok=True)
+        (folder / path.name).write_bytes(path.read_bytes())
     (source / "damaged.png").write_bytes(b"none")
-    alone = extract_on_a_rank(World(), source, tmp_path / "one", 4)
-    two = on_ranks(2, extract_on_a_rank, source, tmp_path / "two", 4)
-    with pytest.raises(RankFailedError, match="StoppedError"):
-        on_ranks(2, stop_on_a_rank, source, tmp_path / "on")
-    rest = extract_on_a_rank(World(), source, tmp_path / "on")
-    assert (alone[0], two[0][0], two[1][0]) == (32, 32, None)
-    assert rest[0] <= 32 - 2 * 4
-    expected = read_descriptors(tmp_path / "one")
-    for name in ("two", "on"):
+    maker = describer("original", batch_pixels=4 * 40 * 40)
+    extract(source, tmp_path / "alone", maker=maker, part_images=4)
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 3)
+        with pytest.raises(StoppedError):
+            extract(source, tmp_path / "stopped", maker=maker, part_images=4)
+    alone = extract_descriptors(maker, open_images(source), World(), workers=0)
+    first, second = on_ranks(2, extract_on_a_rank, source, single, tmp_path)
+    assert first[0] == [31, 31 - 3 * 4, 1] and second[0] == [None] * 3
+    expected = read_descriptors(tmp_path / "alone")
+    for name in ("whole", "stopped"):
         found = read_descriptors(tmp_path / name)
         assert np.array_equal(found.descriptors, expected.descriptors)
         assert found.keys.tolist() == expected.keys.tolist()
-    (damaged,) = alone[2]
-    for _, descriptors, left_out in two:
-        assert np.array_equal(descriptors, alone[1])
+    assert read_descriptors(tmp_path / "of-one").keys.tolist() == ["00.png"]
+    (damaged,) = alone.left_out
+    for _, descriptors, left_out in (first, second):
+        assert np.array_equal(descriptors, alone.descriptors)
         assert list(left_out) == [damaged] and "not an image" in left_out[damaged]
 
 
@@ -363,7 +372,7 @@ def test_a_stored_set_says_how_a_single_image_is_described(tmp_path, photos):
     extract(photos, tmp_path / "out", maker=maker)
     stored = read_descriptors(tmp_path / "out")
     again = describer_from(network(), stored.described_by)
-    assert again.described_by == stored.described_by
+    assert again.described_by == stored.described_by and not again.network.network.training
     np.testing.assert_allclose(stored.descriptors, one_by_one(again, photos, stored.keys), atol=1e-6)
 
 
@@ -462,20 +471,21 @@ def test_a_wrong_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, run, 
 def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, monkeypatch, run, photos, capsys):
     out, images = tmp_path / "out", tmp_path / "images"
     images.mkdir()
-    for number in range(40):
+    for number in range(20):
         for path in photos.rglob("*.png"):
             (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
-    options = ["--checkpoint", str(run), "--original", "--workers", "0", "--part-images", "8", str(images), str(out)]
+    options = ["--checkpoint", str(run), "--original", "--workers", "1", "--part-images", "8", str(images), str(out)]
     command = [sys.executable, "-m", "distap.cli", "extract", "--ranks", "2", *options]
     with started(command, tmp_path) as job:
         job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4, seconds=120)
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.status() == RESTART, job.said
+        assert "the same command goes on" in job.said
         job.wait_until_none_is_left()
     assert not (out / "about.json").exists()
     parts = {path.name for path in (out / "parts").iterdir()}
     assert all(name.endswith(".npz") and name[0] != "." for name in parts)
     assert distap(monkeypatch, "extract", *options) == 0
-    assert f"{len(parts) * 8} of 1200 images are described already" in capsys.readouterr().err
-    assert json.loads((out / "extraction.json").read_text())["written"]["images"] == 1200
-    assert len(read_descriptors(out)) == 1200 and not (out / "parts").exists()
+    assert f"{len(parts) * 8} of 600 images are described already" in capsys.readouterr().err
+    assert json.loads((out / "extraction.json").read_text())["written"]["images"] == 600
+    assert len(read_descriptors(out)) == 600 and not (out / "parts").exists()

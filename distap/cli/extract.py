@@ -1,5 +1,7 @@
 """`distap extract`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -84,14 +86,14 @@ def extract_command(
     from distap.telemetry.terminal import console, set_up_logging
 
     leave_when_asked()
-    with joined_world() as world:
+    with joined_world() as world, _saying_that_it_goes_on(output):
         set_up_logging(world.rank)
         recipe, network = trained_network(checkpoint, world, best)
         data = recipe.data
         describer = describer_of(
             network,
-            _sizing(image_size, max_side, original, data.image_size),
-            _scales(scales),
+            sizing_of(image_size, max_side, original, data.image_size),
+            described_at(scales),
             scale_power,
             None if whitening is None else load_whitening(whitening),
             max_pixels=data.max_pixels,
@@ -121,7 +123,19 @@ def extract_command(
             )
 
 
-def _sizing(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":
+@contextmanager
+def _saying_that_it_goes_on(output: Path) -> Iterator[None]:
+    from distap.telemetry.terminal import console
+
+    try:
+        yield
+    except SystemExit:
+        console.print(f"stopped: the same command goes on from the parts in {output}", markup=False)
+        raise
+
+
+def sizing_of(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":
+    """How images are brought to size, from the options that say so."""
     from distap.data.whole_images import Sizing
 
     if sum((image_size is not None, max_side is not None, original)) > 1:
@@ -131,7 +145,8 @@ def _sizing(image_size: int | None, max_side: int | None, original: bool, defaul
     return Sizing("crop", image_size or default) if max_side is None else Sizing("side", max_side)
 
 
-def _scales(text: str) -> tuple[float, ...]:
+def described_at(text: str) -> tuple[float, ...]:
+    """The factors of --scales."""
     try:
         return tuple(float(factor) for factor in text.split(","))
     except ValueError as error:

@@ -66,6 +66,8 @@ class ImageDescriber:
     def describe(self, images: Sequence[bytes], boxes: Sequence[Box | None] | None = None) -> Tensor:
         """(n, D) float32 on the CPU: descriptors of length 1 of encoded images, in their order.
 
+        Several threads may ask at once where the network is in evaluation mode.
+
         Args:
             images: files of FORMATS.
             boxes: of each the part that counts, None for the whole.
@@ -163,7 +165,7 @@ def describer_from(
     scaled: bool = True,
     batch_pixels: int = BATCH_PIXELS,
 ) -> ImageDescriber:
-    """What describes images as those of a stored set were described.
+    """What describes images as those of a stored set were described; its network is set to evaluation mode.
 
     Args:
         network: the one that described them.
@@ -196,6 +198,7 @@ def describer_from(
             for text in (described_by.whitening, found.whitening)
         )
         raise DistapError(f"the descriptors were made with {wanted}, but {given} is given: name the one they had")
+    network.eval()
     return describer
 
 

@@ -17,6 +17,7 @@ from distap.extraction.parts import (
     describe_parts,
     part_size,
     plan_parts,
+    require_same_images,
 )
 from distap.retrieval.descriptor_files import DescriptorSet
 from distap.telemetry.terminal import counting
@@ -78,15 +79,6 @@ def extract_descriptors(
         raise DistapError(f"{images.name}: none of its {len(images)} images can be described: {_first(left_out)}")
     order = np.argsort(samples)
     return Extracted(images, samples[order], rows[order], _gathered_texts(left_out, world), batches)
-
-
-def require_same_images(images: ImageSet, world: World) -> None:
-    """Raise a DistapError where the ranks see different images."""
-    if not world.all_same(int(images.fingerprint[:12], 16)):
-        raise DistapError(
-            f"{images.name}: the ranks see different images; rank {world.rank} has fingerprint "
-            f"{images.fingerprint[:12]}"
-        )
 
 
 def _first(left_out: dict[int, str]) -> str:

@@ -24,6 +24,14 @@ NOT_FINITE = "its descriptor is not finite"
 
 
 @dataclass(frozen=True)
+class PartPlan:
+    """What a data set's parts are."""
+
+    parts: list[NDArray[np.int64]]  # numbers of each part's images
+    areas: NDArray[np.int64]  # (N,) height times width that each image will have, as far as is known
+
+
+@dataclass(frozen=True)
 class DescribedPart:
     """The n images of a part that could be described, and the others."""
 
@@ -33,17 +41,18 @@ class DescribedPart:
     batches: int  # in which they were described
 
 
+def require_same_images(images: ImageSet, world: World) -> None:
+    """Raise a DistapError where the ranks see different images."""
+    if not world.all_same(int(images.fingerprint[:12], 16)):
+        raise DistapError(
+            f"{images.name}: the ranks see different images; rank {world.rank} has fingerprint "
+            f"{images.fingerprint[:12]}"
+        )
+
+
 def part_size(images: int) -> int:
     """Images of a part of a data set, whatever the number of ranks."""
     return min(max(-(-images // PARTS), FEWEST), MOST)
-
-
-@dataclass(frozen=True)
-class PartPlan:
-    """What a data set's parts are."""
-
-    parts: list[NDArray[np.int64]]  # numbers of each part's images
-    areas: NDArray[np.int64]  # (N,) height times width that each image will have, as far as is known
 
 
 def plan_parts(

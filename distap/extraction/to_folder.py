@@ -17,9 +17,15 @@ from distap.data.image_sets import ImageSet
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.extraction.describer import ImageDescriber
-from distap.extraction.in_memory import require_same_images
 from distap.extraction.part_files import PartFiles, begin, figures_of, finish
-from distap.extraction.parts import Meetings, boxes_by_number, describe_parts, part_size, plan_parts
+from distap.extraction.parts import (
+    Meetings,
+    boxes_by_number,
+    describe_parts,
+    part_size,
+    plan_parts,
+    require_same_images,
+)
 from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
     DescriptorSet,
@@ -93,7 +99,8 @@ def extract_to_folder(
     numbered = boxes_by_number(images, boxes)
     files = PartFiles(output)
     plan = _plan(describer, images, numbered, dtype, form, part_images or part_size(len(images)))
-    size, done = _begun(files, plan, world)
+    is_finished = world.rank == 0 and _is_whole(output)
+    size, done = _begun(files, plan, is_finished, world)
     parts = plan_parts(images, describer, numbered, size, world)
     missing = [number for number, is_done in enumerate(done) if not is_done]
     mine = missing[world.rank :: world.size]
@@ -108,9 +115,7 @@ def extract_to_folder(
         meetings.finish()
     if world.rank > 0:
         return None
-    figures = (
-        figures_of(output) if is_whole(output) else _put_together(describer, images, files, len(done), dtype, form)
-    )
+    figures = figures_of(output) if is_finished else _put_together(describer, images, files, len(done), dtype, form)
     files.remove()
     return Written(described_now=len(images) - before, **figures)
 
@@ -132,7 +137,7 @@ def _plan(
     }
 
 
-def is_whole(output: Path) -> bool:
+def _is_whole(output: Path) -> bool:
     """Whether a folder holds all descriptors of an extraction, undamaged as far as sizes tell."""
     try:
         read_descriptors(output)
@@ -141,7 +146,7 @@ def is_whole(output: Path) -> bool:
     return True
 
 
-def _begun(files: PartFiles, plan: dict[str, Any], world: World) -> tuple[int, list[bool]]:
+def _begun(files: PartFiles, plan: dict[str, Any], is_finished: bool, world: World) -> tuple[int, list[bool]]:
     """Images of a part, and which parts are there: what rank 0 sees, since the others may see it later."""
     size = torch.zeros(1, dtype=torch.int64, device=world.device)
     if world.rank == 0:
@@ -149,7 +154,7 @@ def _begun(files: PartFiles, plan: dict[str, Any], world: World) -> tuple[int, l
     images_of_part = int(world.broadcast(size))
     done = torch.zeros(-(-plan["images"] // images_of_part), dtype=torch.uint8, device=world.device)
     if world.rank == 0:
-        there = range(len(done)) if is_whole(files.output) else files.written()
+        there = range(len(done)) if is_finished else files.written()
         done[[number for number in there if number < len(done)]] = 1
     return images_of_part, world.broadcast(done).bool().tolist()
 
@@ -179,6 +184,7 @@ def _put_together(
         array[row[samples]] = descriptors
     names = [(str(images.keys[sample]), reason) for sample, reason in sorted(left_out.items())]
     names += images.left_out
+    (files.output / LEFT_OUT_FILE).unlink(missing_ok=True)
     if names:
         lines = (f"{_on_a_line(name)}\t{_on_a_line(reason)}\n" for name, reason in names)
         write_whole(files.output / LEFT_OUT_FILE, "".join(lines))
