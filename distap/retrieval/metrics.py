@@ -32,7 +32,7 @@ from distap.retrieval.ranks import (
 )
 
 AT = (1, 5, 10)
-BLOCK_PAIRS = 2**25  # similarities held at once: 128 MB in float32
+BLOCK_PAIRS = 2**26  # similarities held at once: 256 MB in float32
 RESIDENT_BYTES = 2**30  # up to which a gallery is converted once, not for every block of queries
 CHUNK = 64  # columns whose greatest similarity stands for them when neighbours are looked for
 
@@ -110,6 +110,7 @@ def evaluate_labelled_set(
     at: Sequence[int] = AT,
     ties: Ties = "pessimistic",
     head: Int64[Tensor, "N K"] | None = None,
+    queries: Tensor | NDArray[Any] | None = None,
 ) -> LabelledSetResult:
     """Rank all images for each image, in blocks of queries.
 
@@ -132,14 +133,15 @@ def evaluate_labelled_set(
     if head is not None and bool((head == torch.arange(total, device=head.device)[:, None]).any()):
         raise DistapError("a re-ranked head names the query itself, which is not in its gallery")
     descriptors = resident(descriptors, labels.device)
+    asking = descriptors if queries is None else resident(queries, labels.device)
     neighbours = min(neighbours, total - 1)
     precision = torch.full((total,), torch.nan, dtype=torch.float64, device=labels.device)
     at_r, first = precision.clone(), torch.zeros_like(labels)
     ks = torch.tensor(tuple(at), device=labels.device)
     hits, nearest = labels.new_zeros(total, len(ks)), labels.new_zeros(total, neighbours)
-    curve, queries = precision.new_zeros(101), 0
+    curve, asked = precision.new_zeros(101), 0
     for rows in classes.blocks(classes.members > (-1 if neighbours else 1)):
-        tiles = Tiles(converted_rows(descriptors, rows), descriptors, BLOCK_PAIRS)
+        tiles = Tiles(converted_rows(asking, rows), descriptors, BLOCK_PAIRS)
         if neighbours:
             nearest[rows] = _nearest(tiles, rows, neighbours)
             if head is not None:
@@ -155,8 +157,8 @@ def evaluate_labelled_set(
         hits[rows] = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in ks], dim=1)
         is_query = ranks[:, 0] > 0
         curve += interpolated_precision(ranks[is_query]).sum(0)
-        queries += int(is_query.sum())
-    return LabelledSetResult(precision, at_r, first, nearest, curve / queries, ks, hits)
+        asked += int(is_query.sum())
+    return LabelledSetResult(precision, at_r, first, nearest, curve / asked, ks, hits)
 
 
 class Classes:
