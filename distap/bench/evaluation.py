@@ -214,7 +214,10 @@ def table(figures: Sequence[Figures], setting: Setting) -> Table:
 
 
 def agreement(figures: Sequence[Figures]) -> str:
-    """How far the figures that several computed are apart, and how many times as long the library took."""
+    """How far the figures that several computed are apart, and how many times as long the library took.
+
+    They are apart where similarities differ by less than float32 tells: the library ranks by distances.
+    """
     apart = [
         max(values) - min(values)
         for name in {name for row in figures for name in row.figures}
