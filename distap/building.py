@@ -1,7 +1,9 @@
 """The parts of a training as a recipe describes them: images, network, engine, step."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,10 +19,13 @@ from distap.data.streaming import StreamedImages
 from distap.data.streams import SequentialShards
 from distap.data.training import IndexedImages, LoaderSettings, TrainingImages
 from distap.data.transforms import training_transform
+from distap.data.whole_images import Sizing
 from distap.distributed import World
 from distap.engine import DTYPES, ENGINES, Engine, Precision
 from distap.errors import DistapError
+from distap.evaluation import Describing, EvaluationSet, open_set
 from distap.exactness import mixes_images
+from distap.extraction import describer_of as image_describer_of
 from distap.fitting import Fitting
 from distap.model import (
     Describer,
@@ -99,6 +104,63 @@ def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
     if describe.precision in (None, recipe.precision) and not describe.fold_batchnorm:
         return None
     return Describer(network, DTYPES[describe.precision or recipe.precision], describe.fold_batchnorm)
+
+
+def describing_of(
+    recipe: Recipe,
+    network: RetrievalNetwork,
+    world: World,
+    sizing: Sizing | None = None,
+    scales: Sequence[float] = (1.0,),
+    power: float | None = None,
+    *,
+    kept_in: Path | None = None,
+    shown: bool = False,
+) -> Describing:
+    """How the recipe's evaluations describe images.
+
+    Args:
+        recipe: of the network.
+        network: before an engine takes it over.
+        world: the ranks.
+        sizing: how images are brought to size; None crops them to the recipe's image size.
+        scales, power: at which each is described, and of their mean.
+        kept_in, shown: see `Describing`.
+    Raises:
+        DistapError: the network does not take such images.
+    """
+    data = recipe.data
+    describer = image_describer_of(
+        network,
+        sizing or Sizing("crop", data.image_size),
+        scales,
+        power,
+        max_pixels=data.max_pixels,
+        scaled=data.scaled_decoding,
+        batch_pixels=recipe.evaluation.batch_size * data.image_size**2,
+    )
+    return Describing(describer, world, data.workers, kept_in, shown)
+
+
+def evaluations_of(
+    recipe: Recipe, network: RetrievalNetwork, world: World
+) -> dict[str, tuple[EvaluationSet, Describing]]:
+    """The data sets that a training evaluates on by name, data.validation first, and how each is described.
+
+    Raises:
+        DistapError: one is not there, or the network does not take its images.
+    """
+    data = recipe.data
+    if not recipe.evaluation.every or data.validation_source is None:
+        return {}
+    settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
+    validation = open_set(data.validation_source, data.validation, **settings)
+    sets = {str(data.validation): (validation, describing_of(recipe, network, world))}
+    for name, other in recipe.evaluation.also.items():
+        sizing = None if other.max_side is None else Sizing("side", other.max_side)
+        describing = describing_of(recipe, network, world, sizing, other.scales)
+        sets[name] = open_set(other.data, name, other.distractors, **settings), describing
+    return sets
 
 
 def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:

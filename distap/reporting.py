@@ -135,12 +135,23 @@ class RunReport:
             bytes=written.bytes,
         )
 
-    def validation(self, step: int, figures: dict[str, float], seconds: float) -> None:
-        """The network was evaluated."""
-        self.metrics.validation.labels(str(self.recipe.data.validation)).set(figures["mAP"])
-        shown = "  ".join(f"{name} {100 * figure:.1f}" for name, figure in figures.items())
-        logger.info("step %d: validation %s", step, shown)
-        self._write(step, validation=figures, seconds={"evaluation": seconds})
+    def validation(self, step: int, figures: dict[str, dict[str, float]], seconds: float) -> None:
+        """The network was evaluated.
+
+        Args:
+            step: steps behind it.
+            figures: by data set, the validation set's first.
+            seconds: that it took.
+        """
+        for name, of_set in figures.items():
+            self.metrics.observe_evaluation(name, of_set)
+            shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in of_set.items())
+            logger.info("step %d: %s %s", step, name, shown)
+        first, *others = figures
+        entry: dict[str, Any] = {"validation": figures[first]}
+        if others:
+            entry["also"] = {name: figures[name] for name in others}
+        self._write(step, **entry, seconds={"evaluation": seconds})
 
     def keep_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Keep what an evaluation found in the run folder, on rank 0; a full disk costs it, not the training."""

@@ -4,13 +4,13 @@ import time
 
 import torch
 
-from distap.building import describer_of, engine_of, fitting_of, images_of, network_of, step_of
+from distap.building import describer_of, engine_of, evaluations_of, fitting_of, images_of, network_of, step_of
 from distap.config import Recipe
 from distap.data.index import load_index
 from distap.data.loading import ShareOfBatch
 from distap.distributed import World
 from distap.errors import DistapError
-from distap.evaluation import evaluate, refuse_seen_classes
+from distap.evaluation import refuse_seen_classes
 from distap.exits import FINISHED, RESTART
 from distap.optimisation import LinearDecay
 from distap.ranking import CrossBatchMemory
@@ -41,6 +41,7 @@ class Trainer:
         self._check()
         self.network = network_of(recipe, world).train()
         describer = describer_of(recipe, self.network)
+        self.evaluations = evaluations_of(recipe, self.network, world)
         self.engine = engine_of(recipe, self.network, world)
         self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
         memory = CrossBatchMemory(recipe.memory.size)
@@ -168,28 +169,16 @@ class Trainer:
         """mAP on the validation set."""
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")
-        source = self.recipe.data.validation_source
-        assert source is not None
         self._agree_on_statistics()
-        data, evaluation = self.recipe.data, self.recipe.evaluation
         with self.engine.describing():
-            evaluated = evaluate(
-                self.network,
-                source,
-                self.world,
-                image_size=data.image_size,
-                batch_size=evaluation.batch_size,
-                workers=data.workers,
-                max_pixels=data.max_pixels,
-                scaled_decoding=data.scaled_decoding,
-                remote=data.remote,
-                cache=data.cache,
-            )
-        figures = evaluated.result.summary()
-        self.report.keep_evaluation(self.done, evaluated)
+            described = {name: images.describe(how) for name, (images, how) in self.evaluations.items()}
+        evaluated = {name: one.evaluate() for name, one in described.items()}
+        validation, *_ = evaluated.values()
+        self.report.keep_evaluation(self.done, validation)
+        figures = {name: evaluation.figures for name, evaluation in evaluated.items()}
         self.report.validation(self.done, figures, time.perf_counter() - started)
         # One rank's figure for all: whether it is the best must not depend on the last bit of a sum.
-        score = torch.tensor(figures["mAP"], dtype=torch.float64, device=self.world.device)
+        score = torch.tensor(validation.figures["mAP"], dtype=torch.float64, device=self.world.device)
         return float(self.world.broadcast(score))
 
     def _save_if_due(self, score: float | None) -> None:

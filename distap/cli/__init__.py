@@ -5,10 +5,12 @@ import typer
 from distap.cli.bench import bench
 from distap.cli.convert import convert_command
 from distap.cli.data import data
+from distap.cli.evaluation import eval_command
+from distap.cli.export import export_command
 from distap.cli.extract import extract_command
 from distap.cli.index import index_command, whiten_command
 from distap.cli.plan import network_command, plan_command
-from distap.cli.training import eval_command, report_command, train_command
+from distap.cli.training import report_command, train_command
 from distap.train import run
 
 app = typer.Typer(
@@ -22,6 +24,7 @@ app.add_typer(data, name="data")
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("extract")(extract_command)
+app.command("export")(export_command)
 app.command("whiten")(whiten_command)
 app.command("index")(index_command)
 app.command("report")(report_command)

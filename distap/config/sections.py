@@ -254,12 +254,24 @@ class StopSection(Section):
     )
 
 
+class EvaluatedSet(Section):
+    """A data set to evaluate on beside data.validation."""
+
+    data: str = Field(description="shards, or a folder that `distap data convert` wrote with a ground truth in it")
+    distractors: tuple[str, ...] = Field((), description="shards that a gallery with a ground truth gets as well")
+    max_side: PositiveInt | None = Field(
+        None, description="take whole images, the longer side at most this, pixels; none crops to data.image_size"
+    )
+    scales: tuple[PositiveFloat, ...] = Field((1.0,), min_length=1, description="at which each image is described")
+
+
 class EvaluationSection(Section):
-    """Evaluation on data.validation during training."""
+    """Evaluation during training, on data.validation and on other sets."""
 
     every: int = Field(0, ge=0, description="steps between evaluations; 0 never evaluates")
     at_start: bool = Field(True, description="also before the first step, to tell what the training gained")
     batch_size: PositiveInt = Field(64, description="images described at once")
+    also: dict[str, EvaluatedSet] = Field({}, description="other data sets by the name of their figures")
 
 
 class MetricsSection(Section):

@@ -1,6 +1,12 @@
 """Descriptors of whole data sets: into memory for evaluation, into a folder for everything else."""
 
-from distap.extraction.describer import BATCH_PIXELS, ImageDescriber, describer_from, describer_of
+from distap.extraction.describer import (
+    BATCH_PIXELS,
+    ImageDescriber,
+    describer_from,
+    describer_of,
+    refuse_foreign_whitening,
+)
 from distap.extraction.in_memory import Extracted, extract_descriptors
 from distap.extraction.to_folder import DType, Written, extract_to_folder
 
@@ -14,4 +20,5 @@ __all__ = [
     "describer_of",
     "extract_descriptors",
     "extract_to_folder",
+    "refuse_foreign_whitening",
 ]

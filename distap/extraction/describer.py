@@ -151,7 +151,7 @@ def describer_of(
     hashed = None if whitening is None else whitening.fingerprint
     describer = ImageDescriber(several, sizing, hashed, max_pixels, precision, scaled, batch_pixels)
     if whitening is not None:
-        _refuse_foreign(whitening, describer.described_by)
+        refuse_foreign_whitening(whitening, describer.described_by)
     return describer
 
 
@@ -202,7 +202,7 @@ def describer_from(
     return describer
 
 
-def _refuse_foreign(whitening: Whitening, maker: DescribedBy) -> None:
+def refuse_foreign_whitening(whitening: Whitening, maker: DescribedBy) -> None:
     """Raise a DistapError where a whitening was learned from another network's descriptors."""
     learned = whitening.described_by
     if learned.network != maker.network:

@@ -115,6 +115,9 @@ class TrainingMetrics:
         self.validation = Gauge(
             "validation_mean_average_precision_ratio", "mAP on a validation set", ["dataset"], **where
         )
+        self.evaluation = Gauge(
+            "evaluation_figure_ratio", "A figure of retrieval on a data set", ["dataset", "figure"], **where
+        )
         self.checkpoint_seconds = Histogram(
             "checkpoint_duration_seconds", "Seconds to write a checkpoint", buckets=BUCKETS, **where
         )
@@ -174,6 +177,13 @@ class TrainingMetrics:
         self.cache_requests.labels("miss").inc(misses)
         self.spool_size.set(spool_size)
         self.spool_limit.set(spool_limit)
+
+    def observe_evaluation(self, dataset: str, figures: Mapping[str, float]) -> None:
+        """A data set was evaluated; its figures by name, from 0 to 1."""
+        for name, value in figures.items():
+            self.evaluation.labels(dataset, name).set(value)
+        if "mAP" in figures:
+            self.validation.labels(dataset).set(figures["mAP"])
 
     def observe_checkpoint(self, seconds: float, size: int) -> None:
         """A checkpoint of `size` bytes was written."""

@@ -1,0 +1,211 @@
+"""`distap eval`."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from distap.cli.extract import described_at, sizing_of
+from distap.errors import DistapError
+from distap.train import OVERRIDES
+
+if TYPE_CHECKING:
+    from distap.config import Recipe
+    from distap.data.locations import Source
+    from distap.evaluation import Describing, EvaluationSet
+    from distap.retrieval.refinement import Refinement
+
+NAMED = re.compile(r"([\w.-]+)=(.+)")  # a set's name before where it is
+
+
+def eval_command(
+    config: Annotated[
+        Path | None, typer.Argument(help="A recipe: its network is evaluated as it is before training.")
+    ] = None,
+    overrides: OVERRIDES = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A run folder, or one of its checkpoints, to evaluate instead.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="With a run folder: its best checkpoint.")] = False,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shards, or a folder of `distap data convert` with a ground truth; several may be given, as PATH or "
+            "NAME=PATH.",
+            show_default="the recipe's validation set",
+        ),
+    ] = None,
+    distractors: Annotated[
+        list[str] | None, typer.Option(help="Shards that each gallery with a ground truth gets as well.")
+    ] = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option(help="Take the central square at this size, pixels.", min=1, show_default="as in the recipe"),
+    ] = None,
+    max_side: Annotated[
+        int | None, typer.Option(help="Take whole images, the longer side scaled down to this, pixels.", min=1)
+    ] = None,
+    original: Annotated[bool, typer.Option("--original", help="Take whole images as they are.")] = False,
+    scales: Annotated[
+        str, typer.Option(help="Factors at which each image is described, such as 1,0.7071,0.5.")
+    ] = "1",
+    scale_power: Annotated[
+        float | None,
+        typer.Option(help="Of the mean over scales.", show_default="GeM's, or 1 where a projection follows it"),
+    ] = None,
+    whitening: Annotated[Path | None, typer.Option(help="What `distap whiten` wrote, applied to all.")] = None,
+    expand: Annotated[
+        float | None,
+        typer.Option(
+            help="Expand queries by their neighbours weighted by similarity to this power; 0 is AQE.", min=0
+        ),
+    ] = None,
+    augment: Annotated[
+        float | None, typer.Option(help="The same for each image of the gallery (database-side augmentation).", min=0)
+    ] = None,
+    neighbours: Annotated[int, typer.Option(help="That --expand and --augment take.", min=1)] = 10,
+    rerank: Annotated[
+        Literal["k-reciprocal", "diffusion"] | None,
+        typer.Option(help="Put each query's first images in a new order."),
+    ] = None,
+    head: Annotated[int, typer.Option(help="Images of each query that --rerank looks at.", min=1)] = 100,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show each of these options on and off, in one table.")
+    ] = False,
+    descriptors: Annotated[
+        Path | None, typer.Option(help="Folder to keep descriptors in, and to find them again.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write results.json and result.json to, and each image's figures and nearest neighbours; "
+            "of several sets in a folder each."
+        ),
+    ] = None,
+) -> None:
+    """Print what a network retrieves, in percent: mAP, mAP@R, R@k, mP@k, by the protocol of each data set.
+
+    Shards with classes: every image queries all others. A folder that `distap data convert` wrote for Revisited
+    Oxford or Paris, or for Google Landmarks v2: by its ground truth. Give a recipe to evaluate the network that
+    training starts from, or --checkpoint for a trained one. On several ranks: `torchrun [...] -m distap.cli eval`.
+    """
+    from distap.building import describing_of, network_of, trained_network
+    from distap.config import load_recipe
+    from distap.distributed import joined_world
+    from distap.extraction import refuse_foreign_whitening
+    from distap.telemetry.terminal import set_up_logging
+
+    if (config is None) == (checkpoint is None):
+        raise DistapError("give either a recipe or --checkpoint")
+    with joined_world() as world:
+        set_up_logging(world.rank)
+        if checkpoint is not None:
+            recipe, network = trained_network(checkpoint, world, best)
+        else:
+            assert config is not None
+            recipe = load_recipe(config, overrides or [])
+            network = network_of(recipe, world)
+        describing = describing_of(
+            recipe,
+            network,
+            world,
+            sizing_of(image_size, max_side, original, recipe.data.image_size),
+            described_at(scales),
+            scale_power,
+            kept_in=descriptors,
+            shown=world.rank == 0,
+        )
+        refinement = _refinement(whitening, expand, augment, neighbours, rerank, head)
+        if refinement.whitening is not None:
+            refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)
+        _evaluate(
+            _open_sets(data or [], distractors or [], recipe),
+            describing,
+            refinement,
+            compare,
+            output,
+            str(checkpoint or config),
+        )
+
+
+def _open_sets(data: list[str], distractors: list[str], recipe: "Recipe") -> dict[str, "EvaluationSet"]:
+    """The data sets of --data by name, or the recipe's."""
+    from distap.evaluation import open_set
+
+    wheres: list[tuple[str | None, Source | str | None]] = [_named(text) for text in data]
+    sets = {}
+    for name, where in wheres or [(None, recipe.data.validation_source)]:
+        if where is None:
+            raise DistapError("the recipe has no data.validation: name a data set with --data")
+        settings = recipe.data
+        opened = open_set(
+            where,
+            name,
+            distractors,
+            max_pixels=settings.max_pixels,
+            remote=settings.remote,
+            cache=settings.cache,
+        )
+        if opened.name in sets:
+            raise DistapError(f"--data: two sets are called {opened.name}; write NAME=PATH for one of them")
+        sets[opened.name] = opened
+    return sets
+
+
+def _evaluate(
+    sets: dict[str, "EvaluationSet"],
+    describing: "Describing",
+    refinement: "Refinement",
+    compare: bool,
+    output: Path | None,
+    network: str,
+) -> None:
+    """Describe each set on all ranks; rank it, print and write its figures on rank 0."""
+    from distap.evaluation import compared
+    from distap.telemetry.terminal import console, figures_table
+    from distap.whole_files import write_whole
+
+    describer = describing.describer
+    about = {"network": network, "sizing": str(describer.sizing), "scales": describer.network.scales}
+    results: dict[str, Any] = {}
+    for name, opened in sets.items():
+        described = opened.describe(describing)
+        if describing.world.rank > 0:
+            continue
+        found = compared(described, refinement, compare)
+        last = next(reversed(found.values()))
+        results[name] = {variant: one.figures for variant, one in found.items()}
+        console.print(f"{name}: {last.queries} queries, {last.left_out} without a positive left out", markup=False)
+        console.print(figures_table(results[name]))
+        if output is not None:
+            last.save(output / name if len(sets) > 1 else output, **about)
+    if output is not None and describing.world.rank == 0:
+        write_whole(output / "results.json", json.dumps({**about, "sets": results}, indent=1) + "\n")
+
+
+def _named(text: str) -> tuple[str | None, str]:
+    named = NAMED.fullmatch(text)
+    return (named[1], named[2]) if named else (None, text)
+
+
+def _refinement(
+    whitening: Path | None,
+    expand: float | None,
+    augment: float | None,
+    neighbours: int,
+    rerank: Literal["k-reciprocal", "diffusion"] | None,
+    head: int,
+) -> "Refinement":
+    from distap.retrieval.refinement import Expansion, Refinement
+    from distap.retrieval.reranking import RERANKERS
+    from distap.retrieval.whitening import load_whitening
+
+    return Refinement(
+        None if whitening is None else load_whitening(whitening),
+        None if augment is None else Expansion(neighbours, augment),
+        None if expand is None else Expansion(neighbours, expand),
+        None if rerank is None else RERANKERS[rerank](),
+        head,
+    )

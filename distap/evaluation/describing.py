@@ -1,0 +1,70 @@
+"""How an evaluation comes by the descriptors of a data set's images."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distap.data.image_sets import ImageSet
+from distap.distributed import World
+from distap.extraction import ImageDescriber, extract_descriptors, extract_to_folder
+from distap.retrieval.descriptor_files import read_descriptors
+
+logger = logging.getLogger("distap")
+
+
+@dataclass(frozen=True)
+class Describing:
+    """Describes the images of data sets, each rank its share.
+
+    Args:
+        describer: of an image.
+        world: the ranks.
+        workers: processes a rank that read.
+        kept_in: folder where descriptors are kept, and found again by the next evaluation of the same network; None
+            keeps them in memory only.
+        shown: whether rank 0 shows a progress bar.
+    """
+
+    describer: ImageDescriber
+    world: World
+    workers: int = 2
+    kept_in: Path | None = None
+    shown: bool = False
+
+    def folder(self, name: str) -> Path | None:
+        """Where the descriptors of that name are kept."""
+        return None if self.kept_in is None else self.kept_in / name
+
+    def descriptors(
+        self, images: ImageSet, name: str, boxes: Mapping[str, Sequence[float]] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Numbers of the n images that could be described, ascending, and their descriptors (n, D), on every rank.
+
+        Args:
+            images: to describe.
+            name: of the folder that they are kept in.
+            boxes: by key: the part of an image that counts, pixels.
+        Raises:
+            DistapError: none can be described, or the folder holds other descriptors.
+        """
+        folder = self.folder(name)
+        if folder is None:
+            extracted = extract_descriptors(
+                self.describer, images, self.world, boxes, workers=self.workers, shown=self.shown
+            )
+            if self.world.rank == 0:
+                for number, reason in extracted.left_out.items():
+                    logger.warning(
+                        "left out of the evaluation: %s of %s: %s", images.keys[number], images.name, reason
+                    )
+            return extracted.samples, extracted.descriptors
+        extract_to_folder(self.describer, images, self.world, folder, boxes, workers=self.workers, shown=self.shown)
+        self.world.barrier()  # rank 0 puts them together
+        kept = read_descriptors(folder)
+        place = {key: number for number, key in enumerate(images.keys.tolist())}
+        return np.array([place[key] for key in kept.keys.tolist()], dtype=np.int64), kept.descriptors

@@ -1,0 +1,216 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dataset_trees import TREES
+from ranks import on_ranks
+from retrieval_reference import average_precision, average_precision_at_100, order_of, trapezoid_average_precision
+from test_cli import distap
+from test_trainer import recipe, train
+
+from distap.building import describing_of, evaluations_of, network_of
+from distap.data.converters import DATASETS
+from distap.data.converters.converting import convert
+from distap.data.locations import parse_source
+from distap.data.whole_images import Sizing
+from distap.distributed import World
+from distap.errors import DistapError
+from distap.evaluation import compared, open_set
+from distap.retrieval.refinement import Expansion, Refinement
+from distap.retrieval.reranking import Diffusion
+from distap.saved_evaluations import read_evaluation
+from distap.telemetry.runlog import read_run_log
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    """Tiny Revisited Oxford, its distractors and Google Landmarks v2, as `distap data convert` writes them."""
+    folder = tmp_path_factory.mktemp("converted")
+    for name in ("roxford5k", "revisitop1m", "gldv2"):
+        TREES[name](folder / "source" / name)
+        convert(DATASETS[name], folder / "source" / name, folder / name)
+    return folder
+
+
+def describing(folder, shards, world=None, sizing="original", **settings):
+    configuration = recipe(folder / "run", shards)
+    world = world or World()
+    return describing_of(configuration, network_of(configuration, world), world, Sizing.parse(sizing), **settings)
+
+
+def ranking(similarities: list[float], positives: set[int], junk: set[int]) -> list[bool]:
+    """Which places of a query's ranking hold a positive."""
+    return [row in positives for row in order_of(similarities, positives, junk)]
+
+
+def similarities_of(how, source: Path, queries: dict[str, list[float]] | None) -> dict[str, list[float]]:
+    """Each query's similarity to the six images of the gallery, from the files that were converted."""
+    images = source / "jpg"
+    gallery = how.describer.describe([path.read_bytes() for path in sorted(images.glob("all_souls*"))])
+    result = {}
+    for name, box in queries.items():
+        edges = [None] if box is None else [tuple(round(edge) for edge in box)]
+        described = how.describer.describe([(images / f"{name}.jpg").read_bytes()], edges)
+        result[name] = (described @ gallery.t())[0].tolist()
+    return result
+
+
+def test_the_figures_of_revisited_oxford_are_those_of_its_files(converted, training_shards, tmp_path):
+    how = describing(tmp_path, training_shards)
+    evaluation = open_set(str(converted / "roxford5k")).describe(how).evaluate()
+    boxes = {"bodleian_000107": [1.5, 2.0, 8.0, 7.5], "keble_000214": [0.0, 0.0, 9.0, 6.0]}
+    similarities = similarities_of(how, converted / "source/roxford5k", boxes)
+    first, second = similarities["bodleian_000107"], similarities["keble_000214"]
+    expected = {
+        "Easy mAP": [ranking(first, {0, 1}, {5, 2})],
+        "Medium mAP": [ranking(first, {0, 1, 2}, {5}), ranking(second, {3, 4}, set())],
+        "Hard mAP": [ranking(first, {2}, {5, 0, 1}), ranking(second, {3, 4}, set())],
+    }
+    for name, rankings in expected.items():
+        assert evaluation.figures[name] == pytest.approx(np.mean([trapezoid_average_precision(r) for r in rankings]))
+    assert (evaluation.queries, evaluation.left_out) == (2, 1)
+
+
+def test_distractors_join_the_gallery_and_can_only_lower_its_figures(converted, training_shards, tmp_path):
+    how = describing(tmp_path, training_shards)
+    plain = open_set(str(converted / "roxford5k")).describe(how).evaluate()
+    more = open_set(str(converted / "roxford5k"), distractors=[str(converted / "revisitop1m/distractors")])
+    evaluation = more.describe(how).evaluate()
+    assert (plain.images, evaluation.images) == (6, 9)
+    assert all(evaluation.figures[name] <= plain.figures[name] + 1e-12 for name in plain.figures)
+
+
+def test_the_figures_of_google_landmarks_count_100_images(converted, training_shards, tmp_path):
+    how = describing(tmp_path, training_shards)
+    evaluation = open_set(str(converted / "gldv2")).describe(how).evaluate()
+    found = evaluation.save(tmp_path / "saved", network="a checkpoint")
+    saved = json.loads(found.read_text())
+    assert saved["protocol"] == "gldv2" and saved["queries"] == 2 and saved["network"] == "a checkpoint"
+    source = converted / "source/gldv2"
+    names = ["1111111111111111", "2222222222222222", "3333333333333333"]
+    gallery = how.describer.describe([photo(source / "index", name) for name in names])
+    for name, positives in (("4444444444444444", {0, 2}), ("6666666666666666", {1})):
+        similarities = (how.describer.describe([photo(source / "test", name)]) @ gallery.t())[0].tolist()
+        expected = average_precision_at_100(ranking(similarities, positives, set()))
+        assert saved["average_precision"][name]["AP@100"] == pytest.approx(expected)
+
+
+def photo(folder: Path, name: str) -> bytes:
+    return (folder / name[0] / name[1] / name[2] / f"{name}.jpg").read_bytes()
+
+
+def test_kept_descriptors_are_found_again(converted, training_shards, tmp_path, monkeypatch):
+    how = describing(tmp_path, training_shards, kept_in=tmp_path / "kept")
+    opened = open_set(
+        str(converted / "roxford5k"), "oxford", distractors=[str(converted / "revisitop1m/distractors")]
+    )
+    first = opened.describe(how).evaluate()
+    monkeypatch.setattr(type(how.describer), "__call__", None)
+    again = opened.describe(how).evaluate()
+    assert again.figures == first.figures
+    with pytest.raises(DistapError, match="sizing"):
+        opened.describe(describing(tmp_path, training_shards, sizing="side 8", kept_in=tmp_path / "kept"))
+
+
+def test_each_part_of_a_refinement_is_compared_on_and_off(training_shards, tmp_path):
+    how = describing(tmp_path, training_shards, sizing="crop 32")
+    described = open_set(str(training_shards[1])).describe(how)
+    refinement = Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=Diffusion(), head=6)
+    found = compared(described, refinement, each=True)
+    assert list(found) == [
+        "plain",
+        "augmentation",
+        "query expansion",
+        "diffusion",
+        "augmentation + query expansion + diffusion",
+    ]
+    similarities = (described.descriptors @ described.descriptors.T).tolist()
+    labels = described.of.index.label[described.samples].tolist()
+    expected = []
+    for query, own in enumerate(similarities):
+        positives = {row for row, label in enumerate(labels) if label == labels[query] and row != query}
+        if positives:
+            expected.append(average_precision(ranking(own, positives, {query})))
+    assert found["plain"].figures["mAP"] == pytest.approx(np.mean(expected))
+    figures = [one.figures["mAP"] for one in found.values()]
+    assert len(set(figures)) > 1 and all(0 < figure <= 1 for figure in figures)
+
+
+def evaluate_on_ranks(world, folder, shards, data):
+    found = open_set(str(data)).describe(describing(folder, shards, world, kept_in=folder / f"kept-{world.size}"))
+    return found.evaluate().figures
+
+
+def test_two_ranks_find_the_same_figures_as_one(converted, training_shards, tmp_path):
+    alone = evaluate_on_ranks(World(), tmp_path, training_shards, converted / "roxford5k")
+    for figures in on_ranks(2, evaluate_on_ranks, tmp_path, training_shards, converted / "roxford5k"):
+        assert figures == pytest.approx(alone)
+
+
+def test_training_evaluates_on_other_sets_as_well(converted, training_shards, tmp_path):
+    also = {"oxford": {"data": str(converted / "roxford5k"), "max_side": 8, "scales": [1.0, 0.7]}}
+    settings = {"data__validation": str(training_shards[1]), "evaluation": {"every": 2, "also": also}}
+    train(World(), tmp_path, training_shards, steps=2, **settings)
+    lines = [entry for entry in read_run_log(tmp_path) if "validation" in entry]
+    assert [line["step"] for line in lines] == [0, 2]
+    assert set(lines[0]["also"]) == {"oxford"} and 0 <= lines[0]["also"]["oxford"]["Medium mAP"] <= 1
+
+
+def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_path, monkeypatch):
+    configuration = recipe(tmp_path / "run", training_shards)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(configuration.model_dump(mode="json")))
+    sets = [f"--data=oxford={converted / 'roxford5k'}", f"--data=own={training_shards[1]}"]
+    options = ["--expand=2", "--compare", "--original", f"--output={tmp_path / 'out'}"]
+    configured = ["eval", tmp_path / "recipe.yaml"]
+    assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
+    assert distap(monkeypatch, *configured, *sets, "--expand=2", "--compare", f"--output={tmp_path / 'both'}") == 0
+    results = json.loads((tmp_path / "both/results.json").read_text())["sets"]
+    assert {name: list(variants) for name, variants in results.items()} == {
+        "oxford": ["plain", "query expansion"],
+        "own": ["plain", "query expansion"],
+    }
+    assert read_evaluation(tmp_path / "both/own").figures == pytest.approx(results["own"]["query expansion"])
+    assert json.loads((tmp_path / "out/result.json").read_text())["protocol"] == "roxford5k"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": "roxford"}, "dataset 'roxford' has no protocol here"),
+        ({"query": "../query"}, "is not the name of a folder beside it"),
+        ({"queries": [{"name": "bodleian_000107"}]}, r"not a ground truth .*box"),
+        ({"gallery": None}, "not a ground truth"),
+    ],
+)
+def test_a_wrong_ground_truth_is_named(change, message, converted, tmp_path):
+    truth = json.loads((converted / "roxford5k/ground_truth.json").read_text())
+    (tmp_path / "ground_truth.json").write_text(json.dumps(truth | change))
+    with pytest.raises(DistapError, match=rf"ground_truth\.json: .*{message}"):
+        open_set(str(tmp_path))
+
+
+def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path):
+    with pytest.raises(DistapError, match="distractors need a ground truth"):
+        open_set(str(training_shards[1]), distractors=[str(training_shards[0])])
+    with pytest.raises(DistapError, match="says nothing of classes"):
+        open_set(str(converted / "source/roxford5k/jpg"))
+    truth = json.loads((converted / "roxford5k/ground_truth.json").read_text())
+    truth["queries"][0]["name"] = "somewhere_else"
+    for split in ("query", "gallery"):
+        (tmp_path / split).symlink_to(converted / "roxford5k" / split)
+    (tmp_path / "ground_truth.json").write_text(json.dumps(truth))
+    with pytest.raises(DistapError, match="query somewhere_else and 0 more are not in it"):
+        open_set(str(tmp_path)).describe(describing(tmp_path, training_shards))
+
+
+def test_the_evaluations_of_a_recipe_are_opened_before_it_trains(training_shards, tmp_path):
+    also = {"gone": {"data": str(tmp_path / "gone")}}
+    configuration = recipe(
+        tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": 1, "also": also}
+    )
+    with pytest.raises(DistapError, match="gone"):
+        evaluations_of(configuration, network_of(configuration, World()), World())
+    assert torch.is_grad_enabled()
+    assert parse_source(str(training_shards[1])).base
