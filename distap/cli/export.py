@@ -1,0 +1,80 @@
+"""`distap export`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distap.errors import DistapError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from distap.exporting import Exported
+
+
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.", show_default=False)],
+    output: Annotated[
+        Path, typer.Argument(help="New folder to write; one that an export wrote is replaced.", show_default=False)
+    ],
+    best: Annotated[
+        bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")
+    ] = False,
+    format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="pt2 (torch.export), onnx, safetensors (the backbone for timm); repeatable.",
+            show_default="all installed",
+        ),
+    ] = None,
+    whitening: Annotated[Path | None, typer.Option(help="What `distap whiten` wrote, applied last.")] = None,
+    scales: Annotated[
+        str, typer.Option(help="Factors at which each image is described, such as 1,0.7071,0.5.")
+    ] = "1",
+    scale_power: Annotated[
+        float | None,
+        typer.Option(help="Of the mean over scales.", show_default="GeM's, or 1 where a projection follows it"),
+    ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help="Height and width, pixels.", min=1, show_default="as in the recipe")
+    ] = None,
+    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take any height and width.")] = False,
+    opset: Annotated[int, typer.Option(help="Version of ONNX's operators.")] = 20,
+) -> None:
+    """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.
+
+    Normalisation, pooling, whitening and L2 are inside. Each file is compared with the checkpoint's network on the
+    CPU, and nothing is written where one differs by more than 1e-4.
+    """
+    from distap.exporting import ExportSettings, export_to_folder, installed_formats, parse_formats
+    from distap.telemetry.terminal import console, set_up_logging
+
+    set_up_logging(0)
+    formats = parse_formats(format) if format else installed_formats()
+    settings = ExportSettings(formats, image_size, dynamic_size, _factors(scales), scale_power, opset)
+    exported = export_to_folder(checkpoint, output, settings, whitening, best)
+    if exported.programs:
+        console.print(_table(exported))
+    if not format and "onnx" not in formats:
+        console.print("model.onnx was left out; for it: pip install 'distap[onnx]'", markup=False)
+    sizing, dimensions = exported.describer.sizing, exported.describer.dimensions
+    console.print(f"{output}: descriptors of {dimensions} dimensions, of images as `{sizing}`", markup=False)
+
+
+def _table(exported: "Exported") -> "Table":
+    from rich.table import Table
+
+    table = Table("", "largest difference", "smallest cosine", "batches", "sizes")
+    for name, agreement in exported.programs.items():
+        sizes = ", ".join(f"{height} x {width}" for height, width in agreement.sizes)
+        batches = ", ".join(map(str, agreement.batches))
+        table.add_row(name, f"{agreement.largest_difference:.1e}", f"{agreement.smallest_cosine:.7f}", batches, sizes)
+    return table
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(factor) for factor in text.split(","))
+    except ValueError as error:
+        raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error
