@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
@@ -181,25 +182,25 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
         "| began with | random weights |",
         exported.describer.described_by.network,
         load_whitening(exported.whitening).fingerprint,
-        f"learned from `{'noise'}`",
+        "learned from `noise`",
         "whose figures are not known",
         "That of these weights is not known here",
     ):
         assert text in card, text
 
 
-def test_what_is_not_known_is_not_told(exported, tmp_path, training_shards):
-    run = tmp_path / "run"
-    train(World(), run, training_shards, steps=1)
+def test_what_is_not_known_is_not_told(tmp_path, training_shards):
+    run, output = tmp_path / "run", tmp_path / "output"
+    shards = shutil.copytree(training_shards[0], tmp_path / "shards")
+    train(World(), run, [shards], steps=1)
     for name in ("recipe.yaml", "metrics.jsonl"):
         (run / name).unlink()
-    changed = tmp_path / "gone"
-    changed.mkdir()
-    output = tmp_path / "output"
+    shutil.rmtree(shards)
     export_to_folder(run, output, ExportSettings(("safetensors",)))
     card = (output / "README.md").read_text()
+    assert "| images | not known |" in card and "| classes | not known |" in card
     assert "was not evaluated while it was trained" in card and "model-index" not in card
-    assert "torch.export" not in card
+    assert "weights of its backbone alone" in card and "torch.export" not in card and "onnx" not in card
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(exported, tmp_path):
@@ -213,10 +214,9 @@ def test_a_folder_with_something_else_in_it_is_left_alone(exported, tmp_path):
 
 def test_an_earlier_export_is_replaced_whole_or_not_at_all(exported, tmp_path, monkeypatch, capfd):
     output = tmp_path / "output"
+    backbone = ("--best", "--format", "safetensors")
     for size in (32, 40):
-        assert (
-            distap(monkeypatch, "export", exported.run, output, "--format", "safetensors", "--image-size", size) == 0
-        )
+        assert distap(monkeypatch, "export", exported.run, output, *backbone, "--image-size", size) == 0
         assert f"images as `crop {size}`" in capfd.readouterr().err
     assert distap(monkeypatch, "export", exported.run, output, "--scales", "1,two") == 2
     assert distap(monkeypatch, "export", exported.run, output, "--format", "tflite") == 2
@@ -259,6 +259,15 @@ def test_numbers_that_are_not_finite_are_not_exported():
     broken.head.weight.data[0, 0] = float("nan")
     with pytest.raises(DistapError, match="not finite"):
         cases_of(broken, [(SIZE, SIZE)])
+
+
+def test_agreement_says_how_far_images_lie_apart():
+    inner = network()
+    cases = cases_of(inner, [(SIZE, SIZE)])
+    assert agreement("itself", inner, cases).apart > 1e-3
+    inner.head.weight.data.zero_()
+    found = agreement("collapsed", inner, cases_of(inner, [(SIZE, SIZE)]))
+    assert found.apart == found.largest_difference == 0
 
 
 def test_every_kind_of_image_looks_different_to_the_check():

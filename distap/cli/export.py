@@ -65,11 +65,15 @@ def export_command(
 def _table(exported: "Exported") -> "Table":
     from rich.table import Table
 
-    table = Table("", "largest difference", "smallest cosine", "batches", "sizes")
+    table = Table("", "largest difference", "images differ by", "smallest cosine", "batches", "sizes")
     for name, agreement in exported.programs.items():
         sizes = ", ".join(f"{height} x {width}" for height, width in agreement.sizes)
-        batches = ", ".join(map(str, agreement.batches))
-        table.add_row(name, f"{agreement.largest_difference:.1e}", f"{agreement.smallest_cosine:.7f}", batches, sizes)
+        numbers = (
+            f"{agreement.largest_difference:.1e}",
+            f"{agreement.apart:.1e}",
+            f"{agreement.smallest_cosine:.7f}",
+        )
+        table.add_row(name, *numbers, ", ".join(map(str, agreement.batches)), sizes)
     return table
 
 

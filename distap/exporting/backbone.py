@@ -7,7 +7,7 @@ from typing import Any
 
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from distap.errors import DistapError
@@ -44,7 +44,7 @@ def save_backbone(
         key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, value in network.backbone.state_dict().items()
     }
-    save_file(state, path, {"format": "pt", **about})
+    path.write_bytes(save(state, {"format": "pt", **about}))
     loaded = _loaded(name, path, global_pool="")
     pixels = (images - network.mean) / network.std
     with torch.inference_mode():

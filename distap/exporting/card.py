@@ -124,6 +124,7 @@ class Card:
             "the same thing are to have a large product of their descriptors, which is the cosine of their angle. "
             f"Trained by distap to rank images by Average Precision; this is its state after step {self.origin.step} "
             f"of {self.origin.recipe.steps}."
+            + ("" if self.programs else " This folder holds the weights of its backbone alone.")
         )
 
     def _facts(self) -> dict[str, str]:
@@ -139,7 +140,8 @@ class Card:
             "input": f"(n, 3, height, width) uint8, RGB; {size}",
             "normalisation": f"inside: value / 255, minus {_numbers(mean)}, divided by {_numbers(std)}",
             "output": f"(n, {self.describer.dimensions}) float32",
-            "scales": f"{_numbers(network.scales)}, mean of power {network.power:g}",
+            "scales": _numbers(network.scales)
+            + (f", mean of power {network.power:g}" if len(network.scales) > 1 else ""),
             "whitening": "none",
             "network's SHA-256": f"`{self.describer.described_by.network}`",
         }
@@ -150,8 +152,8 @@ class Card:
             )
         for name, agreement in self.programs.items():
             facts[f"`{name}`"] = (
-                f"differs from the network by {agreement.largest_difference:.1e} at most, smallest cosine "
-                f"{agreement.smallest_cosine:.7f}, in batches of {_numbers(agreement.batches)}"
+                f"differs from the network by {agreement.largest_difference:.1e} at most, where images differ by "
+                f"{agreement.apart:.1e}; smallest cosine {agreement.smallest_cosine:.7f}"
             )
         return facts
 

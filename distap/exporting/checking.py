@@ -27,12 +27,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far what was exported is from the network."""
+    """How far what was exported is from the network; `apart` is what that has to be small beside."""
 
     batches: tuple[int, ...]
     sizes: tuple[Size, ...]
     largest_difference: float  # of a component
     smallest_cosine: float  # of an image's two descriptors
+    apart: float  # greatest difference of a component between the descriptors of two of the images
 
 
 def sizes_to_try(image_size: int, ranges: tuple[Range, Range]) -> list[Size]:
@@ -104,12 +105,14 @@ def agreement(name: str, describe: Describe, cases: Sequence[Case], tolerance: f
             )
         largest = max(largest, difference)
         smallest = min(smallest, float(cosine_similarity(found.double(), case.expected.double()).min()))
+    expected = torch.cat([case.expected for case in cases])
     shapes = [case.images.shape for case in cases]
     return Agreement(
         tuple(dict.fromkeys(shape[0] for shape in shapes)),
         tuple(dict.fromkeys((shape[2], shape[3]) for shape in shapes)),
         largest,
         smallest,
+        float((expected.amax(dim=0) - expected.amin(dim=0)).max()),
     )
 
 

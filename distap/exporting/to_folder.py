@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ from distap.whole_files import UnwritableError, sync_folder
 
 ABOUT_FILE, PROGRAM_FILE, ONNX_FILE, BACKBONE_FILE = "export.json", "model.pt2", "model.onnx", "backbone.safetensors"
 VERSION = 1
+TELLING = 10  # times the tolerance by which images have to differ
+logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,13 @@ def write_export(
             path = folder / ONNX_FILE
             save_onnx(copied, program, path, about, settings.opset)
             programs[path.name] = agreement(path.name, onnx_describer(path), cases)
+    for name, each in programs.items():
+        if each.apart < TELLING * TOLERANCE:
+            logger.warning(
+                "%s: the network describes all kinds of images alike (to %.1e), so that its agreement says little",
+                name,
+                each.apart,
+            )
     backbone = None
     if "safetensors" in settings.formats:
         images = example_images(2, (image_size, image_size))
