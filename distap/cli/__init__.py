@@ -10,6 +10,7 @@ from distap.cli.export import export_command
 from distap.cli.extract import extract_command
 from distap.cli.index import index_command, whiten_command
 from distap.cli.plan import network_command, plan_command
+from distap.cli.search import search_command, serve_command
 from distap.cli.training import report_command, train_command
 from distap.train import run
 
@@ -27,6 +28,8 @@ app.command("extract")(extract_command)
 app.command("export")(export_command)
 app.command("whiten")(whiten_command)
 app.command("index")(index_command)
+app.command("search")(search_command)
+app.command("serve")(serve_command)
 app.command("report")(report_command)
 app.command("plan")(plan_command)
 bench.command("network")(network_command)

@@ -1,0 +1,126 @@
+"""`distap search` and `distap serve`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from distap.searching import Found
+
+INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
+BEST = Annotated[bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")]
+WHITENING = Annotated[
+    Path | None, typer.Option(help="What `distap whiten` wrote, where the images were described with one.")
+]
+IMAGES = Annotated[
+    str | None,
+    typer.Option(help="The data set that was indexed, for pictures.", show_default="where it was"),
+]
+
+
+def search_command(
+    index: INDEX,
+    queries: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="QUERY...",
+            help="Image files, folders of images, or keys of the index (key:NAME where a file is called alike).",
+            show_default=False,
+        ),
+    ],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Run folder or checkpoint of the index's network; keys need none.", show_default=False),
+    ] = None,
+    best: BEST = False,
+    whitening: WHITENING = None,
+    k: Annotated[int, typer.Option("-k", help="Images to find for each query.", min=1)] = 10,
+    images: IMAGES = None,
+    page: Annotated[
+        Path | None, typer.Option(help="HTML file to write, with the pictures in it.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
+) -> None:
+    """Find the images of an index that are most similar to images or to images of the index itself.
+
+    An image that is searched for by its key is not among its own hits. Files that cannot be used are named, and the
+    exit status is 1 where there was any.
+    """
+    from distap.distributed import joined_world
+    from distap.exits import FAILED
+    from distap.searching import open_pictures, open_searcher, queries_from, write_hits
+    from distap.telemetry.terminal import console, set_up_logging
+
+    with joined_world() as world:
+        set_up_logging(world.rank)
+        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
+        found = list(searcher.search(queries_from(queries, searcher.index), k))
+    if as_json:
+        typer.echo(json.dumps([_as_json(each) for each in found], indent=1))
+    for each in found:
+        if each.problem:
+            console.print(f"{each.query.name}: {each.problem}", markup=False, style="yellow")
+        elif not as_json:
+            console.print(_table(each))
+    if page is not None:
+        write_hits(page, found, searcher, open_pictures(searcher.index, images, searcher.remote))
+        console.print(f"page: {page}", markup=False)
+    if any(each.problem for each in found):
+        raise typer.Exit(FAILED)
+
+
+def serve_command(
+    index: INDEX,
+    checkpoint: Annotated[
+        Path, typer.Option(help="Run folder or checkpoint of the index's network.", show_default=False)
+    ],
+    best: BEST = False,
+    whitening: WHITENING = None,
+    images: IMAGES = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    max_upload_bytes: Annotated[int, typer.Option(help="Of a request's body.", min=1)] = 20_000_000,
+    max_pixels: Annotated[int, typer.Option(help="Width times height of an upload.", min=1)] = 50_000_000,
+    max_k: Annotated[int, typer.Option(help="Images that a search may ask for.", min=1)] = 100,
+    threads: Annotated[int, typer.Option(help="Searches at a time, which share the cores.", min=1)] = 2,
+    queue: Annotated[int, typer.Option(help="Searches that may wait; more are answered 503.", min=0)] = 64,
+    timeout_seconds: Annotated[float, typer.Option(help="For an upload, and for a search.", min=0.1)] = 30.0,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Between SIGTERM, when /readyz turns false, and no new connections.", min=0)
+    ] = 0.0,
+) -> None:
+    """Answer searches over HTTP: a page to upload images to, a JSON API, health and Prometheus metrics.
+
+    On SIGTERM what is under way is finished and the exit status is 0. There is no encryption and no password: put a
+    proxy before it where others than you can reach it.
+    """
+    from distap.serving import ServeSettings, serve
+
+    settings = ServeSettings(
+        host, port, max_upload_bytes, max_pixels, max_k, threads, queue, timeout_seconds, drain_seconds
+    )
+    serve(settings, index, checkpoint, whitening, images, best=best)
+
+
+def _table(found: "Found") -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(found.query.name), title_justify="left")
+    for name in ("rank", "key", "class", "similarity"):
+        table.add_column(name, justify="left" if name in ("key", "class") else "right", overflow="fold")
+    for rank, hit in enumerate(found.hits, 1):
+        table.add_row(str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
+    return table
+
+
+def _as_json(found: "Found") -> dict[str, Any]:
+    hits = [
+        {"rank": rank, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
+        for rank, hit in enumerate(found.hits, 1)
+    ]
+    return {"query": found.query.name, "hits": hits, **({"problem": found.problem} if found.problem else {})}

@@ -1,0 +1,130 @@
+"""A server as a process: it listens while the index is loaded, and stops without losing a request."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from distap.distributed import joined_world
+from distap.errors import DistapError
+from distap.searching import open_pictures, open_searcher
+from distap.serving.settings import ServeSettings
+from distap.telemetry.terminal import console, set_up_logging
+
+try:
+    import python_multipart  # noqa: F401 - it reads forms, and only the first of them would miss it
+    import uvicorn
+
+    from distap.serving.app import build_app
+    from distap.serving.service import Service
+except ImportError as error:
+    raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
+
+BACKLOG = 2048
+logger = logging.getLogger("distap")
+
+
+def serve(
+    settings: ServeSettings,
+    index: Path,
+    checkpoint: Path,
+    whitening: Path | None = None,
+    images: str | None = None,
+    *,
+    best: bool = False,
+) -> None:
+    """Answer requests until SIGTERM or SIGINT.
+
+    Args:
+        settings: address and limits.
+        index, checkpoint, whitening, best: see `open_searcher`.
+        images: see `open_pictures`.
+    Raises:
+        DistapError: the address cannot be listened on, or something cannot be loaded.
+    """
+    with joined_world() as world, _listening(settings) as listener:
+        set_up_logging(world.rank)
+        service = Service(settings)
+
+        def load() -> None:
+            searcher = open_searcher(
+                index, checkpoint, whitening, world=world, best=best, max_pixels=settings.max_pixels
+            )
+            service.load(searcher, open_pictures(searcher.index, images, searcher.remote))
+            logger.info("ready: %s images of %s", f"{len(searcher.index):,}", searcher.index.data)
+
+        server = _Server(service, load)
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        console.print(f"serving on http://{shown}:{port}", markup=False)
+        server.run([listener])
+        service.close()
+        if server.failure is not None:
+            raise server.failure
+
+
+def _listening(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise DistapError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --host or --port"
+        ) from error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which loads beside listening and drains before it closes.
+
+    Args:
+        service: to answer for.
+        load: fills it.
+    Attributes:
+        failure: why it could not be filled.
+    """
+
+    def __init__(self, service: Service, load: Callable[[], None]) -> None:
+        settings = service.settings
+        super().__init__(
+            uvicorn.Config(
+                build_app(service),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
+            )
+        )
+        self.failure: BaseException | None = None
+        self._service, self._load = service, load
+        self._asked = 0.0  # when
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and load meanwhile."""
+        await super().startup(sockets)
+        threading.Thread(target=self._loading, name="loading", daemon=True).start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to close, asked ten times a second."""
+        drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
+        if self._service.draining and drained:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a request to stop; a second one skips the draining."""
+        if self._service.draining:
+            self.should_exit = True
+        self._service.draining, self._asked = True, self._asked or time.monotonic()
+
+    def _loading(self) -> None:
+        try:
+            self._load()
+        except BaseException as error:
+            self.failure, self.should_exit = error, True
