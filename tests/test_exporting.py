@@ -20,11 +20,15 @@ from test_trainer import train
 from torch import nn
 
 from distap.building import trained_network
+from distap.checkpoint import find_checkpoint
+from distap.config.sections import TimmWeights
 from distap.data.whole_images import Sizing
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.exporting import ExportSettings, export_to_folder, programs
+from distap.exporting.card import Card
 from distap.exporting.checking import agreement, cases_of, onnx_describer, program_describer, sizes_to_try
+from distap.exporting.origin import origin_of
 from distap.exporting.programs import exportable, program_of, save_onnx, save_program, size_ranges
 from distap.extraction import describer_of
 from distap.model import MultiScaleNetwork, build_network
@@ -187,6 +191,22 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
         "That of these weights is not known here",
     ):
         assert text in card, text
+
+
+def test_a_card_names_the_weights_that_training_began_with(exported):
+    origin = origin_of(find_checkpoint(exported.run), exported.recipe)
+    model = exported.recipe.model.model_copy(update={"backbone": "resnet50.a1_in1k", "weights": TimmWeights()})
+    began = replace(origin, recipe=exported.recipe.model_copy(update={"model": model}))
+    card = Card(exported.describer, began, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None).text()
+    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
+    assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
+
+
+def test_figures_of_another_state_are_not_told(exported):
+    checkpoint = find_checkpoint(exported.run)
+    other = replace(checkpoint, manifest=replace(checkpoint.manifest, score=0.25))
+    origin = origin_of(other, exported.recipe)
+    assert origin.figures == {exported.recipe.data.validation: {"mAP": 0.25}} and origin.validation is None
 
 
 def test_what_is_not_known_is_not_told(tmp_path, training_shards):

@@ -114,16 +114,18 @@ class Card:
 
     def _what_it_is(self) -> str:
         steps = []
-        if len(self.describer.network.scales) > 1 or self.describer.network.scales != (1.0,):
-            steps.append(f"described at the scales {_numbers(self.describer.network.scales)} and averaged")
+        scales = self.describer.network.scales
+        if len(scales) > 1:
+            steps.append(f"described at the scales {_numbers(scales)} and averaged")
+        elif scales != (1.0,):
+            steps.append(f"described at {_numbers(scales)} of its size")
         if self.whitening is not None:
             steps.append("whitened")
         then = f", {' and '.join(steps)}" if steps else ""
         return _filled(
             f"Turns an image into a descriptor of {self.describer.dimensions} numbers and length 1{then}. Images of "
             "the same thing are to have a large product of their descriptors, which is the cosine of their angle. "
-            f"Trained by distap to rank images by Average Precision; this is its state after step {self.origin.step} "
-            f"of {self.origin.recipe.steps}."
+            f"Trained by distap; this is its state after step {self.origin.step} of {self.origin.recipe.steps}."
             + ("" if self.programs else " This folder holds the weights of its backbone alone.")
         )
 

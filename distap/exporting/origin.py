@@ -74,12 +74,18 @@ def _scored(
         lines = []
     for line in lines:
         if _is(line["validation"].get("mAP"), score):
-            figures = {name: line["validation"], **line.get("also", {})}
+            figures = {name: _known(line["validation"])}
+            figures |= {other: _known(of_set) for other, of_set in line.get("also", {}).items()}
     try:
         validation = read_evaluation(folder_of_step(run, step))
     except DistapError:
         return figures, None
     return figures, validation if _is(validation.figures.get("mAP"), score) else None
+
+
+def _known(figures: dict[str, Any]) -> dict[str, float]:
+    """Without those that the log says to be no number."""
+    return {name: float(value) for name, value in figures.items() if isinstance(value, float | int)}
 
 
 def _is(figure: Any, score: float) -> bool:

@@ -69,7 +69,7 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
         DistapError: it cannot be traced; the module that is to blame is named.
     """
     # Unlike lengths, so that none is taken for another; not 1, which torch would take for a constant.
-    shape = (3, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
+    shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
     example = torch.zeros(shape, dtype=torch.uint8)
     shapes = ShapesCollection()
     shapes[example] = dict.fromkeys(NAMES if dynamic_size else (0,), Dim.DYNAMIC)
