@@ -48,6 +48,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 ASSETS = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
     "/page.js": ("page.js", "text/javascript"),
 }
 

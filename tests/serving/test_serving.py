@@ -2,11 +2,14 @@ import asyncio
 import json
 import signal
 import socket
+from functools import partial
 
 import httpx
 import numpy as np
 import pytest
+from browser import DESKTOP, PHONE
 from galleries import Gallery, make_gallery, upload
+from selenium.webdriver.support.ui import WebDriverWait
 from serving import BAD, MULTIPART, body, bomb, resident, serving
 
 from distap.distributed import World
@@ -243,3 +246,45 @@ def test_a_server_that_cannot_load_ends_with_the_reason(gallery, tmp_path):
         serving(gallery, tmp_path, checkpoint=tmp_path),
     ):
         pass
+
+
+def texts(driver, selector: str) -> list[str]:
+    return [element.text for element in driver.find_elements("css selector", selector)]
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_the_page_shows_what_is_similar_to_an_upload(url, searcher, browser, tmp_path, size):
+    image = tmp_path / "query.png"
+    image.write_bytes(upload(11, size=(160, 120)))
+    browser.open(f"{url}/", size)
+    driver = browser.driver
+    shown = partial(WebDriverWait(driver, 20).until, message="no hits are shown")
+    driver.find_element("id", "image").send_keys(str(image))
+    k = driver.find_element("id", "k")
+    k.clear()
+    k.send_keys("6")
+    driver.find_element("id", "send").click()
+    shown(lambda _: len(texts(driver, "#hits li")) == 6)
+    expected = searcher.by_image(image.read_bytes(), 6)
+    assert texts(driver, "#hits .key") == [hit.key for hit in expected]
+    assert texts(driver, "#hits .class") == [hit.class_name for hit in expected]  # `<i>apple` as text
+    assert not browser.broken_pictures() and browser.sideways() <= 0
+    assert driver.switch_to.active_element.text == "Most similar to your image"
+    driver.find_element("css selector", "#hits .more").click()
+    shown(lambda _: texts(driver, "#found") == [f"Most similar to {expected[0].key}"])
+    assert texts(driver, "#hits .key") == [hit.key for hit in searcher.by_key(expected[0].key, 6)]
+    assert not browser.errors()
+    assert all(each.startswith((url, "blob:")) for each in browser.requests())
+
+
+def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):
+    image = tmp_path / "query.png"
+    image.write_bytes(b"no image")
+    browser.open(f"{url}/", PHONE)
+    driver = browser.driver
+    driver.find_element("id", "send").click()
+    assert texts(driver, "#error") == ["Choose an image first."]
+    driver.find_element("id", "image").send_keys(str(image))
+    driver.find_element("id", "image").submit()
+    WebDriverWait(driver, 20).until(lambda _: texts(driver, "#error")[0].startswith("this is no image"))
+    assert browser.sideways() <= 0 and texts(driver, "#hits li") == []
