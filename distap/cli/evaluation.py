@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -71,9 +72,21 @@ def eval_command(
         typer.Option(help="Put each query's first images in a new order."),
     ] = None,
     head: Annotated[int, typer.Option(help="Images of each query that --rerank looks at.", min=1)] = 100,
+    rerank_neighbours: Annotated[
+        int | None,
+        typer.Option(
+            help="Neighbours of an image that --rerank takes: about as many as a class has.",
+            min=1,
+            show_default="k-reciprocal: 20, diffusion: 50",
+        ),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Show each of these options on and off, in one table.")
     ] = False,
+    gap: Annotated[
+        int | None,
+        typer.Option(help="Also print how much greater mAP is within random batches of this many images.", min=2),
+    ] = None,
     descriptors: Annotated[
         Path | None, typer.Option(help="Folder to keep descriptors in, and to find them again.")
     ] = None,
@@ -117,7 +130,7 @@ def eval_command(
             kept_in=descriptors,
             shown=world.rank == 0,
         )
-        refinement = _refinement(whitening, expand, augment, neighbours, rerank, head)
+        refinement = _refinement(whitening, expand, augment, neighbours, rerank, head, rerank_neighbours)
         if refinement.whitening is not None:
             refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)
         _evaluate(
@@ -125,6 +138,7 @@ def eval_command(
             describing,
             refinement,
             compare,
+            gap,
             output,
             str(checkpoint or config),
         )
@@ -159,6 +173,7 @@ def _evaluate(
     describing: "Describing",
     refinement: "Refinement",
     compare: bool,
+    gap: int | None,
     output: Path | None,
     network: str,
 ) -> None:
@@ -170,6 +185,7 @@ def _evaluate(
     describer = describing.describer
     about = {"network": network, "sizing": str(describer.sizing), "scales": describer.network.scales}
     results: dict[str, Any] = {}
+    gaps: dict[str, Any] = {}
     for name, opened in sets.items():
         described = opened.describe(describing)
         if describing.world.rank > 0:
@@ -179,10 +195,17 @@ def _evaluate(
         results[name] = {variant: one.figures for variant, one in found.items()}
         console.print(f"{name}: {last.queries} queries, {last.left_out} without a positive left out", markup=False)
         console.print(figures_table(results[name]))
+        if gap is not None:
+            found_gap = described.gap(gap)
+            gaps[name] = {"batch": gap, "gap": found_gap.gap} | asdict(found_gap)
+            console.print(
+                f"decomposability gap: mAP is {100 * found_gap.within_batches:.1f} within {found_gap.batches} random "
+                f"batches of {gap} images, {100 * found_gap.whole:.1f} over the whole set: {100 * found_gap.gap:+.1f}"
+            )
         if output is not None:
             last.save(output / name if len(sets) > 1 else output, **about)
     if output is not None and describing.world.rank == 0:
-        write_whole(output / "results.json", json.dumps({**about, "sets": results}, indent=1) + "\n")
+        write_whole(output / "results.json", json.dumps({**about, "sets": results, "gaps": gaps}, indent=1) + "\n")
 
 
 def _named(text: str) -> tuple[str | None, str]:
@@ -197,15 +220,17 @@ def _refinement(
     neighbours: int,
     rerank: Literal["k-reciprocal", "diffusion"] | None,
     head: int,
+    rerank_neighbours: int | None,
 ) -> "Refinement":
     from distap.retrieval.refinement import Expansion, Refinement
     from distap.retrieval.reranking import RERANKERS
     from distap.retrieval.whitening import load_whitening
 
+    given = {} if rerank_neighbours is None else {"neighbours": rerank_neighbours}
     return Refinement(
         None if whitening is None else load_whitening(whitening),
         None if augment is None else Expansion(neighbours, augment),
         None if expand is None else Expansion(neighbours, expand),
-        None if rerank is None else RERANKERS[rerank](),
+        None if rerank is None else RERANKERS[rerank](**given),
         head,
     )

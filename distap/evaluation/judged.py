@@ -19,6 +19,7 @@ from torch import Tensor
 from distap.data.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
+from distap.retrieval.decomposability import DecomposabilityGap
 from distap.retrieval.graded import GradedResult, evaluate_graded, graded_queries
 from distap.retrieval.landmarks import LandmarkResult, evaluate_landmarks, landmark_queries
 from distap.retrieval.refinement import Refinement
@@ -142,6 +143,12 @@ class DescribedJudgedSet:
         else:
             result = evaluate_landmarks(queries, refined.gallery, landmark_queries(self.records, self.row), head=head)
         return JudgedEvaluation(self.of, refinement.name, result, self.records, len(self.gallery))
+
+    def gap(self, batch: int) -> DecomposabilityGap:
+        """Raises a DistapError: a ground truth's queries and gallery are no batches."""
+        raise DistapError(
+            f"{self.of.name}: the decomposability gap over batches of {batch} is of shards with classes only"
+        )
 
 
 @dataclass(frozen=True)

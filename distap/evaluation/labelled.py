@@ -16,6 +16,7 @@ from distap.data.locations import Source
 from distap.data.reading import Reader
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
+from distap.retrieval.decomposability import DecomposabilityGap, decomposability_gap, random_batches
 from distap.retrieval.metrics import AT, LabelledSetResult, evaluate_labelled_set
 from distap.retrieval.refinement import Refinement
 from distap.saved_evaluations import write_evaluation
@@ -86,6 +87,16 @@ class DescribedLabelledSet:
         )
         on_cpu = LabelledSetResult(*(getattr(result, name).cpu() for name in LabelledSetResult.__dataclass_fields__))
         return LabelledEvaluation(self.of, refinement.name, on_cpu, torch.from_numpy(self.samples))
+
+    def gap(self, batch: int) -> DecomposabilityGap:
+        """How much more mAP promises within random batches of that size than over the whole set.
+
+        Raises:
+            DistapError: the set is smaller, or no batch has two images of a class.
+        """
+        labels = torch.from_numpy(self.of.index.label[self.samples]).to(self.device)
+        batches = random_batches(len(labels), batch, torch.Generator().manual_seed(0))
+        return decomposability_gap(self.descriptors, labels, batches)
 
 
 @dataclass(frozen=True)

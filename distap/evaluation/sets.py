@@ -13,6 +13,7 @@ from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.judged import GROUND_TRUTH_FILE, JudgedSet, read_ground_truth
 from distap.evaluation.labelled import LabelledSet
+from distap.retrieval.decomposability import DecomposabilityGap
 from distap.retrieval.refinement import Refinement
 
 
@@ -44,6 +45,10 @@ class DescribedSet(Protocol):
 
     def evaluate(self, refinement: Refinement = ...) -> Evaluation:
         """Rank it with a refinement of the descriptors."""
+        ...
+
+    def gap(self, batch: int) -> DecomposabilityGap:
+        """How much more mAP promises within batches of that size than over the whole set."""
         ...
 
 

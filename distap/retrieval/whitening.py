@@ -190,11 +190,13 @@ def save_whitening(path: Path, whitening: Whitening) -> None:
 
 
 def load_whitening(path: Path) -> Whitening:
-    """What `save_whitening` wrote.
+    """What `save_whitening` wrote, into that file or as WHITENING_FILE into that folder.
 
     Raises:
         DistapError: it is missing, cut, damaged or something else.
     """
+    if path.is_dir():
+        path /= WHITENING_FILE
     try:
         with safetensors.safe_open(path, "numpy") as file:
             about = json.loads(file.metadata()["whitening"])

@@ -166,6 +166,10 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     configured = ["eval", tmp_path / "recipe.yaml"]
     assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
     assert distap(monkeypatch, *configured, *sets, "--expand=2", "--compare", f"--output={tmp_path / 'both'}") == 0
+    assert distap(monkeypatch, *configured, *sets[1:], "--gap=8", f"--output={tmp_path / 'gap'}") == 0
+    gap = json.loads((tmp_path / "gap/results.json").read_text())["gaps"]["own"]
+    assert gap["gap"] == pytest.approx(gap["within_batches"] - gap["whole"]) and gap["batch"] == 8
+    assert distap(monkeypatch, *configured, *sets[:1], "--gap=8") == 2
     results = json.loads((tmp_path / "both/results.json").read_text())["sets"]
     assert {name: list(variants) for name, variants in results.items()} == {
         "oxford": ["plain", "query expansion"],
