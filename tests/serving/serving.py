@@ -20,14 +20,18 @@ MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
 @contextmanager
 def serving(gallery: Gallery, folder: Path, **options: object) -> Iterator[tuple[str, Job]]:
     """URL of a server that is ready, and its process."""
-    given = LIMITS | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    command = [sys.executable, "-m", "distap.cli", "serve", gallery.index, "--checkpoint", gallery.run, "--port", 0]
-    command += [text for option in given.items() for text in option]
-    with started([str(part) for part in command], folder) as job:
+    with started(command(gallery, **options), folder) as job:
         job.wait_until(lambda: "serving on " in job.said)
         url = re.search(r"serving on (\S+)", job.said)[1]
         job.wait_until(lambda: is_ready(url))
         yield url, job
+
+
+def command(gallery: Gallery, **options: object) -> list[str]:
+    """What starts a server."""
+    given = LIMITS | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    start = [sys.executable, "-m", "distap.cli", "serve", gallery.index, "--checkpoint", gallery.run, "--port", 0]
+    return [str(part) for part in (*start, *(text for option in given.items() for text in option))]
 
 
 def is_ready(url: str) -> bool:

@@ -2,6 +2,7 @@ import asyncio
 import json
 import signal
 import socket
+import sys
 from functools import partial
 
 import httpx
@@ -9,11 +10,15 @@ import numpy as np
 import pytest
 from browser import DESKTOP, PHONE
 from galleries import Gallery, make_gallery, upload
+from launching import started
 from selenium.webdriver.support.ui import WebDriverWait
-from serving import BAD, MULTIPART, body, bomb, resident, serving
+from serving import BAD, MULTIPART, body, bomb, command, resident, serving
+from test_cli import distap
 
 from distap.distributed import World
 from distap.searching import Searcher, open_searcher
+from distap.serving import ServeSettings
+from distap.serving.server import _listening
 
 ALIKE = 1e-5  # similarities, whatever the number of threads
 
@@ -240,12 +245,37 @@ def is_closed(host: str, port: int) -> bool:
     return False
 
 
-def test_a_server_that_cannot_load_ends_with_the_reason(gallery, tmp_path):
-    with (
-        pytest.raises(AssertionError, match=r"it ended with 2: [\s\S]*no checkpoint there"),
-        serving(gallery, tmp_path, checkpoint=tmp_path),
-    ):
-        pass
+def test_a_server_that_is_stopped_while_it_loads_ends_well(gallery, tmp_path):
+    with started(command(gallery), tmp_path) as job:
+        job.wait_until(lambda: "serving on " in job.said)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.status(30) == 0, job.said
+
+
+def test_a_server_that_cannot_load_ends_with_the_reason(gallery, tmp_path, monkeypatch, capsys):
+    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", tmp_path, "--port", 0) == 2
+    assert "no checkpoint there" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_listened_on_is_named(gallery, url, monkeypatch, capsys):
+    port = url.rpartition(":")[2]
+    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run, "--port", port) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_without_its_extra_serving_says_what_to_install(gallery, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("distap.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run) == 2
+    assert "pip install 'distap[serve]'" in capsys.readouterr().err
+
+
+def test_answers_do_not_wait_for_more_to_send():
+    with _listening(ServeSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def texts(driver, selector: str) -> list[str]:
