@@ -2,7 +2,6 @@ import base64
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,3 +166,9 @@ def test_a_page_of_hits_looks_right_in_a_browser(tmp_path, gallery, searcher, br
 def test_a_query_that_is_nothing_is_told(gallery, monkeypatch, capsys):
     assert distap(monkeypatch, "search", gallery.index, "nothing.png") == 2
     assert "neither an image file, nor a folder of images, nor a key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["search", "serve"])
+def test_the_commands_explain_themselves(monkeypatch, capsys, command):
+    assert distap(monkeypatch, command, "--help") == 0
+    assert f"Usage: distap {command}" in capsys.readouterr().out

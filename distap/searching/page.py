@@ -38,7 +38,7 @@ def _example(found: Found, searcher: Searcher, pictures: Pictures) -> str:
     name = found.query.name
     query = picture(_query_picture(found.query, searcher, pictures), f"query: {name}")
     hits = "".join(_hit(rank, hit, pictures) for rank, hit in enumerate(found.hits, 1))
-    told = note(found.problem or ("" if found.hits else "nothing was found")) if not found.hits else ""
+    told = "" if found.hits else note(found.problem or "nothing was found")
     return (
         f'<div class="example"><div class="query">{query}<h3>{escape(name)}</h3></div>'
         f'<div class="row">{told}<div class="hits">{hits}</div></div></div>\n'

@@ -1,6 +1,7 @@
 """A server as a process: it listens while the index is loaded, and stops without losing a request."""
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from types import FrameType
 
 from distap.distributed import joined_world
 from distap.errors import DistapError
+from distap.exits import FINISHED
 from distap.searching import open_pictures, open_searcher
 from distap.serving.settings import ServeSettings
 from distap.telemetry.terminal import console, set_up_logging
@@ -24,6 +26,7 @@ except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
 
 BACKLOG = 2048
+LOADING_SECONDS = 5.0  # that loading has to come to its end when the server is to stop before
 logger = logging.getLogger("distap")
 
 
@@ -64,6 +67,10 @@ def serve(
         console.print(f"serving on http://{shown}:{port}", markup=False)
         server.run([listener])
         service.close()
+        server.loading.join(LOADING_SECONDS)
+        if server.loading.is_alive():
+            # Python would end in a crash while a library is at work in a thread, and nothing is to be saved.
+            os._exit(FINISHED)
         if server.failure is not None:
             raise server.failure
 
@@ -89,6 +96,7 @@ class _Server(uvicorn.Server):
         load: fills it.
     Attributes:
         failure: why it could not be filled.
+        loading: the thread that fills it.
     """
 
     def __init__(self, service: Service, load: Callable[[], None]) -> None:
@@ -107,13 +115,14 @@ class _Server(uvicorn.Server):
             )
         )
         self.failure: BaseException | None = None
+        self.loading = threading.Thread(target=self._run_load, name="loading", daemon=True)
         self._service, self._load = service, load
         self._asked = 0.0  # when
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and load meanwhile."""
         await super().startup(sockets)
-        threading.Thread(target=self._loading, name="loading", daemon=True).start()
+        self.loading.start()
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to close, asked ten times a second."""
@@ -128,7 +137,7 @@ class _Server(uvicorn.Server):
             self.should_exit = True
         self._service.draining, self._asked = True, self._asked or time.monotonic()
 
-    def _loading(self) -> None:
+    def _run_load(self) -> None:
         try:
             self._load()
         except BaseException as error:

@@ -60,7 +60,7 @@ class Service:
         """The k images that are most similar to one of the gallery, without itself; raises what `by_image` does."""
         searcher, _ = self._require_loaded()
         try:
-            searcher.index.row_of(key)
+            await self._searched(searcher.index.row_of, key)
         except DistapError as error:
             raise RefusedError(404, "not_found", str(error)) from error
         return await self._searched(searcher.by_key, key, k)
