@@ -2,8 +2,9 @@
 
 import io
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,11 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DistapError(f"{path}: not the result of an evaluation: {error!r}; `distap eval` writes one") from error
+
+
+def as_json(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """Figures as JSON has them, which knows no word for what is not a number."""
+    return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 
 def folder_of_step(run: Path, step: int) -> Path:

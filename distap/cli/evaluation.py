@@ -177,34 +177,36 @@ def _evaluate(
     output: Path | None,
     network: str,
 ) -> None:
-    """Describe each set on all ranks; rank it, print and write its figures on rank 0."""
+    """Describe the sets on all ranks; rank them, print and write their figures on rank 0."""
     from distap.evaluation import compared
+    from distap.saved_evaluations import as_json
     from distap.telemetry.terminal import console, figures_table
     from distap.whole_files import write_whole
 
+    # All of them first: ranks that waited for rank 0 to rank would take it for lost.
+    described = {name: opened.describe(describing) for name, opened in sets.items()}
+    if describing.world.rank > 0:
+        return
     describer = describing.describer
     about = {"network": network, "sizing": str(describer.sizing), "scales": describer.network.scales}
     results: dict[str, Any] = {}
     gaps: dict[str, Any] = {}
-    for name, opened in sets.items():
-        described = opened.describe(describing)
-        if describing.world.rank > 0:
-            continue
-        found = compared(described, refinement, compare)
+    for name, one in described.items():
+        found = compared(one, refinement, compare)
         last = next(reversed(found.values()))
-        results[name] = {variant: one.figures for variant, one in found.items()}
         console.print(f"{name}: {last.queries} queries, {last.left_out} without a positive left out", markup=False)
-        console.print(figures_table(results[name]))
+        console.print(figures_table({variant: evaluation.figures for variant, evaluation in found.items()}))
+        results[name] = {variant: as_json(evaluation.figures) for variant, evaluation in found.items()}
         if gap is not None:
-            found_gap = described.gap(gap)
-            gaps[name] = {"batch": gap, "gap": found_gap.gap} | asdict(found_gap)
+            measured = one.gap(gap)
+            gaps[name] = {"batch": gap, "gap": measured.gap} | asdict(measured)
             console.print(
-                f"decomposability gap: mAP is {100 * found_gap.within_batches:.1f} within {found_gap.batches} random "
-                f"batches of {gap} images, {100 * found_gap.whole:.1f} over the whole set: {100 * found_gap.gap:+.1f}"
+                f"decomposability gap: mAP is {100 * measured.within_batches:.1f} within {measured.batches} random "
+                f"batches of {gap} images, {100 * measured.whole:.1f} over the whole set: {100 * measured.gap:+.1f}"
             )
         if output is not None:
             last.save(output / name if len(sets) > 1 else output, **about)
-    if output is not None and describing.world.rank == 0:
+    if output is not None:
         write_whole(output / "results.json", json.dumps({**about, "sets": results, "gaps": gaps}, indent=1) + "\n")
 
 

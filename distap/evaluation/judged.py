@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from distap.retrieval.decomposability import DecomposabilityGap
 from distap.retrieval.graded import GradedResult, evaluate_graded, graded_queries
 from distap.retrieval.landmarks import LandmarkResult, evaluate_landmarks, landmark_queries
 from distap.retrieval.refinement import Refinement
+from distap.saved_evaluations import as_json
 from distap.whole_files import write_whole
 
 GROUND_TRUTH_FILE, RESULT_FILE = "ground_truth.json", "result.json"
@@ -187,9 +187,7 @@ class JudgedEvaluation:
         Raises:
             UnwritableError: it cannot be written.
         """
-        precision = {
-            name: [_number(value) for value in of.tolist()] for name, of in self._average_precision().items()
-        }
+        precision = {name: values.tolist() for name, values in self._average_precision().items()}
         record = {
             **about,
             "data": self.of.name,
@@ -199,9 +197,9 @@ class JudgedEvaluation:
             "images": self.images,
             "queries": self.queries,
             "queries_without_positive": self.left_out,
-            "figures": {name: _number(value) for name, value in self.figures.items()},
+            "figures": as_json(self.figures),
             "average_precision": {
-                str(query["name"]): {name: values[place] for name, values in precision.items()}
+                str(query["name"]): as_json({name: values[place] for name, values in precision.items()})
                 for place, query in enumerate(self.records)
             },
         }
@@ -214,11 +212,6 @@ class JudgedEvaluation:
             return {"AP@100": self.result.average_precision}
         parts = {"Easy": self.result.easy, "Medium": self.result.medium, "Hard": self.result.hard}
         return {name: part.average_precision for name, part in parts.items()}
-
-
-def _number(value: float) -> float | None:
-    """JSON has no word for what is not a number."""
-    return None if math.isnan(value) else value
 
 
 def _joined(parts: Sequence[NDArray[Any]], folder: Path | None) -> NDArray[Any]:
