@@ -1,7 +1,8 @@
 """Figures of a labelled set that need only each image's nearest, by Faiss: R@k, mP@k and mAP@R, no full ranking.
 
-They are those of `evaluate_labelled_set`: where images tie at the end of what Faiss has found, which of them it found
-is chance, so such a query is ranked in full. So are queries with very many positives.
+They are those of `evaluate_labelled_set`. Faiss rounds similarities by where a descriptor lies in the gallery, exact
+duplicates among them, so a query is ranked in full where a positive is all but as similar as a negative, or the last
+image that counts as the one behind it. So are queries with very many positives.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float32, Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from distap.retrieval.nearest import nearest
 from distap.retrieval.ranks import NONE, Ties, Tiles, negatives_before, ranks_of_positives
 
 MOST = 128  # positives up to which Faiss finds them faster than a full ranking
+AS_NEAR = 1e-6  # similarities no further apart may be ties: float32 added up in another order
 
 
 @dataclass(frozen=True)
@@ -77,23 +79,15 @@ def evaluate_nearest(
     if bool(small.any()):
         whole = descriptors.numpy() if isinstance(descriptors, Tensor) else descriptors
         similarities, found = map(torch.from_numpy, nearest(whole, whole, enough + 1, exclude_self=True))
-        if found.shape[1] > enough:  # else all others were found, and there is no end to tie at
-            in_full = in_full | (is_query & (similarities[:, enough - 1] == similarities[:, enough]))
         positive = (labels[found] == labels[:, None]) & is_query[:, None]
+        as_near = similarities[:, :-1] - similarities[:, 1:] <= AS_NEAR
+        mixed = as_near & (positive[:, :-1] != positive[:, 1:])
+        if found.shape[1] > enough:  # else all others were found, and there is no end to tie at
+            mixed[:, enough - 1] |= as_near[:, enough - 1]
+        in_full = is_query & (~small | mixed.any(1))
         rows = (is_query & ~in_full).nonzero().flatten()
-        keep(rows, _ranks_in_list(similarities[rows], positive[rows], ties))
+        keep(rows, positive[rows] * torch.arange(1, found.shape[1] + 1))
     for rows in classes.blocks(in_full):
         tiles, positives = Tiles(converted_rows(descriptors, rows), descriptors, BLOCK_PAIRS), classes.positives(rows)
         keep(rows, ranks_of_positives(negatives_before(tiles, positives, rows[:, None], ties), positives != NONE))
     return NearestResult(is_query, at_r, ks, hits, int(in_full.sum()))
-
-
-def _ranks_in_list(
-    similarities: Float32[Tensor, "q K"], positive: Bool[Tensor, "q K"], ties: Ties
-) -> Int64[Tensor, "q K"]:
-    """Ranks of the positives that were found, 0 elsewhere; a list's last place may be wrong by a tie."""
-    negatives = (~positive).cumsum(1)
-    if ties == "pessimistic":
-        descending = (-similarities).contiguous()
-        negatives = negatives.gather(1, torch.searchsorted(descending, descending, right=True) - 1)
-    return torch.where(positive, negatives + positive.cumsum(1), 0)

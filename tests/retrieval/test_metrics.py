@@ -71,6 +71,15 @@ def test_the_nearest_alone_give_the_figures_of_the_full_ranking(seed, images, cl
     assert result.summary() == pytest.approx(expected, abs=1e-12)
 
 
+def test_the_nearest_alone_tell_duplicates_apart_by_the_rule_and_not_by_rounding():
+    base = normalize(torch.randn(500, 1024, generator=torch.Generator().manual_seed(2)))
+    descriptors = torch.cat([base, base])  # each image in two classes
+    labels = torch.cat([torch.arange(500) // 3, 500 + torch.arange(500) // 3])
+    result, full = evaluate_nearest(descriptors, labels), evaluate_labelled_set(descriptors, labels)
+    assert torch.equal(result.hits, full.hits)
+    assert torch.equal(result.average_precision_at_r.nan_to_num(), full.average_precision_at_r.nan_to_num())
+
+
 def test_queries_of_a_great_class_and_those_that_tie_at_the_end_are_ranked_in_full(monkeypatch):
     monkeypatch.setattr("distap.retrieval.nearest_metrics.MOST", 4)
     generator = torch.Generator().manual_seed(1)
