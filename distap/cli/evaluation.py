@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from distap.cli.extract import described_at, sizing_of
+from distap.cli.options import (
+    BEST,
+    IMAGE_SIZE,
+    MAX_SIDE,
+    ORIGINAL,
+    SCALE_POWER,
+    SCALES,
+    WHITENING,
+    described_at,
+    sizing_of,
+)
 from distap.errors import DistapError
 from distap.train import OVERRIDES
 
@@ -29,7 +39,7 @@ def eval_command(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A run folder, or one of its checkpoints, to evaluate instead.")
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="With a run folder: its best checkpoint.")] = False,
+    best: BEST = False,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,22 +51,12 @@ def eval_command(
     distractors: Annotated[
         list[str] | None, typer.Option(help="Shards that each gallery with a ground truth gets as well.")
     ] = None,
-    image_size: Annotated[
-        int | None,
-        typer.Option(help="Take the central square at this size, pixels.", min=1, show_default="as in the recipe"),
-    ] = None,
-    max_side: Annotated[
-        int | None, typer.Option(help="Take whole images, the longer side scaled down to this, pixels.", min=1)
-    ] = None,
-    original: Annotated[bool, typer.Option("--original", help="Take whole images as they are.")] = False,
-    scales: Annotated[
-        str, typer.Option(help="Factors at which each image is described, such as 1,0.7071,0.5.")
-    ] = "1",
-    scale_power: Annotated[
-        float | None,
-        typer.Option(help="Of the mean over scales.", show_default="GeM's, or 1 where a projection follows it"),
-    ] = None,
-    whitening: Annotated[Path | None, typer.Option(help="What `distap whiten` wrote, applied to all.")] = None,
+    image_size: IMAGE_SIZE = None,
+    max_side: MAX_SIDE = None,
+    original: ORIGINAL = False,
+    scales: SCALES = "1",
+    scale_power: SCALE_POWER = None,
+    whitening: WHITENING = None,
     expand: Annotated[
         float | None,
         typer.Option(

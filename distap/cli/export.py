@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distap.errors import DistapError
+from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, described_at
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,9 +18,7 @@ def export_command(
     output: Annotated[
         Path, typer.Argument(help="New folder to write; one that an export wrote is replaced.", show_default=False)
     ],
-    best: Annotated[
-        bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")
-    ] = False,
+    best: BEST = False,
     format: Annotated[
         list[str] | None,
         typer.Option(
@@ -28,14 +26,9 @@ def export_command(
             show_default="all installed",
         ),
     ] = None,
-    whitening: Annotated[Path | None, typer.Option(help="What `distap whiten` wrote, applied last.")] = None,
-    scales: Annotated[
-        str, typer.Option(help="Factors at which each image is described, such as 1,0.7071,0.5.")
-    ] = "1",
-    scale_power: Annotated[
-        float | None,
-        typer.Option(help="Of the mean over scales.", show_default="GeM's, or 1 where a projection follows it"),
-    ] = None,
+    whitening: WHITENING = None,
+    scales: SCALES = "1",
+    scale_power: SCALE_POWER = None,
     image_size: Annotated[
         int | None, typer.Option(help="Height and width, pixels.", min=1, show_default="as in the recipe")
     ] = None,
@@ -52,7 +45,7 @@ def export_command(
 
     set_up_logging(0)
     formats = parse_formats(format) if format else installed_formats()
-    settings = ExportSettings(formats, image_size, dynamic_size, _factors(scales), scale_power, opset)
+    settings = ExportSettings(formats, image_size, dynamic_size, described_at(scales), scale_power, opset)
     exported = export_to_folder(checkpoint, output, settings, whitening, best)
     if exported.programs:
         console.print(_table(exported))
@@ -75,10 +68,3 @@ def _table(exported: "Exported") -> "Table":
         )
         table.add_row(name, *numbers, ", ".join(map(str, agreement.batches)), sizes)
     return table
-
-
-def _factors(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(factor) for factor in text.split(","))
-    except ValueError as error:
-        raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error

@@ -3,14 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from distap.errors import DistapError
-
-if TYPE_CHECKING:
-    from distap.data.whole_images import Sizing
+from distap.cli.options import (
+    BEST,
+    IMAGE_SIZE,
+    MAX_SIDE,
+    ORIGINAL,
+    SCALE_POWER,
+    SCALES,
+    WHITENING,
+    described_at,
+    sizing_of,
+)
 
 LEAVE_SECONDS = 10.0  # that ranks have after a signal: what is described is in whole files already
 
@@ -25,28 +32,16 @@ def extract_command(
         Path, typer.Argument(help="Folder to write, or that of an extraction to go on with.", show_default=False)
     ],
     checkpoint: Annotated[Path, typer.Option(help="A run folder, or one of its checkpoints.", show_default=False)],
-    best: Annotated[
-        bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")
-    ] = False,
+    best: BEST = False,
     index: Annotated[
         Path | None, typer.Option(help="File of the shards' index.", show_default="beside the shards")
     ] = None,
-    image_size: Annotated[
-        int | None,
-        typer.Option(help="Take the central square at this size, pixels.", min=1, show_default="as in the recipe"),
-    ] = None,
-    max_side: Annotated[
-        int | None, typer.Option(help="Take whole images, the longer side scaled down to this, pixels.", min=1)
-    ] = None,
-    original: Annotated[bool, typer.Option("--original", help="Take whole images as they are.")] = False,
-    scales: Annotated[
-        str, typer.Option(help="Factors at which each image is described, such as 1,0.7071,0.5.")
-    ] = "1",
-    scale_power: Annotated[
-        float | None,
-        typer.Option(help="Of the mean over scales.", show_default="GeM's, or 1 where a projection follows it"),
-    ] = None,
-    whitening: Annotated[Path | None, typer.Option(help="What `distap whiten` wrote, applied last.")] = None,
+    image_size: IMAGE_SIZE = None,
+    max_side: MAX_SIDE = None,
+    original: ORIGINAL = False,
+    scales: SCALES = "1",
+    scale_power: SCALE_POWER = None,
+    whitening: WHITENING = None,
     form: Annotated[Literal["npy", "parquet"], typer.Option(help="Arrays, or one Parquet file.")] = "npy",
     dtype: Annotated[Literal["float32", "float16"], typer.Option(help="Of the descriptors.")] = "float32",
     precision: Annotated[Literal["float32", "bf16"], typer.Option(help="What the network computes in.")] = "float32",
@@ -132,25 +127,6 @@ def _saying_that_it_goes_on(output: Path) -> Iterator[None]:
     except SystemExit:
         console.print(f"stopped: the same command goes on from the parts in {output}", markup=False)
         raise
-
-
-def sizing_of(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":
-    """How images are brought to size, from the options that say so."""
-    from distap.data.whole_images import Sizing
-
-    if sum((image_size is not None, max_side is not None, original)) > 1:
-        raise DistapError("give one of --image-size, --max-side and --original")
-    if original:
-        return Sizing("original")
-    return Sizing("crop", image_size or default) if max_side is None else Sizing("side", max_side)
-
-
-def described_at(text: str) -> tuple[float, ...]:
-    """The factors of --scales."""
-    try:
-        return tuple(float(factor) for factor in text.split(","))
-    except ValueError as error:
-        raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error
 
 
 def _arguments(context: typer.Context) -> list[str]:
