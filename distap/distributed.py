@@ -8,7 +8,7 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,8 @@ from distap.watchdog import Watchdog
 # The process group waits longer than the watchdog, which can say who is missing.
 LATER_SECONDS = 15.0
 CPU = torch.device("cpu")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of <malloc.h>
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of <malloc.h>
+LENT_BYTES = 2**20  # from which what a server allocates goes back to the system as soon as it is freed
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,14 @@ class Arrival:
         return by_rank.transpose(0, 1).reshape(self.received.shape)
 
 
+def lone_world() -> World:
+    """A world of one for what runs for long and handles large things now and then, such as a server."""
+    world = World(device=_device(0))
+    if world.device.type == "cpu":
+        _mallopt({M_MMAP_THRESHOLD: LENT_BYTES})
+    return world
+
+
 @contextmanager
 def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
     """The world that torchrun's environment describes, or a world of one; left again at the end.
@@ -220,13 +229,18 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
             thread is held by a collective then ends with status 1, without it.
     """
     if "RANK" not in os.environ:
-        yield World(device=_device(0))
+        device = _device(0)
+        if device.type == "cpu":
+            _keep_memory()
+        yield World(device=device)
         return
     try:
         rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = _device(local_rank)
+    if device.type == "cpu":
+        _keep_memory()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     backend = "gloo"
@@ -259,7 +273,8 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
 
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
-        _set_cpu_up()
+        # Subnormal numbers, which an untrained network is full of, cost a CPU a hundred times the arithmetic.
+        torch.set_flush_denormal(True)
         return CPU
     if local_rank >= torch.cuda.device_count():
         raise DistapError(
@@ -269,12 +284,14 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _set_cpu_up() -> None:
-    # Subnormal numbers, which an untrained network is full of, cost a CPU a hundred times the arithmetic.
-    torch.set_flush_denormal(True)
+def _keep_memory() -> None:
     # glibc would give the memory of every large tensor back to the system, which fills it with zeros when the next
     # one asks for it: some four hundredths of a step that keeps its graphs.
+    _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
+
+
+def _mallopt(settings: Mapping[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
+        for name, value in settings.items():
+            mallopt(name, value)

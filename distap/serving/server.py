@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from distap.distributed import joined_world
+from distap.distributed import lone_world
 from distap.errors import DistapError
 from distap.exits import FINISHED
 from distap.searching import open_pictures, open_searcher
@@ -48,7 +48,8 @@ def serve(
     Raises:
         DistapError: the address cannot be listened on, or something cannot be loaded.
     """
-    with joined_world() as world, _listening(settings) as listener:
+    world = lone_world()
+    with _listening(settings) as listener:
         set_up_logging(world.rank)
         # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
