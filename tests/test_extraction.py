@@ -197,6 +197,18 @@ def test_a_descriptor_that_is_not_finite_is_left_out(tmp_path, photos):
         extract(photos, tmp_path / "out", maker=maker)
 
 
+def test_images_too_small_for_the_network_are_left_out(tmp_path):
+    maker = describer_of(network(backbone="convnext_atto"), Sizing("original"))
+    for name, size in (("a", (40, 32)), ("b", (3, 40)), ("c", (40, 32))):
+        (tmp_path / f"{name}.png").write_bytes(encoded(photo(*size, seed=1)))
+    extract(tmp_path, tmp_path / "out", maker=maker)
+    assert read_descriptors(tmp_path / "out").keys.tolist() == ["a.png", "c.png"]
+    (left_out,) = (tmp_path / "out" / "left_out.txt").read_text().splitlines()
+    assert left_out == "b.png\tdecode_error: 3 x 40 pixels are too few for the network"
+    with pytest.raises(DamagedImageError, match="3 x 40 pixels are too few"):
+        maker.describe([(tmp_path / "b.png").read_bytes()])
+
+
 def test_float16_is_the_rounded_float32(tmp_path, photos):
     for dtype in ("float32", "float16"):
         extract(photos, tmp_path / dtype, dtype=dtype)

@@ -9,10 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from distap.data.decoding import MAX_PIXELS, Box, EncodedImage
+from distap.data.decoding import MAX_PIXELS, Box, DamagedImageError, EncodedImage
 from distap.data.whole_images import Sizing, batches_of_one_shape
 from distap.engine.precision import Precision, PrecisionName
 from distap.errors import DistapError
+from distap.micro_batches import is_out_of_memory
 from distap.model.fingerprint import fingerprint
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork
@@ -20,6 +21,7 @@ from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.whitening import Whitening
 
 BATCH_PIXELS = 64 * 224 * 224
+TAKEN_BY_ALL = 64  # pixels of a side, of which every backbone's map has some left
 logger = logging.getLogger("distap")
 
 
@@ -90,16 +92,23 @@ class ImageDescriber:
 
         Raises:
             DistapError: memory does not suffice.
+            DamagedImageError: the images are too small for the network.
         """
         try:
             with torch.inference_mode(), Precision(self.precision, self.device.type).autocast():
                 descriptors: Tensor = self.network(pixels.to(self.device, non_blocking=True))
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
             count, _, height, width = pixels.shape
-            raise DistapError(
-                f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory than "
-                f"{self.device} has: set --batch-pixels below {self.batch_pixels}, or --max-side lower"
-            ) from error
+            if is_out_of_memory(error):
+                raise DistapError(
+                    f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory "
+                    f"than {self.device} has: set --batch-pixels below {self.batch_pixels}, or --max-side lower"
+                ) from error
+            if min(height, width) * min(1.0, *self.network.scales) < TAKEN_BY_ALL:
+                raise DamagedImageError(
+                    "decode_error", f"{width} x {height} pixels are too few for the network"
+                ) from error
+            raise
         return descriptors
 
     @contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distap.data.decoding import Box
+from distap.data.decoding import Box, DamagedImageError
 from distap.data.image_sets import ImageSet
 from distap.data.whole_images import SizedChunk, SizedImages, batches_of_one_shape, sized_chunks
 from distap.distributed import World
@@ -177,8 +177,11 @@ def _described(
             yield from chunk.images()
 
     for numbers, pixels in batches_of_one_shape(images(), limit):
-        samples += numbers
-        descriptors.append(describer(pixels).float())
+        try:
+            descriptors.append(describer(pixels).float())
+            samples += numbers
+        except DamagedImageError as error:
+            left_out.update(dict.fromkeys(numbers, str(error)))
         report(len(numbers))
     rows = torch.cat(descriptors).cpu().numpy() if descriptors else np.empty((0, describer.dimensions), np.float32)
     finite = np.isfinite(rows).all(axis=1)
