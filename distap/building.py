@@ -1,7 +1,8 @@
 """The parts of a training as a recipe describes them: images, network, engine, step."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def describing_of(
 
     Args:
         recipe: of the network.
-        network: before an engine takes it over.
+        network: whose parameters are whole, as before an engine takes it over.
         world: the ranks.
         sizing: how images are brought to size; None crops them to the recipe's image size.
         scales, power: at which each is described, and of their mean.
@@ -144,8 +145,10 @@ def describing_of(
 
 def evaluations_of(
     recipe: Recipe, network: RetrievalNetwork, world: World
-) -> dict[str, tuple[EvaluationSet, Describing]]:
-    """The data sets that a training evaluates on by name, data.validation first, and how each is described.
+) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
+    """The data sets that a training evaluates on by name, data.validation first, and what says how each is described.
+
+    It is asked at each evaluation, since the mean over scales has the power that GeM has learned by then.
 
     Raises:
         DistapError: one is not there, or the network does not take its images.
@@ -155,11 +158,15 @@ def evaluations_of(
         return {}
     settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
     validation = open_set(data.validation_source, data.validation, **settings)
-    sets = {str(data.validation): (validation, describing_of(recipe, network, world))}
+    sets: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {
+        str(data.validation): (validation, partial(describing_of, recipe, network, world))
+    }
     for name, other in recipe.evaluation.also.items():
         sizing = None if other.max_side is None else Sizing("side", other.max_side)
-        describing = describing_of(recipe, network, world, sizing, other.scales)
+        describing = partial(describing_of, recipe, network, world, sizing, other.scales)
         sets[name] = open_set(other.data, name, other.distractors, **settings), describing
+    for _, how in sets.values():
+        how()  # images that the network does not take are told before it trains
     return sets
 
 

@@ -171,7 +171,7 @@ class Trainer:
         self.world.note(f"evaluation after step {self.done}")
         self._agree_on_statistics()
         with self.engine.describing():
-            described = {name: images.describe(how) for name, (images, how) in self.evaluations.items()}
+            described = {name: images.describe(how()) for name, (images, how) in self.evaluations.items()}
         evaluated = {name: one.evaluate() for name, one in described.items()}
         validation, *_ = evaluated.values()
         self.report.keep_evaluation(self.done, validation)

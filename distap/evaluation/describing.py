@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from distap.data.image_sets import ImageSet
 from distap.distributed import World
-from distap.extraction import ImageDescriber, extract_descriptors, extract_to_folder
+from distap.errors import DistapError
+from distap.extraction import NOT_FINITE, ImageDescriber, extract_descriptors, extract_to_folder, left_out_of
 from distap.retrieval.descriptor_files import read_descriptors
 
 logger = logging.getLogger("distap")
@@ -50,21 +51,31 @@ class Describing:
             name: of the folder that they are kept in.
             boxes: by key: the part of an image that counts, pixels.
         Raises:
-            DistapError: none can be described, or the folder holds other descriptors.
+            DistapError: none can be described, the network gives a descriptor that is not finite, or the folder
+                holds other descriptors.
         """
         folder = self.folder(name)
         if folder is None:
             extracted = extract_descriptors(
                 self.describer, images, self.world, boxes, workers=self.workers, shown=self.shown
             )
-            if self.world.rank == 0:
-                for number, reason in extracted.left_out.items():
-                    logger.warning(
-                        "left out of the evaluation: %s of %s: %s", images.keys[number], images.name, reason
-                    )
+            self._tell({str(images.keys[number]): reason for number, reason in extracted.left_out.items()}, images)
             return extracted.samples, extracted.descriptors
         extract_to_folder(self.describer, images, self.world, folder, boxes, workers=self.workers, shown=self.shown)
         self.world.barrier()  # rank 0 puts them together
+        self._tell(left_out_of(folder), images)
         kept = read_descriptors(folder)
         place = {key: number for number, key in enumerate(images.keys.tolist())}
         return np.array([place[key] for key in kept.keys.tolist()], dtype=np.int64), kept.descriptors
+
+    def _tell(self, left_out: Mapping[str, str], images: ImageSet) -> None:
+        """Name the images that cannot be described; where that is the network's fault, there is no figure."""
+        broken = [key for key, reason in left_out.items() if reason == NOT_FINITE]
+        if broken:
+            raise DistapError(
+                f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of "
+                f"{broken[0]}: the network is broken, nothing can be ranked"
+            )
+        if self.world.rank == 0:
+            for key, reason in left_out.items():
+                logger.warning("left out of the evaluation: %s of %s: %s", key, images.name, reason)

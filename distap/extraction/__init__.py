@@ -8,10 +8,12 @@ from distap.extraction.describer import (
     refuse_foreign_whitening,
 )
 from distap.extraction.in_memory import Extracted, extract_descriptors
-from distap.extraction.to_folder import DType, Written, extract_to_folder
+from distap.extraction.parts import NOT_FINITE
+from distap.extraction.to_folder import DType, Written, extract_to_folder, left_out_of
 
 __all__ = [
     "BATCH_PIXELS",
+    "NOT_FINITE",
     "DType",
     "Extracted",
     "ImageDescriber",
@@ -20,5 +22,6 @@ __all__ = [
     "describer_of",
     "extract_descriptors",
     "extract_to_folder",
+    "left_out_of",
     "refuse_foreign_whitening",
 ]

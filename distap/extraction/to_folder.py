@@ -120,6 +120,21 @@ def extract_to_folder(
     return Written(described_now=len(images) - before, **figures)
 
 
+def left_out_of(output: Path) -> dict[str, str]:
+    """Images of a finished extraction that could not be described, by name, and why.
+
+    Raises:
+        DistapError: what names them cannot be read.
+    """
+    path = output / LEFT_OUT_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise DistapError(f"{path}: not readable: {error}; remove {output} and extract again") from error
+    pairs = (line.partition("\t") for line in lines)
+    return {name: reason for name, _, reason in pairs}
+
+
 def _plan(
     describer: ImageDescriber, images: ImageSet, boxes: Mapping[int, Any], dtype: DType, form: Form, size: int
 ) -> dict[str, Any]:

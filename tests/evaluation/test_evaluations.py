@@ -218,3 +218,29 @@ def test_the_evaluations_of_a_recipe_are_opened_before_it_trains(training_shards
         evaluations_of(configuration, network_of(configuration, World()), World())
     assert torch.is_grad_enabled()
     assert parse_source(str(training_shards[1])).base
+
+
+def test_scales_are_averaged_by_the_power_that_training_has_learned(training_shards, tmp_path):
+    also = {"own": {"data": str(training_shards[1]), "scales": [1.0, 0.7]}}
+    configuration = recipe(
+        tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": 1, "also": also}
+    )
+    network = network_of(configuration, World())
+    _, how = evaluations_of(configuration, network, World())["own"]
+    torch.nn.init.constant_(network.pooling.power, 2.5)
+    assert how().describer.network.power == 2.5
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_network_that_is_broken_for_some_images_gets_no_figure(training_shards, tmp_path, monkeypatch, kept):
+    how = describing(tmp_path, training_shards, sizing="crop 32", kept_in=tmp_path / "kept" if kept else None)
+    call = type(how.describer).__call__
+
+    def broken(describer, pixels):
+        descriptors = call(describer, pixels).clone()
+        descriptors[0, 0] = torch.nan
+        return descriptors
+
+    monkeypatch.setattr(type(how.describer), "__call__", broken)
+    with pytest.raises(DistapError, match=r"descriptors are not finite, such as that of .*: the network is broken"):
+        open_set(str(training_shards[1])).describe(how)
