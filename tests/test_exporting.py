@@ -22,6 +22,7 @@ from torch import nn
 from distap.building import trained_network
 from distap.checkpoint import find_checkpoint
 from distap.config.sections import TimmWeights
+from distap.data.storage import RemoteSettings
 from distap.data.whole_images import Sizing
 from distap.distributed import World
 from distap.errors import DistapError
@@ -200,6 +201,15 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
     card = Card(exported.describer, began, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None).text()
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
+
+
+def test_a_card_passes_on_no_key_to_a_storage(exported):
+    origin = origin_of(find_checkpoint(exported.run), exported.recipe)
+    remote = RemoteSettings(options={"s3": {"key": "its name", "secret": "its secret"}})
+    data = exported.recipe.data.model_copy(update={"remote": remote})
+    trained = replace(origin, recipe=exported.recipe.model_copy(update={"data": data}))
+    card = Card(exported.describer, trained, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None).text()
+    assert "its name" not in card and "its secret" not in card
 
 
 def test_figures_of_another_state_are_not_told(exported):

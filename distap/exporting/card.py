@@ -231,12 +231,14 @@ class Card:
     def _training(self) -> str:
         recipe = self.origin.recipe
         settings = recipe.model_dump(mode="json")
+        # A card is passed on, and there may be keys to someone's storage in it.
+        settings["data"]["remote"]["options"] = {}
         terms = settings["loss"].get("terms") or {settings["loss"]["name"]: {"weight": 1}}
         loss = " + ".join(f"{term['weight']:g} {name}" for name, term in terms.items())
         said = _filled(
             f"Loss: {loss}. Steps: {self.origin.step} of {recipe.steps}. Exported by distap {distap.__version__}, "
             f"PyTorch {torch.__version__}; with which versions it was trained is not recorded. This is the recipe in "
-            "full; its paths are those of the machine it was trained on:"
+            "full, but for data.remote.options; its paths are those of the machine it was trained on:"
         )
         return f"{said}\n\n{_code(_yaml(settings), 'yaml')}"
 
