@@ -122,6 +122,7 @@ def evaluate_labelled_set(
         at: the k of R@k and mP@k, some.
         ties: `pessimistic` or `index`, see `negatives_before`.
         head: other images that come first for each image, in this order, whatever their similarity.
+        queries: descriptors of the same images as queries, where those are others than in the gallery.
     Raises:
         DistapError: a descriptor is not finite, no image has another of its class, or the head is none.
     """
