@@ -198,7 +198,7 @@ def read_index(folder: Path) -> SearchIndex:
         identities = {name: FileIdentity(**about["files"][name]) for name in FILES}
     except FileNotFoundError as error:
         raise DistapError(f"{path}: no such file; `distap index` writes it") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DistapError(f"{path}: not readable as what `distap index` writes: {error!r}") from error
     for name, identity in identities.items():
         _require_same_file(folder / name, identity)

@@ -182,6 +182,7 @@ def test_a_folder_without_an_index_or_with_another_record_is_refused(tmp_path, w
         ("files", 3),
         ("described_by", []),
         ("images", "many"),
+        ("images", float("inf")),
     ):
         path.write_text(json.dumps({**about, key: value}))
         with pytest.raises(DistapError, match=str(written)):
