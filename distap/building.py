@@ -157,7 +157,7 @@ def evaluations_of(
     if not recipe.evaluation.every or data.validation_source is None:
         return {}
     settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
-    validation = open_set(data.validation_source, data.validation, **settings)
+    validation = open_set(data.validation_source, **settings)
     sets: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {
         str(data.validation): (validation, partial(describing_of, recipe, network, world))
     }

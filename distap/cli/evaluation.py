@@ -201,8 +201,9 @@ def _evaluate(
             measured = one.gap(gap)
             gaps[name] = {"batch": gap, "gap": measured.gap} | asdict(measured)
             console.print(
-                f"decomposability gap: mAP is {100 * measured.within_batches:.1f} within {measured.batches} random "
-                f"batches of {gap} images, {100 * measured.whole:.1f} over the whole set: {100 * measured.gap:+.1f}"
+                f"decomposability gap, nothing refined: mAP is {100 * measured.within_batches:.1f} within "
+                f"{measured.batches} random batches of {gap} images, {100 * measured.whole:.1f} over the whole set: "
+                f"{100 * measured.gap:+.1f}"
             )
         if output is not None:
             last.save(output / name if len(sets) > 1 else output, **about)

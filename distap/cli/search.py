@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distap.cli.options import BEST
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from distap.searching import Found
 
 INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
-BEST = Annotated[bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")]
 WHITENING = Annotated[
     Path | None, typer.Option(help="What `distap whiten` wrote, where the images were described with one.")
 ]
@@ -84,7 +85,14 @@ def serve_command(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
     max_upload_bytes: Annotated[int, typer.Option(help="Of a request's body.", min=1)] = 20_000_000,
-    max_pixels: Annotated[int, typer.Option(help="Width times height of an upload.", min=1)] = 50_000_000,
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(
+            help="Width times height of an upload.",
+            min=1,
+            show_default="50 million; 4 million where the gallery was described in original size",
+        ),
+    ] = None,
     max_k: Annotated[int, typer.Option(help="Images that a search may ask for.", min=1)] = 100,
     threads: Annotated[int, typer.Option(help="Searches at a time, which share the cores.", min=1)] = 2,
     queue: Annotated[int, typer.Option(help="Searches that may wait; more are answered 503.", min=0)] = 64,

@@ -19,6 +19,7 @@ from distap.data.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.retrieval.decomposability import DecomposabilityGap
+from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
 from distap.retrieval.graded import GradedResult, evaluate_graded, graded_queries
 from distap.retrieval.landmarks import LandmarkResult, evaluate_landmarks, landmark_queries
 from distap.retrieval.refinement import Refinement
@@ -220,16 +221,12 @@ def _joined(parts: Sequence[NDArray[Any]], folder: Path | None) -> NDArray[Any]:
         return parts[0]
     if folder is None:
         return np.concatenate(parts)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shape = sum(map(len, parts)), parts[0].shape[1]
-        joined = np.lib.format.open_memmap(folder / "descriptors.npy", "w+", parts[0].dtype, shape)
-        place = 0
-        for part in parts:
-            for start in range(0, len(part), ROWS_AT_ONCE):
-                rows = part[start : start + ROWS_AT_ONCE]
-                joined[place : place + len(rows)] = rows
-                place += len(rows)
-    except OSError as error:
-        raise DistapError(f"{folder}: no room for the descriptors of {shape[0]} images: {error}") from error
+    shape = sum(map(len, parts)), parts[0].shape[1]
+    joined = new_descriptors(folder / DESCRIPTORS_FILE, shape, parts[0].dtype)
+    place = 0
+    for part in parts:
+        for start in range(0, len(part), ROWS_AT_ONCE):
+            rows = part[start : start + ROWS_AT_ONCE]
+            joined[place : place + len(rows)] = rows
+            place += len(rows)
     return joined

@@ -102,7 +102,9 @@ def open_set(
         DistapError: there is no such data set, or distractors are given for one that has no ground truth.
     """
     source = parse_source(where)
-    name = name or Path(source.base).name or str(source)
+    name = name or Path(source.base).name or "data"
+    if name in (".", "..") or Path(name).name != name:
+        raise DistapError(f"{name!r} is no name for a data set: folders are called by it")
     truth_file = Path(source.base) / GROUND_TRUTH_FILE
     if source.scheme or source.pattern is not None or not truth_file.is_file():
         if distractors:

@@ -3,6 +3,7 @@
 from distap.extraction.describer import (
     BATCH_PIXELS,
     ImageDescriber,
+    TooLittleMemoryError,
     describer_from,
     describer_of,
     refuse_foreign_whitening,
@@ -17,6 +18,7 @@ __all__ = [
     "DType",
     "Extracted",
     "ImageDescriber",
+    "TooLittleMemoryError",
     "Written",
     "describer_from",
     "describer_of",

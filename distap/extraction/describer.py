@@ -25,6 +25,10 @@ TAKEN_BY_ALL = 64  # pixels of a side, of which every backbone's map has some le
 logger = logging.getLogger("distap")
 
 
+class TooLittleMemoryError(DistapError):
+    """Images could not be described for lack of memory."""
+
+
 @dataclass(frozen=True)
 class ImageDescriber:
     """Describes images one way; `describer_of` and `describer_from` make one.
@@ -91,7 +95,7 @@ class ImageDescriber:
         """Descriptors (n, D) of images (n, 3, height, width) uint8, on its device; within `evaluating`.
 
         Raises:
-            DistapError: memory does not suffice.
+            TooLittleMemoryError: memory does not suffice.
             DamagedImageError: the images are too small for the network.
         """
         try:
@@ -100,7 +104,7 @@ class ImageDescriber:
         except RuntimeError as error:
             count, _, height, width = pixels.shape
             if is_out_of_memory(error):
-                raise DistapError(
+                raise TooLittleMemoryError(
                     f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory "
                     f"than {self.device} has: set --batch-pixels below {self.batch_pixels}, or --max-side lower"
                 ) from error

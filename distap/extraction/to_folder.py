@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distap.data.image_sets import ImageSet
 from distap.distributed import World
@@ -30,6 +28,7 @@ from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
     DescriptorSet,
     Form,
+    new_descriptors,
     read_descriptors,
     write_descriptors,
 )
@@ -193,7 +192,7 @@ def _put_together(
     row = np.cumsum(present) - 1
     # Parquet is written from an array that is not to stay.
     folder = files.output if form == "npy" else files.folder
-    array = _mapped(folder / DESCRIPTORS_FILE, (int(present.sum()), describer.dimensions), dtype)
+    array = new_descriptors(folder / DESCRIPTORS_FILE, (int(present.sum()), describer.dimensions), dtype)
     for number in range(parts):
         samples, descriptors = files.descriptors(number)
         array[row[samples]] = descriptors
@@ -210,22 +209,6 @@ def _put_together(
     finish(files.output, figures)
     write_descriptors(files.output, described, form)
     return figures
-
-
-def _mapped(path: Path, shape: tuple[int, int], dtype: DType) -> NDArray[Any]:
-    """A new .npy file as a memory map, with all of its room taken: a full disk would kill whoever writes to it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        array = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
-        if hasattr(os, "posix_fallocate"):
-            with path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
-        raise DistapError(
-            f"{path}: no room for descriptors of shape {shape} in {dtype}: {error.strerror or error}; the parts are "
-            "kept, and the same command goes on from them"
-        ) from error
-    return array
 
 
 def _on_a_line(text: str) -> str:

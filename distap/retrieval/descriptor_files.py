@@ -6,6 +6,7 @@ or one Parquet file; never a pickle.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -120,6 +121,26 @@ def write_descriptors(folder: Path, descriptors: DescriptorSet, form: Form = "np
         "files": sizes,
     }
     write_whole(about, json.dumps(record, indent=2) + "\n")
+
+
+def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
+    """A new .npy file as a memory map, with all of its room taken: a full disk would kill whoever writes to it.
+
+    Raises:
+        DistapError: there is no room.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        array = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
+        if hasattr(os, "posix_fallocate"):
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        raise DistapError(
+            f"{path}: no room for descriptors of shape {shape} in {np.dtype(dtype)}: {error.strerror or error}; what "
+            "was described is kept, and the same command goes on from it"
+        ) from error
+    return array
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:

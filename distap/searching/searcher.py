@@ -1,6 +1,6 @@
 """An index together with what describes queries as its images were described."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from distap.data.storage import RemoteSettings
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.extraction import ImageDescriber, describer_from
+from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
 from distap.retrieval.whitening import load_whitening
 from distap.searching.queries import Found, Query
@@ -90,7 +91,7 @@ def open_searcher(
     *,
     world: World,
     best: bool = False,
-    max_pixels: int = MAX_PIXELS,
+    max_pixels: int | Callable[[DescribedBy], int] = MAX_PIXELS,
 ) -> Searcher:
     """An index on disk with the network that its images were described by.
 
@@ -100,7 +101,8 @@ def open_searcher(
         whitening: what `distap whiten` wrote, where the images were described with one.
         world: whose device describes.
         best: with a run folder: its best checkpoint, not its newest.
-        max_pixels: width times height of an image that is refused without decoding when exceeded.
+        max_pixels: width times height of an image that is refused without decoding when exceeded; or what says it
+            by how the gallery was described.
     Raises:
         DistapError: a file is missing or damaged, or the network or whitening is not that of the index.
     """
@@ -115,7 +117,7 @@ def open_searcher(
         network,
         maker,
         None if whitening is None else load_whitening(whitening),
-        max_pixels=max_pixels,
+        max_pixels=max_pixels(maker) if callable(max_pixels) else max_pixels,
         scaled=recipe.data.scaled_decoding,
     )
     opened.require_same_maker(describer.described_by, str(checkpoint))

@@ -57,7 +57,7 @@ def serve(
 
         def load() -> None:
             searcher = open_searcher(
-                index, checkpoint, whitening, world=world, best=best, max_pixels=settings.max_pixels
+                index, checkpoint, whitening, world=world, best=best, max_pixels=settings.pixels_of
             )
             service.load(searcher, open_pictures(searcher.index, images, searcher.remote))
             logger.info("ready: %s images of %s", f"{len(searcher.index):,}", searcher.index.data)

@@ -8,6 +8,7 @@ import torch
 from distap.data.decoding import DamagedImageError
 from distap.errors import DistapError
 from distap.exits import FAILED
+from distap.extraction import TooLittleMemoryError
 from distap.retrieval.index_files import Hit
 from distap.searching import Pictures, Searcher
 from distap.serving.metrics import ServingMetrics
@@ -95,6 +96,6 @@ class Service:
         except DamagedImageError as error:
             raise of_image(error) from error
         except DistapError as error:
-            if error.status == FAILED:  # it may pass, as a lack of memory does
+            if isinstance(error, TooLittleMemoryError) or error.status == FAILED:  # it may pass
                 raise busy("there is not enough memory at the moment") from error
             raise

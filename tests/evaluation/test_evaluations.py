@@ -198,6 +198,8 @@ def test_a_wrong_ground_truth_is_named(change, message, converted, tmp_path):
 def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path):
     with pytest.raises(DistapError, match="distractors need a ground truth"):
         open_set(str(training_shards[1]), distractors=[str(training_shards[0])])
+    with pytest.raises(DistapError, match="no name for a data set"):
+        open_set(str(training_shards[1]), "..")
     with pytest.raises(DistapError, match="says nothing of classes"):
         open_set(str(converted / "source/roxford5k/jpg"))
     truth = json.loads((converted / "roxford5k/ground_truth.json").read_text())

@@ -9,6 +9,7 @@ from galleries import Gallery, make_gallery, upload
 from serving import MULTIPART, body
 
 from distap.distributed import World
+from distap.retrieval.descriptor_files import DescribedBy
 from distap.searching import open_pictures, open_searcher
 from distap.serving.app import build_app
 from distap.serving.service import Service
@@ -242,3 +243,17 @@ def test_no_mangled_body_is_a_fault_of_the_server(searcher):
 
     with service(searcher) as made:
         asyncio.run(story(made))
+
+
+@pytest.mark.parametrize(
+    ("sizing", "scales", "given", "expected"),
+    [
+        ("crop 224", (1.0,), None, 50_000_000),
+        ("original", (1.0,), None, 4_000_000),
+        ("original", (2.0, 1.0), None, 1_000_000),
+        ("original", (0.5,), None, 4_000_000),
+        ("original", (1.0,), 123, 123),
+    ],
+)
+def test_an_upload_has_as_many_pixels_as_the_network_can_see(sizing, scales, given, expected):
+    assert ServeSettings(max_pixels=given).pixels_of(DescribedBy("network", sizing, scales)) == expected
