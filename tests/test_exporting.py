@@ -206,10 +206,12 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
 def test_a_card_passes_on_no_key_to_a_storage(exported):
     origin = origin_of(find_checkpoint(exported.run), exported.recipe)
     remote = RemoteSettings(options={"s3": {"key": "its name", "secret": "its secret"}})
-    data = exported.recipe.data.model_copy(update={"remote": remote})
+    train = "https://user:word@a.example/shards/train?signature=abc"
+    data = exported.recipe.data.model_copy(update={"remote": remote, "train": train})
     trained = replace(origin, recipe=exported.recipe.model_copy(update={"data": data}))
     card = Card(exported.describer, trained, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None).text()
     assert "its name" not in card and "its secret" not in card
+    assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
 
 def test_figures_of_another_state_are_not_told(exported):
