@@ -1,20 +1,12 @@
-import io
-import json
-import os
-import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from launching import started
+from extractions import describer, encoded, extract, network, one_by_one, write_photos
 from PIL import Image
 from ranks import on_ranks
-from test_cli import distap
-from test_trainer import recipe
-from torch.nn.functional import normalize
 
 from distap.bench.photos import photo
 from distap.data.decoding import DamagedImageError
@@ -24,45 +16,14 @@ from distap.data.packing import pack
 from distap.data.whole_images import Sizing
 from distap.distributed import World
 from distap.errors import DistapError
-from distap.exits import RESTART
-from distap.extraction import describer_from, describer_of, extract_descriptors, extract_to_folder
+from distap.extraction import describer_of, extract_descriptors
 from distap.extraction.part_files import PartFiles
-from distap.model import build_network
-from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
-from distap.retrieval.whitening import learn_pca, save_whitening
-from distap.trainer import Trainer
-
-SHAPES = [(40, 32), (32, 40), (40, 40), (40, 32), (48, 33), (32, 40)]  # width and height
-ORIENTATION = 0x0112
-
-
-def network(seed=0, backbone="resnet10t", projection=16):
-    torch.manual_seed(seed)
-    return build_network(backbone, {"name": "random"}, {"name": "gem"}, projection)
-
-
-def describer(sizing="crop 32", seed=0, **settings):
-    return describer_of(network(seed), Sizing.parse(sizing), **settings)
-
-
-def encoded(image, form="PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
+from distap.retrieval.descriptor_files import read_descriptors
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
-    """30 photos of five shapes in two folders, one of them turned by EXIF; not to be written to."""
-    folder = tmp_path_factory.mktemp("photos")
-    for number in range(30):
-        path = folder / f"{number % 2}" / f"{number:02d}.png"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(encoded(photo(*SHAPES[number % len(SHAPES)], seed=number)))
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
-    (folder / "turned.jpg").write_bytes(encoded(photo(40, 32, seed=99), "JPEG", quality=95, exif=exif))
-    return folder
+    return write_photos(tmp_path_factory.mktemp("photos"))
 
 
 @pytest.fixture
@@ -77,19 +38,6 @@ def described(monkeypatch) -> Counter:
 
     monkeypatch.setattr(ImageFolder, "encoded", counted)
     return counts
-
-
-def extract(source, output, world=World(), maker=None, workers=0, **settings):  # noqa: B008 - it is frozen
-    return extract_to_folder(
-        maker or describer("original"), open_images(source), world, output, workers=workers, **settings
-    )
-
-
-def one_by_one(maker, source: Path, keys) -> np.ndarray:
-    return torch.cat([maker.describe([(source / key).read_bytes()]) for key in keys]).numpy()
-
-
-# What is described
 
 
 @pytest.mark.parametrize("sizing", ["crop 32", "side 36", "original"])
@@ -377,127 +325,3 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
 
 
 # Single images
-
-
-def test_a_stored_set_says_how_a_single_image_is_described(tmp_path, photos):
-    maker = describer("side 36", scales=(1.0, 0.5))
-    extract(photos, tmp_path / "out", maker=maker)
-    stored = read_descriptors(tmp_path / "out")
-    again = describer_from(network(), stored.described_by)
-    assert again.described_by == stored.described_by and not again.network.network.training
-    np.testing.assert_allclose(stored.descriptors, one_by_one(again, photos, stored.keys), atol=1e-6)
-
-
-def test_another_network_or_whitening_is_refused(photos):
-    maker = describer("crop 32")
-    generator = np.random.default_rng(0)
-    values = normalize(torch.from_numpy(generator.normal(size=(40, 16)))).numpy()
-    texts = np.array([str(row) for row in range(40)])
-    whitening = learn_pca(DescriptorSet(values, texts, texts, maker.described_by, "here"), dimensions=8)
-    with pytest.raises(DistapError, match="name the checkpoint that they were extracted with"):
-        describer_from(network(seed=1), maker.described_by)
-    with pytest.raises(DistapError, match="learn it anew"):
-        describer_of(network(seed=1), maker.sizing, whitening=whitening)
-    whitened = describer_of(network(), maker.sizing, whitening=whitening)
-    assert whitened.dimensions == 8
-    image = [(photos / "0" / "00.png").read_bytes()]
-    expected = whitening.apply(maker.describe(image))
-    torch.testing.assert_close(whitened.describe(image), expected, atol=1e-6, rtol=0)
-    assert describer_from(network(), whitened.described_by, whitening).described_by == whitened.described_by
-    with pytest.raises(DistapError, match=r"made with the whitening .* but no whitening is given"):
-        describer_from(network(), whitened.described_by)
-
-
-def test_a_network_in_training_is_described_as_in_evaluation_and_goes_on_training(photos):
-    inner = network().train()
-    inner.backbone.bn1.train()
-    image = [(photos / "0" / "00.png").read_bytes()]
-    found = describer_of(inner, Sizing("crop", 32)).describe(image)
-    assert inner.training and inner.backbone.training
-    assert torch.equal(found, describer("crop 32").describe(image))
-
-
-def test_a_damaged_upload_says_why(photos):
-    with pytest.raises(DamagedImageError, match="too_large"):
-        describer(max_pixels=100).describe([(photos / "0" / "00.png").read_bytes()])
-
-
-def test_no_image_gives_no_descriptor():
-    assert describer().describe([]).shape == (0, 16)
-
-
-def test_a_backbone_of_one_size_takes_crops_of_it_alone():
-    inner = network(backbone="vit_tiny_patch16_224")
-    for sizing, scales in [("original", (1.0,)), ("side 224", (1.0,)), ("crop 224", (1.0, 0.5)), ("crop 96", (1.0,))]:
-        with pytest.raises(DistapError, match=r"224 x 224 pixels only.*use `crop 224`"):
-            describer_of(inner, Sizing.parse(sizing), scales)
-    assert describer_of(inner, Sizing("crop", 224)).dimensions == 16
-
-
-# The command
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, training_shards) -> Path:
-    """A run of one step."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    Trainer(recipe(folder, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()).train()
-    return folder
-
-
-def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeypatch, capsys, run, photos):
-    out = tmp_path / "out"
-    options = ("--checkpoint", run, "--max-side", 40, "--scales", "1,0.5", "--dtype", "float16", "--workers", 0)
-    assert distap(monkeypatch, "extract", *options, "--part-images", 8, photos, out) == 0
-    printed = capsys.readouterr().err
-    assert "31 descriptors of 512 dimensions, float16" in printed and "images a batch" in printed
-    assert f"describing {photos}: 31 of 31 done" in printed and "images/s" in printed
-    found = read_descriptors(out)
-    assert found.described_by.sizing == "side 40" and found.described_by.scales == (1.0, 0.5)
-    assert found.described_by.scale_power == pytest.approx(3.0, abs=0.1)
-    whitening = learn_pca(found, dimensions=4)
-    save_whitening(tmp_path / "whitening", whitening)
-    whitened = ("--whitening", tmp_path / "whitening", "--form", "parquet", photos, tmp_path / "whitened")
-    assert distap(monkeypatch, "extract", *options, *whitened) == 0
-    expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
-    np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--original", "--max-side", "9", "{photos}", "{tmp}/out"], "give one of --image-size"),
-        (["--scales", "1,x", "{photos}", "{tmp}/out"], "expected numbers with commas"),
-        (["--whitening", "{tmp}/none", "{photos}", "{tmp}/out"], "none"),
-        (["{tmp}/nothing", "{tmp}/out"], "no such data set"),
-        (["{photos}", "{photos}"], "something already"),
-    ],
-)
-def test_a_wrong_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, run, photos, arguments, message):
-    arguments = [argument.format(tmp=tmp_path, photos=photos) for argument in arguments]
-    assert distap(monkeypatch, "extract", "--checkpoint", run, *arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.slow
-def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, monkeypatch, run, photos, capsys):
-    out, images = tmp_path / "out", tmp_path / "images"
-    images.mkdir()
-    for number in range(20):
-        for path in photos.rglob("*.png"):
-            (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
-    options = ["--checkpoint", str(run), "--original", "--workers", "1", "--part-images", "8", str(images), str(out)]
-    command = [sys.executable, "-m", "distap.cli", "extract", "--ranks", "2", *options]
-    with started(command, tmp_path) as job:
-        job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4, seconds=120)
-        os.kill(job.process.pid, signal.SIGTERM)
-        assert job.status() == RESTART, job.said
-        assert "the same command goes on" in job.said
-        job.wait_until_none_is_left()
-    assert not (out / "about.json").exists()
-    parts = {path.name for path in (out / "parts").iterdir()}
-    assert all(name.endswith(".npz") and name[0] != "." for name in parts)
-    assert distap(monkeypatch, "extract", *options) == 0
-    assert f"{len(parts) * 8} of 600 images are described already" in capsys.readouterr().err
-    assert json.loads((out / "extraction.json").read_text())["written"]["images"] == 600
-    assert len(read_descriptors(out)) == 600 and not (out / "parts").exists()
