@@ -53,6 +53,3 @@ def extract(source, output, world=World(), maker=None, workers=0, **settings):  
 
 def one_by_one(maker, source: Path, keys) -> np.ndarray:
     return torch.cat([maker.describe([(source / key).read_bytes()]) for key in keys]).numpy()
-
-
-# What is described

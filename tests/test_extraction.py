@@ -185,9 +185,6 @@ def test_parquet_holds_the_same(tmp_path, photos):
     ]
 
 
-# Going on
-
-
 class StoppedError(Exception):
     pass
 
@@ -280,9 +277,6 @@ def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, sm
     assert not (disk / "out" / "about.json").exists()
 
 
-# Ranks
-
-
 def extract_on_a_rank(world, source, single, folder):
     """From the start, from what was stopped before, a set of one image, and in memory."""
     maker = describer("original", batch_pixels=4 * 40 * 40)
@@ -322,6 +316,3 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
     for _, descriptors, left_out in (first, second):
         assert np.array_equal(descriptors, alone.descriptors)
         assert list(left_out) == [damaged] and "not an image" in left_out[damaged]
-
-
-# Single images

@@ -72,6 +72,3 @@ def test_a_backbone_of_one_size_takes_crops_of_it_alone():
         with pytest.raises(DistapError, match=r"224 x 224 pixels only.*use `crop 224`"):
             describer_of(inner, Sizing.parse(sizing), scales)
     assert describer_of(inner, Sizing("crop", 224)).dimensions == 16
-
-
-# The command
