@@ -12,7 +12,8 @@ LOWEST = 12
 DEFINITIONS = (
     "Every image is a query against all others. mAP is the mean over queries of the finite sum of precision at the "
     "ranks of the positives; mAP@R stops at the number of positives; R@k is the share of queries with a positive "
-    "among the first k, mP@k the mean share of positives among them. A positive ranks after the negatives it ties with."
+    "among the first k, mP@k the mean share of positives among them. A positive ranks after the negatives it ties "
+    "with."
 )
 
 
