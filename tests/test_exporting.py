@@ -371,6 +371,11 @@ def held_to_the_network(folder, several, image_size, dynamic_size=False):
     return found[0]
 
 
+@pytest.mark.parametrize("projection", [None, 16])
+def test_without_whitening_the_network_s_own_end_is_exported(tmp_path, projection):
+    held_to_the_network(tmp_path, MultiScaleNetwork(network(projection=projection)), SIZE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backbone", "image_size"),

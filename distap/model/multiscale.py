@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear, normalize
 
 from distap.errors import DistapError
-from distap.model.network import RetrievalNetwork
+from distap.model.network import RetrievalNetwork, in_full_precision
 from distap.model.pooling import GeM
 
 LARGEST_SCALE = 8.0  # beyond which an image's pixels would only fill memory
@@ -64,7 +64,7 @@ class MultiScaleNetwork(nn.Module):
     def forward(self, images: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n D"]:
         """Descriptors of length 1, float32 or wider."""
         described = [self._at(images, scale) for scale in self.scales]
-        with torch.autocast(images.device.type, enabled=False):
+        with in_full_precision(images.device):
             descriptors = described[0] if len(described) == 1 else normalize(self._mean(described))
             if self.mean is None or self.projection is None:
                 return descriptors

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import timm
@@ -88,7 +88,7 @@ class RetrievalNetwork(nn.Module):
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
             features = self._features(pixels)
-        with torch.autocast(features.device.type, enabled=False):
+        with in_full_precision(features.device):
             return normalize(self.head(self.pooling(self._as_map(features).to(self.mean.dtype))))
 
     def _features(self, pixels: Float[Tensor, "n 3 height width"]) -> Tensor:
@@ -173,3 +173,10 @@ def _offline_hint(weights: dict[str, Any]) -> str:
     if weights["name"] != "timm":
         return ""
     return " (its pretrained weights come from a hub; model.weights can also name a file or a package)"
+
+
+def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Within an autocast region, one in which there is none; elsewhere nothing, which torch.export can write down."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
