@@ -245,7 +245,8 @@ def test_a_flipped_byte_in_the_newest_checkpoint_is_found_and_the_one_before_use
     tmp_path, training_shards, undisturbed
 ):
     run = Run(tmp_path, training_shards)
-    status, output = run.go(2, "SIGKILL rank=0 step=5 stage=rank")
+    # By then two checkpoints are whole, however slow the disk: the third waits for the second.
+    status, output = run.go(2, "SIGKILL rank=0 step=7 stage=rank")
     assert status == FAILED, output
     newest = list_checkpoints(run.folder / "checkpoints")[-1]
     damaged = newest / "__1_0.distcp"

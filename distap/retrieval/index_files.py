@@ -177,9 +177,12 @@ def write_index(
 
 
 def require_no_descriptors(folder: Path) -> None:
-    """Raise a DistapError where the folder holds descriptors, whose files an index would replace."""
+    """Raise a DistapError where the folder holds descriptors, whose files an index would replace, or no index."""
     if any((folder / name).exists() for name in (DESCRIPTORS_FILE, PARQUET_FILE)):
         raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
+    others = {path.name for path in folder.iterdir()} - {*FILES, ABOUT_FILE} if folder.is_dir() else set()
+    if others and not (folder / INDEX_FILE).exists():
+        raise DistapError(f"{folder}: holds something else, such as {min(others)}; name another folder for the index")
 
 
 def read_index(folder: Path) -> SearchIndex:

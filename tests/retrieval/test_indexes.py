@@ -247,6 +247,13 @@ def test_an_index_does_not_take_the_folder_of_descriptors(tmp_path, gallery, bui
         write_index(tmp_path, built["flat"], gallery)
 
 
+def test_an_index_does_not_take_the_folder_of_anything_else(tmp_path, gallery, built):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DistapError, match=r"holds something else, such as notes\.txt"):
+        write_index(tmp_path, built["flat"], gallery)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_an_index_that_could_not_be_written_is_none(small_disk, gallery, built):
     disk = small_disk("16k")
     with pytest.raises(DistapError, match="the index cannot be written"):
