@@ -22,15 +22,12 @@ from distap.retrieval.decomposability import DecomposabilityGap
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
 from distap.retrieval.graded import GradedResult, evaluate_graded, graded_queries
 from distap.retrieval.landmarks import LandmarkResult, evaluate_landmarks, landmark_queries
-from distap.retrieval.refinement import Refinement
-from distap.saved_evaluations import as_json
+from distap.retrieval.refinement import PLAIN, Refinement
+from distap.saved_evaluations import RESULT_FILE, as_json
 from distap.whole_files import write_whole
 
-GROUND_TRUTH_FILE, RESULT_FILE = "ground_truth.json", "result.json"
 GRADED = ("name", "box", "easy", "hard", "junk")
 FIELDS = {"roxford5k": GRADED, "rparis6k": GRADED, "gldv2": ("name", "positives", "usage")}  # of a query's record
-ROWS_AT_ONCE = 65_536  # that are copied when galleries are joined
-PLAIN = Refinement()
 
 
 @dataclass(frozen=True)
@@ -225,8 +222,6 @@ def _joined(parts: Sequence[NDArray[Any]], folder: Path | None) -> NDArray[Any]:
     joined = new_descriptors(folder / DESCRIPTORS_FILE, shape, parts[0].dtype)
     place = 0
     for part in parts:
-        for start in range(0, len(part), ROWS_AT_ONCE):
-            rows = part[start : start + ROWS_AT_ONCE]
-            joined[place : place + len(rows)] = rows
-            place += len(rows)
+        joined[place : place + len(part)] = part
+        place += len(part)
     return joined

@@ -18,10 +18,8 @@ from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.retrieval.decomposability import DecomposabilityGap, decomposability_gap, random_batches
 from distap.retrieval.metrics import AT, LabelledSetResult, evaluate_labelled_set
-from distap.retrieval.refinement import Refinement
+from distap.retrieval.refinement import PLAIN, Refinement
 from distap.saved_evaluations import write_evaluation
-
-PLAIN = Refinement()
 
 
 @dataclass(frozen=True)

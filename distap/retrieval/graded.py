@@ -23,8 +23,7 @@ from distap.retrieval.ranks import (
     negatives_before,
     padded,
     ranks_of_positives,
-    require_finite,
-    require_head,
+    require_rankable,
 )
 
 AT = (1, 5, 10)
@@ -123,10 +122,7 @@ def evaluate_graded(
         DistapError: descriptors, truth and head do not fit together, or a descriptor is not finite.
     """
     _require_truth(truth, len(queries), len(gallery))
-    require_head(head, len(queries), len(gallery))
-    require_finite(queries, "the queries")
-    if isinstance(gallery, Tensor):  # an array is looked through when it is read
-        require_finite(gallery, "the gallery")
+    require_rankable(queries, gallery, head)
     device = queries.device
     easy, hard, junk = (padded([getattr(own, grade) for own in truth], device) for grade in ("easy", "hard", "junk"))
     positives = torch.cat([easy, hard], dim=1)

@@ -24,8 +24,7 @@ from distap.retrieval.ranks import (
     padded,
     precision_at_positives,
     ranks_of_positives,
-    require_finite,
-    require_head,
+    require_rankable,
 )
 
 Usage = Literal["Public", "Private"]
@@ -104,10 +103,7 @@ def evaluate_landmarks(
     for number, own in enumerate(truth):
         if own.positives and not 0 <= min(own.positives) <= max(own.positives) < len(gallery):
             raise DistapError(f"query {number} names row {max(own.positives)} of a gallery of {len(gallery)} images")
-    require_head(head, len(queries), len(gallery))
-    require_finite(queries, "the queries")
-    if isinstance(gallery, Tensor):  # an array is looked through when it is read
-        require_finite(gallery, "the gallery")
+    require_rankable(queries, gallery, head)
     height = max(BLOCK_PAIRS // len(gallery), 1)
     precision, first = [], []
     for start in range(0, len(queries), height):

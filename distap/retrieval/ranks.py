@@ -160,6 +160,16 @@ def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -
     return torch.from_numpy(table).to(device)
 
 
+def require_rankable(
+    queries: Float[Tensor, "Q C"], gallery: Tensor | NDArray[Any], head: Int64[Tensor, "Q K"] | None
+) -> None:
+    """Raise a DistapError where a descriptor is not finite, or the head is none of these queries and gallery."""
+    require_head(head, len(queries), len(gallery))
+    require_finite(queries, "the queries")
+    if isinstance(gallery, Tensor):  # an array is looked through when it is read
+        require_finite(gallery, "the gallery")
+
+
 def require_head(head: Int64[Tensor, "Q K"] | None, queries: int, gallery: int) -> None:
     """Raise a DistapError where the first places of a ranking are not different rows of the gallery."""
     if head is None:

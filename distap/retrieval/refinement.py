@@ -89,14 +89,16 @@ class Refinement:
         if self.whitening is not None:
             queries = self.whitening.apply(queries)
             gallery = queries if same else self.whitening.apply(gallery)
-        plain_gallery = gallery
         if self.augment is not None:
             gallery = augment_gallery(gallery, self.augment.neighbours, self.augment.power)
-        if same and queries is plain_gallery:
-            queries = gallery  # a query of a labelled set is itself an image of the gallery
+        if same:
+            queries = gallery
         if self.expand is not None:
             queries = expand_queries(queries, gallery, self.expand.neighbours, self.expand.power, same)
         head = None
         if self.rerank is not None:
             head = reranked_heads(self.rerank, queries, gallery, self.head, same)
         return Refined(queries, gallery, head)
+
+
+PLAIN = Refinement()

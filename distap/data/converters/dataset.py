@@ -7,6 +7,8 @@ from typing import Any
 
 from distap.data.sources import ImageFile
 
+GROUND_TRUTH_FILE = "ground_truth.json"  # beside the splits of a data set whose matches a list names
+
 
 @dataclass(frozen=True)
 class Count:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distap.data.converters.dataset import Count, Dataset, Record, Split
+from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, Record, Split
 from distap.data.converters.lists import Line, list_file, read_lines, read_table
 from distap.data.sources import ImageFile
 
@@ -94,7 +94,7 @@ DATASET = Dataset(
     (
         Split("train", _clean, (Count(1_580_470, 81_313),)),
         Split("index", _unlabelled("index.csv", "index"), (Count(761_757, 761_757),)),
-        Split("query", _queries, record=Record("ground_truth.json", _ground_truth)),
+        Split("query", _queries, record=Record(GROUND_TRUTH_FILE, _ground_truth)),
         Split("train_full", _full, (Count(4_132_914, 203_094),), on_request=True),
         Split("test", _unlabelled("test.csv", "test"), (Count(117_577, 117_577),), on_request=True),
     ),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distap.data.converters.dataset import Count, Dataset, Record, Split
+from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, Record, Split
 from distap.data.converters.lists import Line, list_file, read_table
 from distap.data.converters.pickles import integers, items, load_plain, member, names
 from distap.data.sources import IMAGE_SUFFIXES, ImageFile
@@ -78,7 +78,7 @@ def _with_suffix(name: str) -> str:
 
 
 def _revisited(dataset: str, title: str, gallery: int) -> Dataset:
-    record = Record("ground_truth.json", _ground_truth(dataset))
+    record = Record(GROUND_TRUTH_FILE, _ground_truth(dataset))
     return Dataset(
         title,
         SITE,
