@@ -1,7 +1,6 @@
 """What a data set holds: tables for the terminal, a page, and JSON."""
 
 import base64
-import io
 import json
 from dataclasses import asdict
 from html import escape
@@ -14,6 +13,7 @@ from distap.data.decoding import DamagedImageError
 from distap.data.index import Index
 from distap.data.reading import Reader
 from distap.data.statistics import Histogram, Spread, Statistics
+from distap.data.thumbnails import thumbnail
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.telemetry.charts import bar_chart
@@ -209,9 +209,6 @@ def _picture(reader: Reader, sample: int) -> str:
         image = reader.image(sample)
     except DamagedImageError as error:
         return f'<div class="hit wrong" title="{where}">{escape(error.reason)}</div>'
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=85)
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(thumbnail(image, THUMBNAIL, quality=85)).decode()
     source = f"data:image/jpeg;base64,{data}"
     return f'<div class="hit plain"><img src="{source}" alt="{where}" title="{where}" loading="lazy"></div>'

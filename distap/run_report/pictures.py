@@ -1,6 +1,5 @@
 """Thumbnails of a data set's images."""
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from distap.data.index import load_index
 from distap.data.locations import parse_source
 from distap.data.reading import Reader
 from distap.data.storage import RemoteSettings
+from distap.data.thumbnails import thumbnail
 from distap.errors import DistapError
 from distap.saved_evaluations import SavedEvaluation
 
@@ -35,10 +35,7 @@ class _Thumbnails:
             image = self._reader.image(sample)
         except DamagedImageError:
             return None
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
-        buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=80)
-        return buffer.getvalue()
+        return thumbnail(image, THUMBNAIL, quality=80)
 
 
 def thumbnails_of(evaluation: SavedEvaluation, recipe: dict[str, Any]) -> Thumbnails:

@@ -5,9 +5,8 @@ from html import escape
 from pathlib import Path
 
 from distap.data.decoding import DamagedImageError, EncodedImage
-from distap.data.whole_images import Sizing
 from distap.retrieval.index_files import Hit
-from distap.searching.pictures import LONGER_SIDE, Pictures, as_jpeg
+from distap.searching.pictures import Pictures, small
 from distap.searching.queries import Found, Query
 from distap.searching.searcher import Searcher
 from distap.telemetry.markup import definitions, note, picture
@@ -58,6 +57,6 @@ def _query_picture(query: Query, searcher: Searcher, pictures: Pictures) -> byte
     assert query.file is not None
     try:
         image = EncodedImage(query.file.read_bytes())
-        return as_jpeg(Sizing("side", LONGER_SIDE)(image).permute(1, 2, 0).numpy())
+        return small(image)
     except (OSError, DamagedImageError):
         return None

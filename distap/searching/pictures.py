@@ -1,6 +1,5 @@
 """Thumbnails of a gallery's images by their row in the index, read from the data set that was indexed."""
 
-import io
 import logging
 import threading
 from functools import lru_cache
@@ -9,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from distap.data.decoding import DamagedImageError
+from distap.data.decoding import DamagedImageError, EncodedImage
 from distap.data.image_sets import ImageSet, open_images
 from distap.data.storage import RemoteSettings
+from distap.data.thumbnails import as_jpeg
 from distap.data.whole_images import Sizing
 from distap.errors import DistapError
 from distap.retrieval.index_files import SearchIndex
@@ -50,17 +50,20 @@ class Pictures:
         try:
             with self._reading:
                 image = self._images.reader.encoded(sample)
-            return as_jpeg(Sizing("side", LONGER_SIDE)(image).permute(1, 2, 0).numpy())
+            return small(image)
         except (DamagedImageError, DistapError) as error:
             logger.warning("no picture of row %d: %s", row, error)
             return None
 
 
-def as_jpeg(pixels: NDArray[np.uint8]) -> bytes:
-    """A JPEG file of pixels (height, width, 3)."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=82)
-    return buffer.getvalue()
+def small(image: EncodedImage) -> bytes:
+    """A JPEG file of an image, decoded no larger than it is shown.
+
+    Raises:
+        DamagedImageError: it cannot be decoded.
+    """
+    pixels = Sizing("side", LONGER_SIDE)(image).permute(1, 2, 0).numpy()
+    return as_jpeg(Image.fromarray(pixels), quality=82)
 
 
 def open_pictures(index: SearchIndex, source: str | None = None, remote: RemoteSettings | None = None) -> Pictures:
