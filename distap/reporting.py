@@ -38,6 +38,8 @@ class RunReport:
     def __init__(self, recipe: Recipe, world: World, batch: int) -> None:
         self.recipe, self.world, self.batch = recipe, world, batch
         self.metrics = TrainingMetrics(world.rank == 0, world.size, batch, REASONS)
+        self.metrics.replay_drift_limit.set(recipe.max_drift)
+        self.metrics.checkpoint_interval.set(recipe.checkpoint.every)
         self.damaged: set[str] = set()  # images and why, on this rank
         self.skipped_images = 0  # on all ranks, since this process started; one met again counts again
         self._log: RunLog | None = None
@@ -47,6 +49,7 @@ class RunReport:
     def opened(self, step: int) -> Iterator[None]:
         """Tell of a run that goes on from `step`, until left."""
         recipe, is_first = self.recipe, self.world.rank == 0
+        self.metrics.checkpoint_step.set(step)
         with ExitStack() as stack:
             if is_first:
                 try:
@@ -127,7 +130,7 @@ class RunReport:
                 written.error,
             )
             return
-        self.metrics.observe_checkpoint(written.seconds, written.bytes)
+        self.metrics.observe_checkpoint(written.step, written.seconds, written.blocked_seconds, written.bytes)
         self._write(
             written.step,
             seconds={"checkpoint": written.blocked_seconds},
@@ -143,6 +146,7 @@ class RunReport:
             figures: by data set, the validation set's first.
             seconds: that it took.
         """
+        self.metrics.stage_seconds.labels("evaluation").observe(seconds)
         for name, of_set in figures.items():
             self.metrics.observe_evaluation(name, of_set)
             shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in of_set.items())

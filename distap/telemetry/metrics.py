@@ -4,6 +4,8 @@ Names follow the Prometheus conventions. What is the same on every rank (loss, l
 exported by rank 0 only, so that sums over ranks mean something.
 """
 
+import math
+import os
 import platform
 import resource
 import sys
@@ -20,6 +22,7 @@ from distap import __version__
 from distap.errors import DistapError
 
 STAGES = ("data_wait", "describe", "gather", "rank", "replay", "reduce", "optimizer")
+BETWEEN_STEPS = ("evaluation", "checkpoint")
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -46,10 +49,12 @@ class TrainingMetrics:
         self._define_of_rank({"registry": self.registry, "namespace": "distap"})
         # A registry that no one reads keeps `observe_step` free of questions about the rank.
         self._define_global({"registry": self.registry if is_first else CollectorRegistry(), "namespace": "distap"})
+        self.device_utilization.set_function(_device_utilization)
+        self.restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         self.ranks.set(ranks)
         self.batch.set(batch)
         # Series that exist from the start can be alerted on before their first event.
-        for stage in STAGES:
+        for stage in (*STAGES, *BETWEEN_STEPS):
             self.stage_seconds.labels(stage)
         for stage in ("describe", "replay"):
             self.images.labels(stage)
@@ -69,7 +74,11 @@ class TrainingMetrics:
         self.steps = Counter("steps", "Training steps done by this process", **where)
         self.images = Counter("images", "Images that this rank took through a stage", ["stage"], **where)
         self.stage_seconds = Histogram(
-            "stage_duration_seconds", "Seconds of a step by stage", ["stage"], buckets=BUCKETS, **where
+            "stage_duration_seconds",
+            "Seconds by stage of a step, and of what comes between steps",
+            ["stage"],
+            buckets=BUCKETS,
+            **where,
         )
         self.images_per_second = Gauge("images_per_second", "Images of this rank a second, last step", **where)
         self.skipped = Counter("samples_skipped", "Damaged images left out", ["reason"], **where)
@@ -82,8 +91,18 @@ class TrainingMetrics:
         self.spool_limit = Gauge("spool_limit_bytes", "What the spool file could take of its disk", **where)
         self.step = Gauge("step", "Steps behind the present state", **where)
         self.last_step = Gauge("last_step_timestamp_seconds", "When the last step ended", **where)
+        self.restarts = Gauge("restarts", "Times that the launcher has started the ranks again", **where)
+        self.startup_seconds = Gauge(
+            "startup_duration_seconds",
+            "Seconds from the cold process to the first step, by phase",
+            ["phase"],
+            **where,
+        )
         self.host_memory = Gauge("host_memory_peak_bytes", "Greatest resident memory so far", **where)
         self.device_memory = Gauge("device_memory_peak_bytes", "Greatest GPU memory so far", **where)
+        self.device_utilization = Gauge(
+            "device_utilization_ratio", "Share of the last second in which the GPU computed, NaN without one", **where
+        )
 
     def _define_global(self, where: dict[str, Any]) -> None:
         """What is the same on every rank."""
@@ -100,6 +119,7 @@ class TrainingMetrics:
         self.replay_drift = Gauge(
             "replay_drift", "Greatest difference between the two descriptors of an image in a step", **where
         )
+        self.replay_drift_limit = Gauge("replay_drift_limit", "Replay drift above which training stops", **where)
         self.replayed = Gauge(
             "replayed_images_ratio",
             "Share of a batch's images that replay described again for their gradient",
@@ -125,6 +145,8 @@ class TrainingMetrics:
         self.checkpoint_time = Gauge(
             "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written", **where
         )
+        self.checkpoint_step = Gauge("checkpoint_step", "Steps behind the newest checkpoint", **where)
+        self.checkpoint_interval = Gauge("checkpoint_interval_steps", "Steps between two checkpoints", **where)
         self.checkpoint_failures = Counter("checkpoint_failures", "Checkpoints that could not be written", **where)
 
     def observe_step(
@@ -185,8 +207,10 @@ class TrainingMetrics:
         if "mAP" in figures:
             self.validation.labels(dataset).set(figures["mAP"])
 
-    def observe_checkpoint(self, seconds: float, size: int) -> None:
-        """A checkpoint of `size` bytes was written."""
+    def observe_checkpoint(self, step: int, seconds: float, blocked_seconds: float, size: int) -> None:
+        """A checkpoint of `size` bytes was written, for `blocked_seconds` of which training waited."""
+        self.checkpoint_step.set(step)
+        self.stage_seconds.labels("checkpoint").observe(blocked_seconds)
         self.checkpoint_seconds.observe(seconds)
         self.checkpoint_bytes.set(size)
         self.checkpoint_time.set(time.time())
@@ -204,6 +228,14 @@ class TrainingMetrics:
                 f"metrics.port: cannot listen on {address}:{port}: {error.strerror}; choose another, or null for none"
             ) from error
         return server
+
+
+def _device_utilization() -> float:
+    """Of the present GPU, 0 to 1; NaN where there is none, or the package nvidia-ml-py is missing."""
+    try:
+        return torch.cuda.utilization() / 100 if torch.cuda.is_available() else math.nan
+    except (ModuleNotFoundError, RuntimeError):
+        return math.nan
 
 
 def host_memory_peak() -> int:
