@@ -1,0 +1,42 @@
+# shellcheck shell=bash
+# What a host brings to a training; sourced by the scripts that start one.
+
+# The Python that distap is installed for: PYTHON, the active environment's, the repository's own, or any.
+find_python() {
+    local own
+    own=$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python
+    if [ -n "${PYTHON:-}" ]; then
+        echo "$PYTHON"
+    elif [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$own" ]; then
+        echo "$own"
+    else
+        echo python
+    fi
+}
+
+# Ranks to start where the user does not say: one a GPU that may be used, or one.
+count_ranks() {
+    local gpus=0
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+    elif command -v nvidia-smi >/dev/null; then
+        gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ')
+    fi
+    echo $((gpus > 0 ? gpus : 1))
+}
+
+# share_cores RANKS: the threads of a rank, unless the user has said. torchrun would give each rank one.
+share_cores() {
+    local cores
+    if [ -z "${OMP_NUM_THREADS:-}" ]; then
+        cores=$(nproc)
+        export OMP_NUM_THREADS=$((cores > $1 ? cores / $1 : 1))
+    fi
+}
+
+# is_number OPTION TEXT: or else leave with an error.
+is_number() {
+    case $2 in
+        '' | *[!0-9]*) echo "error: $1 $2: a whole number is expected" >&2 && exit 2 ;;
+    esac
+}
