@@ -37,7 +37,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, FOLDER, LAUNCHER, MISTAKE, RESTART, recorded_outcomes
-from distap.stopping import leave_when_asked
+from distap.startup import STARTED, process_started
+from distap.stopping import TRACE_SIGNAL, leave_when_asked
 
 LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
 POLL_SECONDS = 0.1
@@ -150,7 +151,9 @@ class Agent(LocalElasticAgent):
         self._linger_seconds = linger_seconds
         self._settings = settings
         self._is_over = False
+        self._has_started = False
         threading.Thread(target=self._end_in_time, name="distap-agent", daemon=True).start()
+        threading.Thread(target=self._pass_trace_signals_on, name="distap-signals", daemon=True).start()
 
     def run(self, role: str = "default") -> RunResult:
         """Run the ranks; what torch does after that, such as closing the rendezvous, has `linger_seconds`."""
@@ -164,6 +167,9 @@ class Agent(LocalElasticAgent):
         self._outcomes.mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
         for file in self._outcomes.iterdir():
             file.unlink()
+        if self._has_started:
+            os.environ[STARTED] = str(time.time())
+        self._has_started = True
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -214,6 +220,13 @@ class Agent(LocalElasticAgent):
                 shutil.rmtree(self._outcomes, ignore_errors=True)
                 os._exit(FINISHED if is_done else status_of(outcomes))
 
+    def _pass_trace_signals_on(self) -> None:
+        """To the ranks, which take it once they listen: until then it stays blocked, as they inherit it."""
+        while not self._returned.is_set():
+            if signal.sigtimedwait([TRACE_SIGNAL], PROBE_SECONDS) is not None:
+                for process in self._processes():
+                    process.send_signal(TRACE_SIGNAL)
+
     def _meets(self) -> bool:
         """Whether the rendezvous of the hosts can be reached."""
         host, port = parse_rendezvous_endpoint(torchrun.get_rdzv_endpoint(self._settings), C10D_PORT)
@@ -228,7 +241,7 @@ class Agent(LocalElasticAgent):
 def _outcomes() -> Iterator[Path]:
     """A folder for the ranks' exit statuses, named in their environment."""
     folder = Path(tempfile.mkdtemp(prefix="distap-outcomes-"))
-    ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid())}
+    ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), STARTED: str(process_started())}
     os.environ |= ours
     try:
         yield folder
@@ -242,9 +255,11 @@ def _outcomes() -> Iterator[Path]:
 def _early_signals() -> Iterator[None]:
     """Until torch takes the signals over with the first ranks, there is nothing to lose."""
     before = leave_when_asked()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from distap.evaluation import Evaluation
 from distap.ranking import AP_LOSSES
 from distap.saved_evaluations import folder_of_step, keep_few
 from distap.step import StepResult
+from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import NotFiniteLog, RunLog
 from distap.telemetry.terminal import training_progress
@@ -33,11 +34,12 @@ class RunReport:
         recipe: of the run.
         world: the ranks.
         batch: B, images of a global batch.
+        endpoint: that gives its metrics to Prometheus.
     """
 
-    def __init__(self, recipe: Recipe, world: World, batch: int) -> None:
+    def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
         self.recipe, self.world, self.batch = recipe, world, batch
-        self.metrics = TrainingMetrics(world.rank == 0, world.size, batch, REASONS)
+        self.metrics = TrainingMetrics(world.rank == 0, world.size, batch, REASONS, endpoint.registry)
         self.metrics.replay_drift_limit.set(recipe.max_drift)
         self.metrics.checkpoint_interval.set(recipe.checkpoint.every)
         self.damaged: set[str] = set()  # images and why, on this rank
@@ -59,12 +61,13 @@ class RunReport:
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 self._not_finite = NotFiniteLog(recipe.run)
-            if recipe.metrics.port is not None:
-                server = self.metrics.serve(recipe.metrics.port + self.world.local_rank, recipe.metrics.address)
-                stack.callback(server.server_close)
-                stack.callback(server.shutdown)
             self._progress = stack.enter_context(training_progress(recipe.steps, step, is_first))
             yield
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """The first step of this process was done, so many seconds after its cold start, by phase."""
+        for phase, of_phase in seconds.items():
+            self.metrics.startup_seconds.labels(phase).set(of_phase)
 
     def step(self, step: int, result: StepResult, images: int, parts: dict[str, float], seconds: float) -> None:
         """A step was done.

@@ -12,12 +12,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from distap.exits import RESTART, record_outcome
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TRACE_SIGNAL = signal.SIGUSR1
 ONE_REQUEST_SECONDS = 1.0  # a launcher passes on what its whole process group was sent: that is no second request
 logger = logging.getLogger("distap")
 
@@ -30,10 +32,12 @@ class StopRequest:
 
     Args:
         grace_seconds: time from the first signal to the end of the process, whatever it does.
+        on_trace_signal: is called at each TRACE_SIGNAL, from a thread.
     """
 
-    def __init__(self, grace_seconds: float) -> None:
+    def __init__(self, grace_seconds: float, on_trace_signal: Callable[[], None] = lambda: None) -> None:
         self.grace_seconds = grace_seconds
+        self._on_trace_signal = on_trace_signal
         self.requested = False
         self._pid = os.getpid()
         self._first = 0.0
@@ -45,8 +49,10 @@ class StopRequest:
         os.set_blocking(outbox, False)
         self._outbox = outbox
         self._wakeup_before = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in (*SIGNALS, TRACE_SIGNAL):
             self._handlers[number] = signal.signal(number, _left_to_the_thread)
+        # A launcher starts its ranks with it blocked, since it would end one that does not listen yet.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
         os.register_at_fork(after_in_child=self._leave_in_child)
         threading.Thread(target=self._listen, name="distap-signals", daemon=True).start()
         return self
@@ -66,6 +72,8 @@ class StopRequest:
         while number := os.read(self._inbox, 1):
             if number[0] in SIGNALS:
                 self._heard(signal.Signals(number[0]))
+            elif number[0] == TRACE_SIGNAL:
+                self._on_trace_signal()
         os.close(self._inbox)
 
     def _heard(self, number: signal.Signals) -> None:
@@ -98,6 +106,7 @@ class StopRequest:
             signal.set_wakeup_fd(-1)
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
+            signal.signal(TRACE_SIGNAL, signal.SIG_IGN)
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 
 class Stopwatch:
@@ -36,7 +37,8 @@ class Stopwatch:
         started = self._now()
         self._depth += 1
         try:
-            yield
+            with record_function(name):  # its name in a trace, where one is taken
+                yield
         finally:
             self._depth -= 1
             elapsed = self._now() - started

@@ -1,5 +1,6 @@
 """`torchrun -m distap.train CONFIG [key=value ...]`: one rank of a training."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import typer
 
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, record_outcome
+from distap.startup import Startup
 from distap.stopping import leave_when_asked
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
@@ -25,16 +27,24 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     mistake that needs a person, 1 a failure.
     """
     leave_when_asked()
+    startup = Startup()
     # Imported here, so that --help does not wait for torch.
     from distap.config import load_recipe
     from distap.distributed import joined_world
+    from distap.telemetry.endpoint import Endpoint
     from distap.telemetry.terminal import set_up_logging
     from distap.trainer import Trainer
 
     recipe = load_recipe(config, overrides or [])
-    with joined_world(recipe.timeout_seconds) as world:
+    startup.reached("imports")
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    with (
+        Endpoint(rank).served(recipe.metrics.port_of(local_rank), recipe.metrics.address) as endpoint,
+        joined_world(recipe.timeout_seconds) as world,
+    ):
+        startup.reached("joining")
         set_up_logging(world.rank)
-        status = Trainer(recipe, world).train()
+        status = Trainer(recipe, world, endpoint, startup).train()
     sys.exit(status)
 
 

@@ -16,11 +16,15 @@ from distap.optimisation import LinearDecay
 from distap.ranking import CrossBatchMemory
 from distap.reporting import RunReport, logger
 from distap.resuming import RunState
+from distap.startup import Startup
 from distap.step import StepResult
 from distap.stopping import StopRequest
 from distap.stopwatch import Stopwatch
+from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import NOT_FINITE_LOG
+from distap.telemetry.tracing import Tracer
 
+TRACES = "traces"
 ALWAYS_TOLERATED = 10  # damaged images: a share of a first small batch says little
 
 
@@ -30,15 +34,24 @@ class Trainer:
     Args:
         recipe: what to train.
         world: the ranks.
+        endpoint: what this rank answers on over HTTP; by default it answers nothing.
+        startup: the clock that was started with the process.
     Raises:
         DistapError: the recipe does not fit the data, the ranks or an earlier state of the run.
     """
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
+    def __init__(
+        self, recipe: Recipe, world: World, endpoint: Endpoint | None = None, startup: Startup | None = None
+    ) -> None:
         self.recipe, self.world = recipe, world
+        self.endpoint, self.startup = endpoint or Endpoint(world.rank), startup or Startup()
+        self.endpoint.watchdog = world.watchdog
+        self.tracer = Tracer(recipe.run / TRACES, world.rank)
+        self.endpoint.ask_trace = self.tracer.ask
         self.stopwatch = Stopwatch(world.device)
         self.images = images_of(recipe, world, self.stopwatch)
         self._check()
+        self.startup.reached("data")
         self.network = network_of(recipe, world).train()
         describer = describer_of(recipe, self.network)
         self.evaluations = evaluations_of(recipe, self.network, world)
@@ -46,28 +59,31 @@ class Trainer:
         self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
         memory = CrossBatchMemory(recipe.memory.size)
         self.step = step_of(recipe, self.engine, world, self.images.size, describer, memory, self.stopwatch)
-        self.report = RunReport(recipe, world, self.images.size)
+        self.report = RunReport(recipe, world, self.images.size, self.endpoint)
         self.state = RunState(recipe, world, self.images, self.engine, memory, self.schedule)
         self.done = 0  # steps behind the present state
         self.not_finite = 0  # steps in a row that were not applied
+        self.startup.reached("network")
 
     def train(self) -> int:
         """Train to the last step, from the newest checkpoint where there is one; returns an exit status.
 
         FINISHED after the last step; RESTART where a rank was asked to stop, behind a checkpoint.
         """
-        with StopRequest(self.recipe.stop.grace_seconds) as stop:
+        with StopRequest(self.recipe.stop.grace_seconds, self.tracer.ask) as stop:
             self._refuse_different_data()
             self.done = self.state.resume()
             owes_evaluation = self.done > 0 and self._owes_evaluation() and self.state.score is None
             if self.done >= self.recipe.steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.recipe.steps)
                 return FINISHED
-            with self.report.opened(self.done):
+            self.startup.reached("checkpoint")
+            with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
                 if owes_evaluation:  # a request to stop came before it
                     self._save_if_due(self._evaluate())
                 if self.done == 0 and self.recipe.evaluation.every and self.recipe.evaluation.at_start:
                     self._evaluate()
+                self.startup.reached("evaluation")
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
@@ -77,14 +93,18 @@ class Trainer:
             self.done = share.step + 1
             if self.done == first + 1:
                 self._keep_graphs()
-            stopping = self._agree_on_damage_and_stop(share, stop, images=(self.done - first) * self.images.size)
+            stopping = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
+            if self.done == first + 1:
+                self._tell_start()
             self._report(share, result, time.perf_counter() - lap)
+            self.tracer.step_done(self.done)
             self._refuse_numbers_that_stay_not_finite(share, result)
             if stopping:
                 self._save(score=None)
                 break
             self._save_if_due(self._evaluate() if self._owes_evaluation() else None)
             lap = time.perf_counter()
+        self.tracer.close(self.done)
         self._finish_checkpoint()
         if stopping and (self.done < self.recipe.steps or self._owes_evaluation()):
             logger.warning("stopped after step %d of %d, with a checkpoint", self.done, self.recipe.steps)
@@ -131,11 +151,24 @@ class Trainer:
         self.report.step(self.done, result, len(share.samples), parts, seconds)
         self.report.checkpoint(self.state.poll())
 
-    def _agree_on_damage_and_stop(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
-        """Whether any rank was asked to stop; too many damaged among the `images` read so far are an error."""
+    def _tell_start(self) -> None:
+        """What took the time from the cold process to the first step."""
+        self.startup.reached("first step")
+        self.report.started(self.startup.seconds)
+        logger.info("%s", self.startup.summary(self.stopwatch.seconds))
+
+    def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
+        """Whether any rank was asked to stop; a trace that one was asked for begins on all.
+
+        Too many damaged ones among the `images` read so far are an error.
+        """
         self.report.reading(self.done, share)
-        counts = torch.tensor([len(share.failures), int(stop.requested)], device=self.world.device)
-        damaged, stopping = self.world.sum(counts).tolist()
+        wanted = self.tracer.asked()
+        mine = [len(share.failures), int(stop.requested), wanted, int(wanted > 0)]
+        counts = torch.tensor(mine, device=self.world.device)
+        damaged, stopping, steps, asked = self.world.sum(counts).tolist()
+        if asked and not stopping:
+            self.tracer.begin(self.done, round(steps / asked))
         self.report.skipped_images += damaged
         data = self.recipe.data
         for what, count, of, limit in (

@@ -111,6 +111,11 @@ class Watchdog:
         self._condemned.set()
         self._judging.join(patience)
 
+    @property
+    def activity(self) -> tuple[str, float]:
+        """What this rank does, and for how many seconds it has."""
+        return self._activity, time.monotonic() - self._active_since
+
     def note(self, activity: str) -> None:
         """Say what this rank does from now on, such as `describe of step 12`."""
         self._activity, self._active_since = activity, time.monotonic()

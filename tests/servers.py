@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -108,6 +108,21 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the terminal free."""
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nothing listens on."""
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                for further in range(port + 1, port + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", further))
+            except (OSError, OverflowError):
+                continue
+            return port
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from distap.distributed import World
 from distap.errors import DistapError
 from distap.exits import FINISHED, RESTART
 from distap.saved_evaluations import folder_of_step, read_evaluation, saved_steps
+from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
@@ -300,7 +301,8 @@ def resume_apart(world, folder, shards):
 
 def scrape_while_training(world, run, shards, port):
     """What this rank's metrics endpoint answers after each step."""
-    trainer = Trainer(recipe(run, shards, steps=2, metrics={"port": port}), world)
+    endpoint = Endpoint(world.rank)
+    trainer = Trainer(recipe(run, shards, steps=2), world, endpoint)
     answers, report = [], trainer._report
 
     def report_and_scrape(*arguments):
@@ -309,7 +311,8 @@ def scrape_while_training(world, run, shards, port):
             answers.append(answer.read().decode())
 
     trainer._report = report_and_scrape
-    trainer.train()
+    with endpoint.served(port + world.rank, "127.0.0.1"):
+        trainer.train()
     return answers
 
 
@@ -328,17 +331,6 @@ def test_every_rank_answers_with_its_metrics_and_rank_0_with_the_global_ones(tmp
     assert f"distap_loss_ratio {losses(tmp_path)[1]}" in first[1]
     assert "distap_world_size_ranks 2.0" in first[1]
     assert "distap_loss_ratio" not in second[1]
-
-
-def test_a_port_that_is_taken_is_named(tmp_path, training_shards):
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(DistapError, match=rf"metrics\.port: cannot listen on 127\.0\.0\.1:{port}"):
-            train(World(), tmp_path, training_shards, steps=1, metrics={"port": port})
 
 
 def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shards):

@@ -17,7 +17,6 @@ from pydantic import (
 from distap.data.cache import CacheSettings
 from distap.data.locations import Source, parse_source
 from distap.data.pixels import PixelSettings
-from distap.data.storage import RemoteSettings
 from distap.data.transforms import Augmentation
 from distap.engine import PrecisionName
 from distap.errors import DistapError
@@ -33,6 +32,7 @@ from distap.ranking import (
     SupAP,
     TieAwareAP,
 )
+from distap.remotes import RemoteSettings
 
 
 class Section(BaseModel):
@@ -279,3 +279,7 @@ class MetricsSection(Section):
 
     port: int | None = Field(None, ge=1, le=65000, description="of local rank 0; rank r of a host takes port + r")
     address: str = Field("127.0.0.1", description="to listen on; 0.0.0.0 for all interfaces")
+
+    def port_of(self, local_rank: int) -> int | None:
+        """That a rank of a host answers on; none where it answers nothing."""
+        return None if self.port is None else self.port + local_rank

@@ -12,14 +12,12 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.process_collector import ProcessCollector
 
 from distap import __version__
-from distap.errors import DistapError
 
 STAGES = ("data_wait", "describe", "gather", "rank", "replay", "reduce", "optimizer")
 BETWEEN_STEPS = ("evaluation", "checkpoint")
@@ -214,20 +212,6 @@ class TrainingMetrics:
         self.checkpoint_seconds.observe(seconds)
         self.checkpoint_bytes.set(size)
         self.checkpoint_time.set(time.time())
-
-    def serve(self, port: int, address: str) -> WSGIServer:
-        """Answer on http://address:port/metrics from a thread of its own.
-
-        Raises:
-            DistapError: the port is taken, or the address is not this host's.
-        """
-        try:
-            server, _ = start_http_server(port, address, self.registry)
-        except OSError as error:
-            raise DistapError(
-                f"metrics.port: cannot listen on {address}:{port}: {error.strerror}; choose another, or null for none"
-            ) from error
-        return server
 
 
 def _device_utilization() -> float:

@@ -1,0 +1,48 @@
+"""Where the seconds go from the cold process to the end of the first step."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+STARTED = "DISTAP_STARTED"  # the environment variable with the time at which the launcher began to start the ranks
+
+
+class Startup:
+    """Seconds by phase, from when the launcher was started, or else this process.
+
+    The phases are `launcher` (with the hosts finding each other), `imports`, `joining` (of the ranks), `data`,
+    `network` (with its weights and engine), `checkpoint`, `evaluation`, and `first step`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        started = process_started()
+        launched = float(os.environ.get(STARTED, started))
+        if launched < started:
+            self.seconds["launcher"] = started - launched
+        self._last = started
+
+    def reached(self, phase: str) -> None:
+        """The phase is over: what passed since the one before counts for it."""
+        now = time.time()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def summary(self, first_step: Mapping[str, float]) -> str:
+        """For a person; `first_step` has the seconds of the first step by stage."""
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
+        longest = sorted(first_step.items(), key=lambda stage: -stage[1])[:3]
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in longest)
+        return f"the first step was done {sum(self.seconds.values()):.1f} s after the start: {phases} ({stages})"
+
+
+def process_started() -> float:
+    """When this process was started, in seconds since the epoch."""
+    try:
+        # Field 22 counts clock ticks since boot; the second one is the command, which may contain anything.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return time.time() - time.process_time()
+    return time.time() - age

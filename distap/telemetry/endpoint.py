@@ -1,0 +1,164 @@
+"""What a rank answers over HTTP while it trains, from early in its start.
+
+| request               | answer                                                                                    |
+|-----------------------|-------------------------------------------------------------------------------------------|
+| GET /metrics          | metrics for Prometheus                                                                    |
+| GET /healthz          | 200 while the rank can go on; 503 once it has decided to leave after a fault              |
+| GET /readyz           | 200 while it trains; 503 before its state is loaded, and once it was asked to stop        |
+| POST /trace?steps=N   | 202: every rank writes a trace of the next N steps; 403 to all but this host              |
+
+A rank that hangs so hard that no thread of it runs answers nothing, which a liveness probe takes for unhealthy.
+"""
+
+import ipaddress
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from socketserver import TCPServer, ThreadingMixIn
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from distap.errors import DistapError
+from distap.telemetry.tracing import MOST_STEPS, STEPS
+from distap.watchdog import Watchdog
+
+logger = logging.getLogger("distap")
+
+
+class Endpoint:
+    """One rank's; what is not known yet while it starts is filled in as it comes to be.
+
+    Args:
+        rank: for the answers.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.registry = CollectorRegistry()
+        self.watchdog: Watchdog | None = None
+        self.not_ready: Callable[[], str | None] = lambda: "starting"  # why it does not train now
+        self.ask_trace: Callable[[int], None] = lambda steps: None
+        self._metrics = make_wsgi_app(self.registry)
+
+    @contextmanager
+    def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
+        """Answer on http://address:port from a thread of its own until left; without a port, answer nothing.
+
+        Raises:
+            DistapError: the port is taken, or the address is not this host's.
+        """
+        if port is None:
+            yield self
+            return
+        try:
+            server_class = _IPv6Server if ":" in address else _Server
+            server = make_server(address, port, self.answer, server_class, _SilentHandler)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise DistapError(
+                f"metrics.port: cannot listen on {address}:{port}: {reason}; choose another, or null for none"
+            ) from error
+        with server:
+            Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
+            try:
+                yield self
+            finally:
+                server.shutdown()
+
+    @contextmanager
+    def ready(self, stopping: Callable[[], bool]) -> Iterator[None]:
+        """The rank trains while this is entered and it is not `stopping`."""
+        self.not_ready = lambda: "stopping" if stopping() else None
+        try:
+            yield
+        finally:
+            self.not_ready = lambda: "finished"
+
+    def answer(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        """Answer a request, as a WSGI application."""
+        path, method = request.get("PATH_INFO", "/"), request["REQUEST_METHOD"]
+        if path == "/metrics":
+            answer: Iterable[bytes] = self._metrics(request, start)
+            return answer
+        if path == "/trace":
+            status, content = self._traced(request) if method == "POST" else (HTTPStatus.METHOD_NOT_ALLOWED, {})
+        elif path in ("/healthz", "/readyz"):
+            status, content = self._health() if path == "/healthz" else self._readiness()
+        else:
+            status = HTTPStatus.NOT_FOUND
+            content = {"error": "there are /metrics, /healthz, /readyz and POST /trace?steps=N"}
+        body = json.dumps({"rank": self.rank, **content}).encode() + b"\n"
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers.append(("Allow", "POST"))
+        start(f"{status.value} {status.phrase}", headers)
+        return [body]
+
+    def _health(self) -> tuple[HTTPStatus, dict[str, Any]]:
+        fault = self.watchdog.verdict if self.watchdog is not None else None
+        content = {"status": "leaving after a fault" if fault else "healthy", **self._activity()}
+        if fault:
+            content["fault"] = fault
+        return HTTPStatus.SERVICE_UNAVAILABLE if fault else HTTPStatus.OK, content
+
+    def _readiness(self) -> tuple[HTTPStatus, dict[str, Any]]:
+        reason = self.not_ready()
+        content = {"status": reason or "training", **self._activity()}
+        return HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK, content
+
+    def _activity(self) -> dict[str, Any]:
+        """Such as `describe of step 12`, and the seconds that it has taken so far."""
+        if self.watchdog is None:
+            return {}
+        activity, seconds = self.watchdog.activity
+        return {"activity": activity, "seconds": round(seconds, 1)}
+
+    def _traced(self, request: WSGIEnvironment) -> tuple[HTTPStatus, dict[str, Any]]:
+        client = ipaddress.ip_address(request["REMOTE_ADDR"])
+        mapped = client.ipv4_mapped if isinstance(client, ipaddress.IPv6Address) else None
+        if not (mapped or client).is_loopback:
+            return HTTPStatus.FORBIDDEN, {"error": "traces are asked for from this host (kubectl port-forward is)"}
+        given = parse_qs(request.get("QUERY_STRING", "")).get("steps", [str(STEPS)])[-1]
+        steps = int(given) if given.isdecimal() and len(given) < 4 else 0
+        if not 1 <= steps <= MOST_STEPS:
+            return HTTPStatus.BAD_REQUEST, {"error": f"steps is {given!r}, not a number from 1 to {MOST_STEPS}"}
+        reason = self.not_ready()
+        if reason:
+            return HTTPStatus.CONFLICT, {"error": f"there are no steps to trace: {reason}"}
+        self.ask_trace(steps)
+        return HTTPStatus.ACCEPTED, {"status": f"every rank traces {steps} steps, from the next one on"}
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread a request, so that a slow client keeps no probe waiting."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no matter of the training's."""
+        logger.debug("a request of %s was broken off", client_address, exc_info=True)
+
+    def server_bind(self) -> None:
+        """Without asking the name service for this host's name, as the base class does: it may not answer."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _IPv6Server(_Server):
+    address_family = socket.AF_INET6
+
+
+class _SilentHandler(WSGIRequestHandler):
+    timeout = 30  # seconds in which a client has to send its request
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Probes come every few seconds: they are no news."""

@@ -1,0 +1,80 @@
+"""Traces of the next steps on demand, by torch's profiler: where a slow step spends its time.
+
+Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing show. The stages
+stand in it by their names, over what they called.
+"""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+STEPS, MOST_STEPS = 1, 20  # a step of thousands of images is a large file already
+logger = logging.getLogger("distap")
+
+
+class Tracer:
+    """One rank's.
+
+    Args:
+        folder: that traces are written to.
+        rank: of this process.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._asked = 0
+        self._profiler: profile | None = None
+        self._first = self._last = 0
+
+    def ask(self, steps: int = STEPS) -> None:
+        """Have the next `steps` steps traced; it may come from any thread, and the ranks then agree on it."""
+        self._asked = steps
+
+    def asked(self) -> int:
+        """Steps that this rank was asked to trace since the last call, 0 for none."""
+        steps, self._asked = self._asked, 0
+        return steps
+
+    def begin(self, done: int, steps: int) -> None:
+        """Trace the `steps` steps that follow the `done` ones; one that is under way goes on as it is."""
+        if self._profiler is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._first, self._last = done + 1, done + steps
+        self._profiler = profile(activities=activities, acc_events=True)
+        self._profiler.start()
+        if self._rank == 0:
+            logger.info("tracing step %d to %d", self._first, self._last)
+
+    def step_done(self, done: int) -> None:
+        """`done` steps are done; where the last traced one is among them, write the trace."""
+        if self._profiler is not None and done >= self._last:
+            self._write(self._profiler, done)
+
+    def close(self, done: int) -> None:
+        """Write what there is of a trace that the end of training cuts short."""
+        if self._profiler is not None and done >= self._first:
+            self._write(self._profiler, done)
+
+    def _write(self, profiler: profile, last: int) -> None:
+        self._profiler = None
+        profiler.stop()
+        path = self._folder / f"step-{self._first}.rank-{self._rank}.json.gz"
+        draft = path.with_name(f".{os.getpid()}.{path.name}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, last]}))
+            profiler.export_chrome_trace(str(draft))
+            draft.replace(path)
+        except (OSError, RuntimeError) as error:  # a full disk costs the trace, not the training
+            draft.unlink(missing_ok=True)
+            logger.warning("%s: the trace cannot be written: %s", path, error)
+            return
+        if self._rank == 0:
+            logger.info("traced step %d to %d: %s, and a file beside it for each other rank", self._first, last, path)

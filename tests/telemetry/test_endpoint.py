@@ -1,0 +1,141 @@
+import json
+import socket
+import urllib.error
+import urllib.request
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+from prometheus_client import Gauge
+from servers import free_ports
+
+from distap.errors import DistapError
+from distap.telemetry.endpoint import Endpoint
+
+
+@pytest.fixture
+def endpoint():
+    """A rank's, and its address."""
+    port = free_ports(1)
+    with Endpoint(rank=3).served(port, "127.0.0.1") as endpoint:
+        yield endpoint, f"http://127.0.0.1:{port}"
+
+
+def ask(url, method="GET"):
+    """Status and content of the answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, refused.read().decode()
+
+
+def test_a_rank_that_starts_is_healthy_but_not_ready(endpoint):
+    _, url = endpoint
+    status, text = ask(f"{url}/healthz")
+    assert (status, json.loads(text)) == (200, {"rank": 3, "status": "healthy"})
+    status, text = ask(f"{url}/readyz")
+    assert (status, json.loads(text)) == (503, {"rank": 3, "status": "starting"})
+
+
+def test_a_rank_is_ready_while_it_trains_and_is_not_to_stop(endpoint):
+    rank, url = endpoint
+    stopping = False
+    with rank.ready(lambda: stopping):
+        assert ask(f"{url}/readyz") == (200, '{"rank": 3, "status": "training"}\n')
+        stopping = True
+        assert ask(f"{url}/readyz") == (503, '{"rank": 3, "status": "stopping"}\n')
+    assert ask(f"{url}/readyz") == (503, '{"rank": 3, "status": "finished"}\n')
+    assert ask(f"{url}/healthz")[0] == 200
+
+
+def test_a_rank_that_leaves_after_a_fault_says_which(endpoint):
+    class Watched:
+        verdict = "rank 3: gather did not finish within 5 s"
+        activity = ("gather of step 7", 5.25)
+
+    rank, url = endpoint
+    rank.watchdog = Watched()
+    status, text = ask(f"{url}/healthz")
+    assert status == 503
+    assert json.loads(text) == {
+        "rank": 3,
+        "status": "leaving after a fault",
+        "activity": "gather of step 7",
+        "seconds": 5.2,
+        "fault": "rank 3: gather did not finish within 5 s",
+    }
+
+
+def test_metrics_that_come_later_are_answered(endpoint):
+    rank, url = endpoint
+    Gauge("late", "Defined after the endpoint was opened", registry=rank.registry).set(2)
+    status, text = ask(f"{url}/metrics")
+    assert status == 200 and "late 2.0" in text
+
+
+def test_a_trace_can_be_asked_for_while_there_are_steps(endpoint):
+    rank, url = endpoint
+    asked = []
+    rank.ask_trace = asked.append
+    assert ask(f"{url}/trace?steps=2", "POST")[0] == 409
+    with rank.ready(lambda: False):
+        assert ask(f"{url}/trace?steps=2")[0] == 405
+        assert ask(f"{url}/trace?steps=2", "POST")[0] == 202
+        assert ask(f"{url}/trace", "POST")[0] == 202
+        for wrong in ("0", "21", "-1", "two", "9999999999"):
+            assert ask(f"{url}/trace?steps={wrong}", "POST")[0] == 400
+    assert asked == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [("127.0.0.1", "202"), ("::1", "202"), ("::ffff:127.0.0.1", "202"), ("10.1.2.3", "403"), ("fe80::1", "403")],
+)
+def test_only_this_host_can_ask_for_a_trace(client, status):
+    endpoint, asked, said = Endpoint(), [], []
+    endpoint.ask_trace = asked.append
+    request = {"REQUEST_METHOD": "POST", "PATH_INFO": "/trace", "REMOTE_ADDR": client}
+    setup_testing_defaults(request)
+    with endpoint.ready(lambda: False):
+        endpoint.answer(request, lambda status, headers: said.append(status))
+    assert said[0].startswith(status) and len(asked) == (status == "202")
+
+
+def test_other_paths_are_not_found(endpoint):
+    status, text = ask(f"{endpoint[1]}/")
+    assert status == 404 and "/readyz" in text
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(DistapError, match=rf"metrics\.port: cannot listen on 127\.0\.0\.1:{port}"),
+            Endpoint().served(port, "127.0.0.1"),
+        ):
+            pass
+
+
+def test_an_address_of_another_host_is_refused():
+    with (
+        pytest.raises(DistapError, match=r"cannot listen on 192\.0\.2\.1:"),
+        Endpoint().served(free_ports(1), "192.0.2.1"),
+    ):
+        pass
+
+
+def test_without_a_port_nothing_is_answered():
+    with Endpoint().served(None, "127.0.0.1") as endpoint:
+        assert isinstance(endpoint, Endpoint)
+
+
+def test_it_answers_on_ipv6():
+    port = free_ports(1)
+    try:
+        with Endpoint().served(port, "::1"):
+            assert ask(f"http://[::1]:{port}/healthz")[0] == 200
+    except DistapError as error:
+        pytest.skip(f"no IPv6 here: {error}")

@@ -1,0 +1,69 @@
+"""What a person or a scheduler can ask of a training that runs: its health, and a trace of its next steps."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+
+import pytest
+from servers import free_ports
+from trainings import Run
+
+from distap.exits import RESTART
+from distap.stopping import TRACE_SIGNAL
+from distap.telemetry.tracing import STEPS
+
+
+def answers(url: str, method: str = "GET") -> int:
+    """The status of an answer; 0 where there is none."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code
+    except OSError:
+        return 0
+
+
+def names_in(trace) -> set[str]:
+    with gzip.open(trace, "rt") as file:
+        return {event.get("name") for event in json.load(file)["traceEvents"]}
+
+
+@pytest.mark.slow
+def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, training_shards):
+    port = free_ports(2)
+    run = Run(tmp_path, training_shards, steps=100_000, metrics={"port": port})
+    traces = run.folder / "traces"
+    urls = [f"http://127.0.0.1:{port + rank}" for rank in range(2)]
+    with run.started(2) as job:
+        job.wait_until(lambda: all(answers(f"{url}/healthz") == 200 for url in urls))
+        job.wait_until(lambda: all(answers(f"{url}/readyz") == 200 for url in urls))
+        job.wait_until(lambda: "the first step was done" in job.said)
+        assert answers(f"{urls[1]}/trace?steps=2", "POST") == 202
+        job.wait_until(lambda: len(list(traces.glob("step-*.rank-?.json.gz"))) == 2)
+        by_request = set(traces.glob("step-*"))
+        os.kill(job.process.pid, TRACE_SIGNAL)
+        job.wait_until(lambda: len(set(traces.glob("step-*")) - by_request) == 2)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.status() == RESTART
+    for trace in traces.iterdir():
+        names = names_in(trace)
+        assert {"data_wait", "describe", "gather", "rank", "replay", "optimizer", "aten::conv2d"} <= names
+    steps = sorted(re.findall(r"tracing step (\d+) to (\d+)", job.said), key=lambda pair: int(pair[0]))
+    assert [int(last) - int(first) + 1 for first, last in steps] == [2, STEPS]
+    told = re.search(r"the first step was done (\S+) s after the start: launcher \S+, imports \S+, joining", job.said)
+    assert told and float(told[1]) > 0, job.said
+
+
+@pytest.mark.slow
+def test_a_trace_that_is_asked_for_too_early_ends_no_rank(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=3)
+    with run.started(2) as job:
+        job.wait_until(lambda: len(job.left()) > 1)  # ranks that have hardly begun
+        os.kill(job.process.pid, TRACE_SIGNAL)
+        assert job.status(120) == 0, job.said
