@@ -22,7 +22,6 @@ from torch import nn
 from distap.building import trained_network
 from distap.checkpoint import find_checkpoint
 from distap.config.sections import TimmWeights
-from distap.data.storage import RemoteSettings
 from distap.data.whole_images import Sizing
 from distap.distributed import World
 from distap.errors import DistapError
@@ -33,6 +32,7 @@ from distap.exporting.origin import origin_of
 from distap.exporting.programs import exportable, program_of, save_onnx, save_program, size_ranges
 from distap.extraction import describer_of
 from distap.model import MultiScaleNetwork, build_network
+from distap.remotes import RemoteSettings
 from distap.retrieval.descriptor_files import DescriptorSet
 from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
 from distap.saved_evaluations import folder_of_step, read_evaluation

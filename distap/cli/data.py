@@ -10,7 +10,7 @@ from distap.errors import DistapError
 if TYPE_CHECKING:
     from distap.data.index import Index
     from distap.data.indexing import Skipped
-    from distap.data.storage import RemoteSettings
+    from distap.remotes import RemoteSettings
 
 data = typer.Typer(help="Fetch, pack, index, check and count images.", no_args_is_help=True)
 fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
@@ -202,7 +202,7 @@ def _remote(text: str | None) -> "RemoteSettings | None":
     import yaml
     from pydantic import TypeAdapter, ValidationError
 
-    from distap.data.storage import RemoteSettings
+    from distap.remotes import RemoteSettings
 
     if text is None:
         return None

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from distap.data.index import Index
-from distap.data.storage import BLOCK, Meter, OpenFiles, RemoteSettings, Storage, storage_of
+from distap.data.storage import BLOCK, Meter, OpenFiles, Storage, storage_of
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 
 LOCK, IN_USE, SAID = "lock", "in-use", "said"
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")

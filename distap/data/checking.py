@@ -19,9 +19,10 @@ from distap.data.locations import Source, parse_source
 from distap.data.parallel import spread
 from distap.data.progress import Track, untracked
 from distap.data.scanning import read_samples
-from distap.data.storage import MissingFileError, RemoteSettings, Storage, storage_of
+from distap.data.storage import Storage, storage_of
 from distap.data.tar import DamagedShardError
 from distap.errors import DistapError
+from distap.remotes import MissingFileError, RemoteSettings
 from distap.whole_files import write_whole
 
 PIECE = 2**20  # bytes that are passed over at once between images

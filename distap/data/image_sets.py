@@ -13,7 +13,7 @@ from distap.data.folders import ImageFolder, list_folder
 from distap.data.index import load_index
 from distap.data.locations import Source, parse_source
 from distap.data.reading import Reader
-from distap.data.storage import RemoteSettings
+from distap.remotes import RemoteSettings
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from distap.data.columns import read_columns
 from distap.data.locations import INDEX_FILE, Source, parse_source, safe_name
-from distap.data.storage import About, MissingFileError, RemoteSettings, Storage, storage_of
+from distap.data.storage import About, Storage, storage_of
 from distap.errors import DistapError
+from distap.remotes import MissingFileError, RemoteSettings
 from distap.whole_files import write_whole
 
 __all__ = ["INDEX_FILE", "Index", "load_index"]

@@ -13,8 +13,9 @@ from distap.data.locations import LISTABLE, Source, joined, parse_source, shard_
 from distap.data.parallel import spread
 from distap.data.progress import Track, untracked
 from distap.data.scanning import COLUMNS, LABEL_FIELD, ScanJob, Scanned, Skipped, scan_shard
-from distap.data.storage import MissingFileError, RemoteSettings, Storage, storage_of
+from distap.data.storage import Storage, storage_of
 from distap.errors import DistapError
+from distap.remotes import MissingFileError, RemoteSettings
 
 __all__ = ["LABEL_FIELD", "NAMES_FILE", "Skipped", "index_shards"]
 

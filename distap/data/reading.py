@@ -9,7 +9,8 @@ from distap.data.cache import CacheSettings, ShardCache
 from distap.data.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.index import Index
 from distap.data.locations import Source, parse_source
-from distap.data.storage import RemoteSettings, Traffic, storage_of
+from distap.data.storage import Traffic, storage_of
+from distap.remotes import RemoteSettings
 
 
 class Reader:

@@ -4,21 +4,16 @@ import errno
 import os
 import re
 from collections.abc import Callable, Coroutine
-from types import MethodType
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
-import fsspec
 from fsspec.asyn import sync
 
 from distap.data.locations import joined, scheme_of
-from distap.data.storage import PERMANENT, About, Meter, RemoteSettings, Traffic, retried, whole_file
+from distap.data.storage import About, Meter, Traffic, whole_file
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings, file_system, is_permanent, retried
 
-EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
-PASSING = (408, 425, 429)  # statuses of 400 to 499 that another attempt may mend
-MISTAKES = (TypeError, AttributeError, NotImplementedError)  # of options: file systems look at some of them late
-LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 T = TypeVar("T")
 
@@ -105,7 +100,7 @@ class RemoteStorage:
     def _files(self) -> Any:
         """The file system of this process: its connections must not be shared by a fork."""
         if self._made is None or self._made[0] != os.getpid():
-            self._made = os.getpid(), _file_system(self.scheme, self.settings)
+            self._made = os.getpid(), file_system(self.scheme, self.settings)
         return self._made[1]
 
     def _path(self, name: str) -> str:
@@ -117,7 +112,14 @@ class RemoteStorage:
         return result
 
     def _retried(self, name: str, call: Callable[[], T], done: str = "read") -> T:
-        return retried(call, self.where(name), self.settings, self.meter, _is_permanent, done)
+        return retried(
+            call,
+            self.where(name),
+            self.settings,
+            on_retry=self.meter.add_retry,
+            is_permanent=is_permanent,
+            done=done,
+        )
 
     def _ignores_ranges(self, name: str) -> str:
         return (
@@ -168,51 +170,3 @@ class RemoteStorage:
             if not total or first != str(offset):
                 raise aiohttp.ClientPayloadError(f"asked for bytes from {offset}, was sent {said or 'no range'}")
             return await answer.read(), About(int(total), version)
-
-
-def _file_system(scheme: str, settings: RemoteSettings) -> Any:
-    options = {
-        key: dict(value) if isinstance(value, dict) else value
-        for key, value in settings.options.get(scheme, {}).items()
-    }
-    if scheme == "s3":
-        # One attempt of boto's is one of data.remote; that of s3fs itself is set below.
-        client = {"retries": {"total_max_attempts": 1}, "read_timeout": settings.timeout_seconds}
-        options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
-    if scheme == "gs":
-        # Its support of zonal buckets asks over gRPC, which hangs in processes that were forked after its first use.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    try:
-        files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
-    except ImportError as error:
-        raise DistapError(
-            f"{scheme}:// needs a package that is not installed ({error}): pip install 'distap[{EXTRAS[scheme]}]'"
-        ) from error
-    except Exception as error:
-        raise DistapError(
-            f"data.remote.options.{scheme}: {error}; see fsspec's file system for what it takes"
-        ) from error
-    if scheme == "s3":
-        files.retries = 1
-    if scheme == "gs":
-        # Six attempts with pauses of their own are wrapped around it, and no option takes them away.
-        files._request = MethodType(type(files)._request.__wrapped__, files)
-    return files
-
-
-def _is_permanent(error: Exception) -> bool:
-    """Whether another attempt would fail as this one did."""
-    if isinstance(error, (*PERMANENT, *MISTAKES)) or type(error).__name__ in LACKS_CREDENTIALS:
-        return True
-    status = getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
-    if status == 401 and "Invalid Credentials" in str(error):  # Google's word for a token that has run out
-        return False
-    if isinstance(status, int) and 400 <= status < 500:
-        return status not in PASSING
-    return str(error).startswith("Forbidden")  # what gcsfs makes of 403
-
-
-def _status_of_boto(error: Exception) -> int | None:
-    """The HTTP status behind an error that s3fs made of one of boto's."""
-    answer = getattr(error.__cause__, "response", None)
-    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None

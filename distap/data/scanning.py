@@ -16,8 +16,9 @@ from distap.data.columns import read_columns
 from distap.data.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.hashed import Hashed
 from distap.data.sources import IMAGE_SUFFIXES
-from distap.data.storage import About, MissingFileError, RemoteSettings, Storage, storage_of
+from distap.data.storage import About, Storage, storage_of
 from distap.data.tar import DamagedShardError, Member, Readable, read_members
+from distap.remotes import MissingFileError, RemoteSettings
 from distap.whole_files import write_whole
 
 LABEL_FIELD = "cls"

@@ -2,46 +2,19 @@
 
 import io
 import os
-import random
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from distap.data.locations import joined, scheme_of
-from distap.errors import DistapError
-from distap.exits import FAILED
+from distap.remotes import RemoteSettings, retried
 from distap.whole_files import write_whole
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
 OPEN_FILES = 128  # that a process keeps open of a data set
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RemoteSettings:
-    """How reading is retried, and what each kind of remote needs to be reached."""
-
-    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
-
-    attempts: int = 5  # reads of the same bytes before training fails
-    timeout_seconds: float = 60.0  # of one attempt, which asks for 8 MiB at most beside single images
-    backoff_seconds: float = 0.5  # before the second attempt, doubled before each further one
-    # By scheme, passed to its fsspec file system: {s3: {endpoint_url: ...}}. Secrets belong into the environment,
-    # where boto and gcsfs look for them: a recipe is written into the run's folder.
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts: {self.attempts}: at least one is needed")
-        if self.timeout_seconds <= 0 or self.backoff_seconds < 0:
-            raise ValueError("timeout_seconds has to be above 0, and backoff_seconds not below it")
-        unknown = sorted(set(self.options) - {"http", "https", "s3", "gs"})
-        if unknown:
-            raise ValueError(f"options: {unknown[0]!r} is no scheme; expected http, https, s3 or gs")
 
 
 class Traffic(NamedTuple):
@@ -75,6 +48,10 @@ class Meter:
         with lock:
             total[0] = total[0].plus(traffic)
 
+    def add_retry(self) -> None:
+        """Count a further attempt."""
+        self.add(Traffic(retries=1))
+
     def take(self) -> Traffic:
         """What was counted since this was last called."""
         _, lock, total = self._own()
@@ -97,16 +74,6 @@ class About(NamedTuple):
 
     size: int
     version: str
-
-
-class MissingFileError(DistapError):
-    """There is no such file."""
-
-
-class UnreachableError(DistapError):
-    """Every attempt to read failed in a way that may pass: starting again may help."""
-
-    status = FAILED
 
 
 class Storage(Protocol):
@@ -153,47 +120,6 @@ def storage_of(base: str, settings: RemoteSettings | None = None) -> Storage:
 
         return RemoteStorage(base, settings)
     return LocalStorage(base, settings)
-
-
-PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-
-
-def retried(
-    call: Callable[[], T],
-    where: str,
-    settings: RemoteSettings,
-    meter: Meter,
-    is_permanent: Callable[[Exception], bool] = lambda error: isinstance(error, PERMANENT),
-    done: str = "read",
-) -> T:
-    """The result of `call`, tried again after errors that may pass.
-
-    Raises:
-        MissingFileError: there is no such file.
-        DistapError: each attempt failed, or one in a way that another will not mend.
-    """
-    for attempt in range(1, settings.attempts + 1):
-        try:
-            return call()
-        except DistapError:
-            raise
-        except Exception as error:  # each file system raises its own
-            reason = str(error) or type(error).__name__
-            if isinstance(error, TimeoutError):
-                reason = f"no answer within {settings.timeout_seconds:g} s"
-            if isinstance(error, FileNotFoundError):
-                raise MissingFileError(f"{where}: there is no such file") from error
-            if is_permanent(error):
-                raise DistapError(f"{where}: cannot be {done}: {reason}") from error
-            if attempt == settings.attempts:
-                raise UnreachableError(
-                    f"{where}: cannot be {done}: {attempt} attempts failed, the last with: {reason}; "
-                    "data.remote has the number of attempts and their time-out"
-                ) from error
-        meter.add(Traffic(retries=1))
-        # Ranks that fail together must not come back together.
-        time.sleep(settings.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-    raise AssertionError("at least one attempt")
 
 
 class OpenFiles:
@@ -285,7 +211,7 @@ class LocalStorage:
         write_whole(Path(self.where(name)), data)
 
     def _retried(self, name: str, call: Callable[[], T]) -> T:
-        return retried(call, self.where(name), self._settings, self.meter)
+        return retried(call, self.where(name), self._settings, on_retry=self.meter.add_retry)
 
 
 def read_at(file: int, offset: int, size: int) -> bytes:

@@ -38,12 +38,12 @@ from distap.data.loader_workers import begin_worker
 from distap.data.loading import Chunk, Failure, Loaded, ShareOfBatch, augmented, chunk_of, handed_over, shares_of
 from distap.data.pixels import held_pixels
 from distap.data.sampling.streams import StreamsSampling
-from distap.data.storage import RemoteSettings
 from distap.data.streams import Cursor, SequentialShards, Stream, StreamedImage
 from distap.data.training import LoaderSettings
 from distap.data.transforms import Transform
 from distap.distributed import World
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 from distap.stopwatch import Stopwatch
 
 T = TypeVar("T")

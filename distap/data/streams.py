@@ -14,9 +14,10 @@ from distap.data.locations import Source, shard_urls
 from distap.data.pipes import piped
 from distap.data.sampling.streams import StreamsSampling, block_order, shard_order, too_short
 from distap.data.scanning import labelled_image, read_groups
-from distap.data.storage import Meter, RemoteSettings, Storage, Traffic, storage_of
+from distap.data.storage import Meter, Storage, Traffic, storage_of
 from distap.data.tar import Member
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 
 Group = tuple[str, dict[str, Member]]  # key, and members by field
 

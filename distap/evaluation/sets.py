@@ -9,11 +9,11 @@ from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.decoding import MAX_PIXELS
 from distap.data.image_sets import open_images
 from distap.data.locations import Source, parse_source
-from distap.data.storage import RemoteSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.judged import JudgedSet, read_ground_truth
 from distap.evaluation.labelled import LabelledSet
+from distap.remotes import RemoteSettings
 from distap.retrieval.decomposability import DecomposabilityGap
 from distap.retrieval.refinement import Refinement
 

@@ -8,9 +8,9 @@ from distap.data.decoding import MAX_PIXELS, DamagedImageError
 from distap.data.index import load_index
 from distap.data.locations import parse_source
 from distap.data.reading import Reader
-from distap.data.storage import RemoteSettings
 from distap.data.thumbnails import thumbnail
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 from distap.saved_evaluations import SavedEvaluation
 
 THUMBNAIL = 112  # pixels

@@ -10,10 +10,10 @@ from PIL import Image
 
 from distap.data.decoding import DamagedImageError, EncodedImage
 from distap.data.image_sets import ImageSet, open_images
-from distap.data.storage import RemoteSettings
 from distap.data.thumbnails import as_jpeg
 from distap.data.whole_images import Sizing
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 from distap.retrieval.index_files import SearchIndex
 
 LONGER_SIDE = 240  # pixels

@@ -8,10 +8,10 @@ import numpy as np
 
 from distap.building import trained_network
 from distap.data.decoding import MAX_PIXELS, DamagedImageError
-from distap.data.storage import RemoteSettings
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.extraction import ImageDescriber, describer_from
+from distap.remotes import RemoteSettings
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
 from distap.retrieval.whitening import load_whitening

@@ -14,8 +14,9 @@ from distap.data.cache import IN_USE, LOCK, CacheSettings
 from distap.data.index import load_index
 from distap.data.indexing import index_shards
 from distap.data.reading import Reader
-from distap.data.storage import LocalStorage, RemoteSettings
+from distap.data.storage import LocalStorage
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 
 PLENTY = 10**9
 QUICK = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0)

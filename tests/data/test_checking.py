@@ -13,8 +13,8 @@ from distap.data.checking import check, write_damage
 from distap.data.index import load_index
 from distap.data.packing import pack
 from distap.data.reading import Reader
-from distap.data.storage import RemoteSettings
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 
 
 def listed(checked):

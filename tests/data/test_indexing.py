@@ -17,9 +17,9 @@ from distap.data.locations import parse_source
 from distap.data.packing import pack_images
 from distap.data.scanning import Skipped, read_samples
 from distap.data.sources import ImageFile
-from distap.data.storage import RemoteSettings, UnreachableError
 from distap.data.tar import BLOCK
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings, UnreachableError
 
 FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT, "ustar": tarfile.USTAR_FORMAT}
 LONG = "a-folder-with-a-name-of-some-length/" * 3

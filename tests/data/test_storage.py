@@ -15,9 +15,10 @@ from distap.data.indexing import index_shards
 from distap.data.loading import OrderedImages, evaluation_chunks
 from distap.data.locations import parse_source
 from distap.data.reading import Reader
-from distap.data.storage import LocalStorage, MissingFileError, RemoteSettings, UnreachableError, storage_of
+from distap.data.storage import LocalStorage, storage_of
 from distap.data.transforms import evaluation_transform
 from distap.errors import DistapError
+from distap.remotes import MissingFileError, RemoteSettings, UnreachableError
 
 QUICK = RemoteSettings(attempts=3, timeout_seconds=20, backoff_seconds=0)
 

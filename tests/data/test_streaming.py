@@ -12,11 +12,11 @@ from distap.data.pixels import PixelSettings
 from distap.data.plan import Classes, Plan
 from distap.data.reading import Reader
 from distap.data.sampling import StreamsSampling
-from distap.data.storage import RemoteSettings
 from distap.data.tar import DamagedShardError
 from distap.data.training import IndexedImages, LoaderSettings
 from distap.distributed import World
 from distap.errors import DistapError
+from distap.remotes import RemoteSettings
 from distap.stopwatch import Stopwatch
 
 

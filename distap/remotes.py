@@ -1,0 +1,158 @@
+"""What is behind a URL: fsspec's file systems, how often what fails is tried again, and what that is worth."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, TypeVar
+
+from distap.errors import DistapError
+from distap.exits import FAILED
+
+EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+PASSING = (408, 425, 429)  # statuses of 400 to 499 that another attempt may mend
+MISTAKES = (TypeError, AttributeError, NotImplementedError)  # of options: file systems look at some of them late
+LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """How reading and writing are retried, and what each kind of remote needs to be reached."""
+
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
+
+    attempts: int = 5  # at the same bytes before it has failed
+    timeout_seconds: float = 60.0  # of one attempt, which asks for 8 MiB at most beside single images
+    backoff_seconds: float = 0.5  # before the second attempt, doubled before each further one
+    # By scheme, passed to its fsspec file system: {s3: {endpoint_url: ...}}. Secrets belong into the environment,
+    # where boto and gcsfs look for them: a recipe is written into the run's folder.
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts: {self.attempts}: at least one is needed")
+        if self.timeout_seconds <= 0 or self.backoff_seconds < 0:
+            raise ValueError("timeout_seconds has to be above 0, and backoff_seconds not below it")
+        unknown = sorted(set(self.options) - set(EXTRAS))
+        if unknown:
+            raise ValueError(f"options: {unknown[0]!r} is no scheme; expected http, https, s3 or gs")
+
+
+class MissingFileError(DistapError):
+    """There is no such file."""
+
+
+class UnreachableError(DistapError):
+    """Every attempt failed in a way that may pass: starting again may help."""
+
+    status = FAILED
+
+
+def retried(
+    call: Callable[[], T],
+    where: str,
+    settings: RemoteSettings,
+    *,
+    on_retry: Callable[[], None] = lambda: None,
+    is_permanent: Callable[[Exception], bool] = lambda error: isinstance(error, PERMANENT),
+    done: str = "read",
+    key: str = "data.remote",
+) -> T:
+    """The result of `call`, tried again after errors that may pass.
+
+    Args:
+        call: is made `settings.attempts` times at most.
+        where: path or URL, for messages.
+        settings: number of attempts and pauses between them.
+        on_retry: called before each further attempt.
+        is_permanent: whether another attempt would fail as this one did.
+        done: what cannot be, for messages.
+        key: of the recipe, that holds the settings.
+    Raises:
+        MissingFileError: there is no such file.
+        DistapError: each attempt failed, or one in a way that another will not mend.
+    """
+    for attempt in range(1, settings.attempts + 1):
+        try:
+            return call()
+        except DistapError:
+            raise
+        except Exception as error:  # each file system raises its own
+            reason = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                reason = f"no answer within {settings.timeout_seconds:g} s"
+            if isinstance(error, FileNotFoundError):
+                raise MissingFileError(f"{where}: there is no such file") from error
+            if is_permanent(error):
+                raise DistapError(f"{where}: cannot be {done}: {reason}") from error
+            if attempt == settings.attempts:
+                raise UnreachableError(
+                    f"{where}: cannot be {done}: {attempt} attempts failed, the last with: {reason}; "
+                    f"{key} has the number of attempts and their time-out"
+                ) from error
+        on_retry()
+        # Ranks that fail together must not come back together.
+        time.sleep(settings.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+    raise AssertionError("at least one attempt")
+
+
+def file_system(scheme: str, settings: RemoteSettings, key: str = "data.remote") -> Any:
+    """A file system of fsspec's with connections of its own, which retries nothing itself.
+
+    Args:
+        scheme: of its URLs.
+        settings: time-out, and options of the file system.
+        key: of the recipe, that holds the settings; for messages.
+    Raises:
+        DistapError: its package is not installed, or an option is wrong.
+    """
+    import fsspec  # heavy
+
+    options = {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in settings.options.get(scheme, {}).items()
+    }
+    if scheme == "s3":
+        # One attempt of boto's is one of ours; that of s3fs itself is set below.
+        client = {"retries": {"total_max_attempts": 1}, "read_timeout": settings.timeout_seconds}
+        options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
+    if scheme == "gs":
+        # Its support of zonal buckets asks over gRPC, which hangs in processes that were forked after its first use.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    if scheme == "file":
+        options["auto_mkdir"] = True  # as buckets do
+    try:
+        files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
+    except ImportError as error:
+        remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
+        raise DistapError(f"{scheme}:// needs a package that is not installed ({error}){remedy}") from error
+    except Exception as error:
+        raise DistapError(f"{key}.options.{scheme}: {error}; see fsspec's file system for what it takes") from error
+    if scheme == "s3":
+        files.retries = 1
+    if scheme == "gs":
+        # Six attempts with pauses of their own are wrapped around it, and no option takes them away.
+        files._request = MethodType(type(files)._request.__wrapped__, files)
+    return files
+
+
+def is_permanent(error: Exception) -> bool:
+    """Whether another attempt at a remote would fail as this one did."""
+    if isinstance(error, (*PERMANENT, *MISTAKES)) or type(error).__name__ in LACKS_CREDENTIALS:
+        return True
+    status = getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
+    if status == 401 and "Invalid Credentials" in str(error):  # Google's word for a token that has run out
+        return False
+    if isinstance(status, int) and 400 <= status < 500:
+        return status not in PASSING
+    return str(error).startswith("Forbidden")  # what gcsfs makes of 403
+
+
+def _status_of_boto(error: Exception) -> int | None:
+    """The HTTP status behind an error that s3fs made of one of boto's."""
+    answer = getattr(error.__cause__, "response", None)
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
