@@ -42,6 +42,7 @@ class RunReport:
         self.metrics = TrainingMetrics(world.rank == 0, world.size, batch, REASONS, endpoint.registry)
         self.metrics.replay_drift_limit.set(recipe.max_drift)
         self.metrics.checkpoint_interval.set(recipe.checkpoint.every)
+        self.metrics.planned_steps.set(recipe.steps)
         self.damaged: set[str] = set()  # images and why, on this rank
         self.skipped_images = 0  # on all ranks, since this process started; one met again counts again
         self._log: RunLog | None = None
@@ -51,6 +52,7 @@ class RunReport:
     def opened(self, step: int) -> Iterator[None]:
         """Tell of a run that goes on from `step`, until left."""
         recipe, is_first = self.recipe, self.world.rank == 0
+        self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
         with ExitStack() as stack:
             if is_first:

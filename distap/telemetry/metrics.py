@@ -106,6 +106,7 @@ class TrainingMetrics:
         """What is the same on every rank."""
         self.ranks = Gauge("world_size_ranks", "Ranks of the training", **where)
         self.batch = Gauge("global_batch_size_images", "Images of a global batch", **where)
+        self.planned_steps = Gauge("planned_steps", "Steps of the whole training", **where)
         self.loss = Gauge("loss_ratio", "Loss of the global batch", **where)
         self.batch_ap = Gauge(
             "batch_mean_average_precision_ratio",
