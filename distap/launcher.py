@@ -10,6 +10,7 @@ It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` 
   cut off is so gone after timeout_seconds + `watchdog.LEAVE_SECONDS` + LEAVE_SECONDS + `linger_seconds`.
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -46,6 +47,7 @@ MARGIN_SECONDS = 15  # beyond the grace time, before torchrun kills a rank
 LONGEST_LINGER_SECONDS = 60.0
 PROBE_SECONDS = 1.0
 C10D_PORT = 29400  # torchrun's default
+logger = logging.getLogger("distap")
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
@@ -59,8 +61,11 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
         DistapError: the recipe is wrong, or does not fit the options; no rank was started.
     """
     from distap.config import load_recipe
+    from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
+    set_up_early_logging(overrides, rank=None)
     recipe = load_recipe(config, overrides)
+    set_up_run_logging(recipe.logs.format, recipe.run_id, rank=None)
     return launch(
         options, "distap.train", [str(config), *overrides], recipe.stop.grace_seconds, recipe.timeout_seconds
     )
@@ -104,13 +109,13 @@ def _run(settings: Namespace, outcomes: Path) -> int:
         return FINISHED
     except ChildFailedError as error:
         failures = [f"rank {rank} (pid {one.pid}): {_how(one.exitcode)}" for rank, one in error.failures.items()]
-        print(f"not all ranks finished: {', '.join(failures)}", file=sys.stderr)
+        logger.error("not all ranks finished: %s", ", ".join(failures))
     except SignalException as error:
-        print(f"stopped by {error.sigval.name}", file=sys.stderr)
+        logger.warning("stopped by %s", error.sigval.name)
         if not recorded_outcomes(outcomes):
             return RESTART  # ranks that were still starting die of the signal: there was nothing to save
     except RendezvousError as error:
-        print(f"the hosts did not meet: {error}", file=sys.stderr)
+        logger.error("the hosts did not meet: %s", error)
     return status_of(recorded_outcomes(outcomes))
 
 
@@ -216,7 +221,7 @@ class Agent(LocalElasticAgent):
             if time.monotonic() - since > self._linger_seconds:
                 outcomes = recorded_outcomes(self._outcomes)
                 is_done = len(outcomes) == len(processes) and set(outcomes.values()) == {FINISHED}
-                print("the rendezvous of the hosts cannot be reached any more: leaving", file=sys.stderr, flush=True)
+                logger.error("the rendezvous of the hosts cannot be reached any more: leaving")
                 shutil.rmtree(self._outcomes, ignore_errors=True)
                 os._exit(FINISHED if is_done else status_of(outcomes))
 
@@ -283,7 +288,9 @@ def main() -> None:
     try:
         status = launch_training(options, Path(settings.training_script), settings.training_script_args)
     except DistapError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from distap.telemetry.terminal import print_error
+
+        print_error(error)
         status = error.status
     sys.exit(status)
 

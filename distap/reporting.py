@@ -20,6 +20,8 @@ from distap.ranking import AP_LOSSES
 from distap.saved_evaluations import folder_of_step, keep_few
 from distap.step import StepResult
 from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.loggers import LoggedRun, Loggers, refuse_unusable
+from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import NotFiniteLog, RunLog
 from distap.telemetry.terminal import training_progress
@@ -46,6 +48,8 @@ class RunReport:
         self.damaged: set[str] = set()  # images and why, on this rank
         self.skipped_images = 0  # on all ranks, since this process started; one met again counts again
         self._log: RunLog | None = None
+        self._loggers: Loggers | None = None
+        refuse_unusable(recipe.loggers.chosen, is_first=world.rank == 0)
         self._not_finite: NotFiniteLog | None = None
 
     @contextmanager
@@ -54,6 +58,8 @@ class RunReport:
         recipe, is_first = self.recipe, self.world.rank == 0
         self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
+        at_step(step)
+        take_over_loggers()
         with ExitStack() as stack:
             if is_first:
                 try:
@@ -63,6 +69,7 @@ class RunReport:
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 self._not_finite = NotFiniteLog(recipe.run)
+                self._loggers = stack.enter_context(self._open_loggers(step))
             self._progress = stack.enter_context(training_progress(recipe.steps, step, is_first))
             yield
 
@@ -105,7 +112,8 @@ class RunReport:
             memory_peak_bytes=host_memory_peak(),
             seconds={name: round(value, 6) for name, value in times.items()},
         )
-        self._progress.show(step, f"loss {result.loss:.4f}  {speed:.0f} images/s")
+        told = f"loss {result.loss:.4f}  {speed:.0f} images/s"
+        self._progress.show(step, told, loss=result.loss, images_per_second=speed)
 
     def reading(self, step: int, share: ShareOfBatch) -> None:
         """This rank's share of a step was read: damaged images, traffic, the room that pixels take."""
@@ -173,6 +181,19 @@ class RunReport:
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 
+    def _open_loggers(self, step: int) -> Loggers:
+        recipe, section = self.recipe, self.recipe.loggers
+        run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
+        lost = self.metrics.logger_lines_lost
+        for name in section.chosen:
+            lost.labels(name)
+        return Loggers(
+            section.chosen, run, section.lines, section.close_seconds, lambda name: lost.labels(name).inc()
+        )
+
     def _write(self, step: int, **entry: Any) -> None:
+        entry = {"step": step, "time": time.time(), **entry}
         if self._log is not None:
-            self._log.write({"step": step, "time": time.time(), **entry})
+            self._log.write(entry)
+        if self._loggers is not None:
+            self._loggers.log(entry)

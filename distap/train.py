@@ -11,6 +11,7 @@ from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, record_outcome
 from distap.startup import Startup
 from distap.stopping import leave_when_asked
+from distap.telemetry.loggers.outlet import end_if_hanging
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 OVERRIDES = Annotated[
@@ -32,18 +33,19 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     from distap.config import load_recipe
     from distap.distributed import joined_world
     from distap.telemetry.endpoint import Endpoint
-    from distap.telemetry.terminal import set_up_logging
+    from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
     from distap.trainer import Trainer
 
-    recipe = load_recipe(config, overrides or [])
-    startup.reached("imports")
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    set_up_early_logging(overrides or [], rank)
+    recipe = load_recipe(config, overrides or [])
+    set_up_run_logging(recipe.logs.format, recipe.run_id, rank)
+    startup.reached("imports")
     with (
         Endpoint(rank).served(recipe.metrics.port_of(local_rank), recipe.metrics.address) as endpoint,
         joined_world(recipe.timeout_seconds) as world,
     ):
         startup.reached("joining")
-        set_up_logging(world.rank)
         status = Trainer(recipe, world, endpoint, startup).train()
     sys.exit(status)
 
@@ -55,9 +57,9 @@ def run(command: typer.Typer, name: str) -> None:
         command(prog_name=name)
         status = FINISHED
     except DistapError as error:
-        from rich.console import Console
+        from distap.telemetry.terminal import print_error
 
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False, style="red")
+        print_error(error)
         status, problem = error.status, error
         sys.exit(status)
     except SystemExit as leaving:
@@ -65,6 +67,7 @@ def run(command: typer.Typer, name: str) -> None:
         raise
     finally:
         record_outcome(status, problem)
+        end_if_hanging(status)
 
 
 def main() -> None:

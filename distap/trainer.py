@@ -21,6 +21,7 @@ from distap.step import StepResult
 from distap.stopping import StopRequest
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.logs import at_step
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.tracing import Tracer
 
@@ -89,6 +90,7 @@ class Trainer:
     def _train(self, stop: StopRequest) -> int:
         lap, first, stopping = time.perf_counter(), self.done, False
         for share in self.images.shares(range(self.done, self.recipe.steps)):
+            at_step(share.step + 1)
             result = self.step(share, self.schedule.at(share.step))
             self.done = share.step + 1
             if self.done == first + 1:

@@ -16,6 +16,8 @@ from distap.config.sections import (
     DataSection,
     DescribeSection,
     EvaluationSection,
+    LoggersSection,
+    LogsSection,
     MemorySection,
     MetricsSection,
     ModelSection,
@@ -68,6 +70,8 @@ class Recipe(Section):
     stop: StopSection = StopSection()
     evaluation: EvaluationSection = EvaluationSection()
     metrics: MetricsSection = MetricsSection()
+    logs: LogsSection = LogsSection()
+    loggers: LoggersSection = LoggersSection()
 
     @field_validator("loss", mode="before")
     @classmethod
@@ -92,6 +96,11 @@ class Recipe(Section):
         if isinstance(self.loss, SumOfLosses):
             return WeightedSum(tuple((term.weight, term.loss) for term in self.loss.terms.values()))
         return self.loss
+
+    @property
+    def run_id(self) -> str:
+        """What the run is called in log lines and loggers."""
+        return self.logs.run_id or self.run.resolve().name
 
     @property
     def max_drift(self) -> float:

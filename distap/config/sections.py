@@ -33,6 +33,7 @@ from distap.ranking import (
     TieAwareAP,
 )
 from distap.remotes import RemoteSettings
+from distap.telemetry.loggers import LOGGERS, LoggerSettings, MLflow, TensorBoard, WeightsAndBiases
 
 
 class Section(BaseModel):
@@ -283,3 +284,27 @@ class MetricsSection(Section):
     def port_of(self, local_rank: int) -> int | None:
         """That a rank of a host answers on; none where it answers nothing."""
         return None if self.port is None else self.port + local_rank
+
+
+class LogsSection(Section):
+    """Log lines, on the standard error."""
+
+    format: Literal["text", "json"] = Field(
+        "text", description="text, for people; or json, an object a line, for a log collector"
+    )
+    run_id: str | None = Field(None, description="in every line and in loggers; none takes the run folder's name")
+
+
+class LoggersSection(Section):
+    """Where figures go beside Prometheus and the run folder; a name alone, such as `tensorboard: {}`, chooses one."""
+
+    tensorboard: TensorBoard | None = None
+    wandb: WeightsAndBiases | None = None
+    mlflow: MLflow | None = None
+    lines: PositiveInt = Field(1000, description="that wait for a slow logger at most; more are lost")
+    close_seconds: PositiveFloat = Field(30, description="that loggers have to finish after the last step")
+
+    @property
+    def chosen(self) -> dict[str, LoggerSettings]:
+        """Loggers by name."""
+        return {name: settings for name in LOGGERS if (settings := getattr(self, name)) is not None}

@@ -1,6 +1,5 @@
 """The model card beside an export: what the run knows of the network, and code that loads it."""
 
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from distap.exporting.origin import Origin
 from distap.exporting.programs import Range
 from distap.exporting.snippets import ONNX, PIXELS, PROGRAM, TIMM
 from distap.extraction import ImageDescriber
+from distap.public_text import without_secrets
 from distap.retrieval.whitening import Whitening
 
 CARD_FILE = "README.md"
 UNKNOWN = "not known"
-SECRET = re.compile(
-    r"(?<=://)[^\s/@`'\"]+@|(?<=\S)\?[^\s`'\"]*(?:=|%3D)[^\s`'\"]*"
-)  # of a URL: its user, its signature
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Card:
             "## What is not known",
             NOT_KNOWN,
         ]
-        return _without_secrets("\n\n".join(parts) + "\n")
+        return without_secrets("\n\n".join(parts) + "\n")
 
     @property
     def _name(self) -> str:
@@ -288,8 +285,3 @@ def _limits(smallest: int, largest: int | None) -> str:
 def _yaml(values: dict[str, Any]) -> str:
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return text
-
-
-def _without_secrets(text: str) -> str:
-    """The same with addresses that anyone may read."""
-    return SECRET.sub("", text)

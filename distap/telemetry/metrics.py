@@ -146,6 +146,9 @@ class TrainingMetrics:
         )
         self.checkpoint_step = Gauge("checkpoint_step", "Steps behind the newest checkpoint", **where)
         self.checkpoint_interval = Gauge("checkpoint_interval_steps", "Steps between two checkpoints", **where)
+        self.logger_lines_lost = Counter(
+            "logger_lines_lost", "Figures that a logger beside Prometheus did not take", ["logger"], **where
+        )
         self.checkpoint_failures = Counter("checkpoint_failures", "Checkpoints that could not be written", **where)
 
     def observe_step(

@@ -1,8 +1,8 @@
-"""What the terminal shows: progress, and messages of one format."""
+"""What the terminal shows: progress, and messages of one format; a training without one logs lines instead."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
@@ -11,8 +11,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines
+
 T = TypeVar("T")
 
+logger = logging.getLogger("distap")
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 if not console.is_terminal:
     console.width = 140  # of a log, where nothing says how wide it is shown
@@ -25,24 +28,24 @@ def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
         for item in items:
             yield item
             progress.advance(task)
-    if not console.is_terminal:
-        console.print(f"{description}: {total} done")
+    if not _draws():
+        _tell(f"{description}: {total} done")
 
 
 class TrainingProgress:
-    """A bar over the steps with the last step's figures; without a terminal, a line a step."""
+    """A bar over the steps with the last step's figures; without a terminal, or with JSON, a line a step."""
 
     def __init__(self, progress: Progress | None, steps: int, done: int) -> None:
         self._progress, self._steps = progress, steps
         self._task = progress.add_task("training", total=steps, completed=done) if progress else None
 
-    def show(self, step: int, text: str) -> None:
-        """`step` steps are done; `text` says how the last went."""
+    def show(self, step: int, text: str, **figures: float) -> None:
+        """`step` steps are done; `text` says how the last went, and so do the figures, for programs."""
         if self._progress is None or self._task is None:
             return
         self._progress.update(self._task, completed=step, description=f"training  {text}")
-        if not console.is_terminal:
-            console.print(f"step {step}/{self._steps}  {text}")
+        if not _draws():
+            _tell(f"step {step}/{self._steps}  {text}", **figures)
 
 
 @contextmanager
@@ -82,8 +85,20 @@ def counting(description: str, total: int, done: int = 0, shown: bool = True) ->
                 progress.update(task, completed=done + images, description=f"{escape(description)}  {speed()}")
 
         yield show
-    if shown and not console.is_terminal:
-        console.print(f"{description}: {done + most} of {total} done, {speed()}", markup=False)
+    if shown and not _draws():
+        _tell(f"{description}: {done + most} of {total} done, {speed()}")
+
+
+def _draws() -> bool:
+    """Whether bars can be shown."""
+    return console.is_terminal and not is_logging_lines()
+
+
+def _tell(text: str, **figures: float) -> None:
+    if is_logging_lines():
+        logger.info("%s", text, extra={"figures": figures})
+    else:
+        console.print(text, markup=False)
 
 
 def _progress() -> Progress:
@@ -94,8 +109,8 @@ def _progress() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
-        transient=not console.is_terminal,
-        disable=not console.is_terminal,
+        transient=not _draws(),
+        disable=not _draws(),
     )
 
 
@@ -115,13 +130,40 @@ def figures_table(columns: dict[str, dict[str, float]]) -> Table:
 
 
 def set_up_logging(rank: int) -> logging.Logger:
-    """Messages to the terminal: all of rank 0's, warnings of the others, each with its rank."""
-    logger = logging.getLogger("distap")
+    """Messages of a command to the terminal: all of rank 0's, warnings of the others, each with its rank."""
     logger.handlers = [handler := _ConsoleHandler()]
     handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
     return logger
+
+
+def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
+    """Messages of a training: to a terminal as those of a command, elsewhere and as JSON in lines.
+
+    Args:
+        form: of the lines.
+        run: the run's id.
+        rank: none is a launcher.
+    """
+    if form == "text" and console.is_terminal:
+        set_up_logging(rank or 0)
+    else:
+        log_lines(form, run, rank)
+
+
+def set_up_early_logging(overrides: Sequence[str], rank: int | None) -> None:
+    """As JSON where the overrides ask for it, so that what is wrong with a recipe is told as JSON too."""
+    if "logs.format=json" in overrides:
+        log_lines("json", "", rank)
+
+
+def print_error(error: Exception) -> None:
+    """Tell an error that is meant for a person, without a traceback."""
+    if is_logging_lines():
+        logger.error("%s", error)
+    else:
+        console.print(f"error: {error}", markup=False, style="red")
 
 
 class _ConsoleHandler(logging.Handler):

@@ -1,0 +1,86 @@
+"""Weights & Biases: a run there, or files for `wandb sync` where there is no network."""
+
+import importlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distap.errors import DistapError
+from distap.public_text import without_secrets
+from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
+from distap.whole_files import write_whole
+
+
+@dataclass(frozen=True)
+class WeightsAndBiases:
+    """A run of Weights & Biases; the key comes from WANDB_API_KEY, a server of one's own from WANDB_BASE_URL.
+
+    Args:
+        project: in which the run is.
+        entity: user or team; none takes the key's.
+        group: of runs.
+        mode: `offline` writes files to RUN/wandb, to be sent by `wandb sync`.
+        id: of the run to begin or go on with; none makes one and keeps it in RUN/loggers/wandb.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
+
+    project: str = "distap"
+    entity: str | None = None
+    group: str | None = None
+    mode: Literal["online", "offline"] = "online"
+    id: str | None = None
+
+    def prepare(self) -> None:
+        """Import it, and look for the key.
+
+        Raises:
+            DistapError: there is none.
+        """
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would call its maker
+        wandb: Any = importlib.import_module("wandb")
+        if self.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise DistapError(
+                "loggers.wandb: no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
+            )
+
+    def open(self, run: LoggedRun) -> Logger:
+        """The run, made or gone on with."""
+        return _Run(self, run)
+
+
+class _Run:
+    def __init__(self, settings: WeightsAndBiases, run: LoggedRun) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        quiet = wandb.Settings(silent=True, console="off", reinit="create_new", allow_val_change=True)
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            name=run.id,
+            id=settings.id or _kept_id(run),
+            resume="allow",
+            mode=settings.mode,
+            dir=str(run.folder),
+            config=json.loads(without_secrets(json.dumps(run.recipe))),
+            settings=quiet,
+        )
+        # A step that is done again, after an interruption, would be dropped as one of W&B's own steps.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **figures})
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+
+def _kept_id(run: LoggedRun) -> str:
+    path = run.notes / "wandb"
+    if not path.exists():
+        write_whole(path, secrets.token_hex(4))
+    return path.read_text()
