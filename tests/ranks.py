@@ -1,4 +1,4 @@
-"""Real process groups for tests: gloo ranks, spawned."""
+"""Real process groups for tests: gloo ranks, forked from a server that has imported distap and done nothing else."""
 
 import os
 import pickle
@@ -22,11 +22,12 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["distap.trainer"])
     pipes, processes = [], []
     for rank in range(size):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(theirs, rank, size, port, function, arguments))
+        process = context.Process(target=_run, args=(theirs, dict(os.environ), rank, size, port, function, arguments))
         process.start()
         pipes.append(mine)
         processes.append(process)
@@ -50,8 +51,16 @@ class RankFailedError(Exception):
 
 
 def _run(
-    pipe: Connection, rank: int, size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: Connection,
+    environment: dict[str, str],
+    rank: int,
+    size: int,
+    port: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()  # of the server, as it was when that started
+    os.environ |= environment
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
