@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, chromium
+from hosts import Hosts, two_hosts
 from hypothesis import settings
 from PIL import Image
 
@@ -92,3 +93,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One headless Chromium for all tests of pages."""
     with chromium(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Two hosts with a network between them."""
+    with two_hosts() as built:
+        yield built

@@ -21,6 +21,7 @@ class Run:
         self.records = folder / "records"
         self.records.mkdir(parents=True)
         settings = {"steps": STEPS, "checkpoint": {"every": 2}, "timeout_seconds": 60.0, "optimizer": {}, **changes}
+        self.steps = int(settings["steps"])
         self.config = folder / "recipe.yaml"
         self.config.write_text(json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json")))
 
@@ -53,6 +54,6 @@ class Run:
     def batches(self) -> list[tuple[int, ...]]:
         """The images of each step, which must have been the same whenever the step was done."""
         recorded = recorded_batches(self.records)
-        assert sorted(recorded) == list(range(STEPS))
+        assert sorted(recorded) == list(range(self.steps))
         assert all(len(batches) == 1 for batches in recorded.values())
-        return [next(iter(recorded[step])) for step in range(STEPS)]
+        return [next(iter(recorded[step])) for step in range(self.steps)]
