@@ -168,6 +168,12 @@ class Agent(LocalElasticAgent):
         finally:
             self._is_over = True
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # torch keeps the ranks' store of the first round, and tells no launcher that comes later where that is.
+        handler: Any = worker_group.spec.rdzv_handler
+        handler._bootstrap_store_info = None
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._outcomes.mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
         for file in self._outcomes.iterdir():
