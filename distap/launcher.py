@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, FOLDER, LAUNCHER, MISTAKE, RESTART, recorded_outcomes
+from distap.meeting import C10D_PORT, answers, await_meeting_point
 from distap.startup import STARTED, process_started
 from distap.stopping import TRACE_SIGNAL, leave_when_asked
 
@@ -46,7 +46,6 @@ POLL_SECONDS = 0.1
 MARGIN_SECONDS = 15  # beyond the grace time, before torchrun kills a rank
 LONGEST_LINGER_SECONDS = 60.0
 PROBE_SECONDS = 1.0
-C10D_PORT = 29400  # torchrun's default
 logger = logging.getLogger("distap")
 
 
@@ -97,6 +96,7 @@ def launch(
         returned = threading.Event()
         agent = partial(Agent, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS), settings, returned)
         try:
+            await_meeting_point(settings)
             with _agents_made_by(agent):
                 return _run(settings, outcomes)
         finally:
@@ -241,11 +241,7 @@ class Agent(LocalElasticAgent):
     def _meets(self) -> bool:
         """Whether the rendezvous of the hosts can be reached."""
         host, port = parse_rendezvous_endpoint(torchrun.get_rdzv_endpoint(self._settings), C10D_PORT)
-        try:
-            socket.create_connection((host, port), PROBE_SECONDS).close()
-        except OSError:
-            return port == 0  # a host alone, which chose its port itself
-        return True
+        return port == 0 or answers(host, port)  # 0: a host alone, which chose its port itself
 
 
 @contextmanager

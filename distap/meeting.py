@@ -1,0 +1,66 @@
+"""Waiting for the host at which the others of a training meet.
+
+torch waits a minute or two for it, deaf to signals, and asks only once whether this machine is that host. Both are
+too little for pods: another's image may be pulled for longer, and its name is known only after a while.
+"""
+
+import logging
+import socket
+import time
+from argparse import Namespace
+
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
+
+C10D_PORT = 29400  # torchrun's default
+JOIN_SECONDS = 600  # torchrun's default of join_timeout
+PROBE_SECONDS = 1.0
+logger = logging.getLogger("distap")
+
+
+def await_meeting_point(settings: Namespace) -> None:
+    """Return once someone answers at torchrun's --rdzv-endpoint, or it is known to be this machine.
+
+    Returns as well when join_timeout of --rdzv-conf is over, for torch to say what is wrong, and at once with another
+    backend than c10d, or where is_host says that this machine is the endpoint.
+
+    Args:
+        settings: torchrun's.
+    """
+    if settings.standalone or settings.rdzv_backend != "c10d" or not settings.rdzv_endpoint:
+        return
+    configured = _parse_rendezvous_config(settings.rdzv_conf)
+    is_host = configured.get("is_host")
+    if str(is_host).lower() in ("1", "true", "t", "yes", "y"):
+        return
+    host, port = parse_rendezvous_endpoint(settings.rdzv_endpoint, C10D_PORT)
+    join_seconds = int(configured.get("join_timeout", JOIN_SECONDS))
+    deadline = time.monotonic() + join_seconds
+    has_said = False
+    while not (answers(host, port) or (is_host is None and _is_this_machine(host))):
+        if time.monotonic() > deadline:
+            return
+        if not has_said:
+            logger.warning("nobody answers at %s:%d yet: waiting for it, %d s at most", host, port, join_seconds)
+            has_said = True
+        time.sleep(PROBE_SECONDS)
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether someone accepts connections there."""
+    try:
+        socket.create_connection((host, port), PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_this_machine(host: str) -> bool:
+    """What torch will find when it asks the same."""
+    try:
+        return _matches_machine_hostname(host)
+    except OSError:  # this machine's own name is not known
+        return False
