@@ -1,8 +1,11 @@
 """`distap k8s`: manifests, and rules for Prometheus."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
+
+from distap.train import CONFIG, OVERRIDES
 
 k8s = typer.Typer(help="Kubernetes manifests of a training, and rules for Prometheus.", no_args_is_help=True)
 
@@ -18,3 +21,95 @@ def rules_command(
     from distap.manifests.rules import plain_rules
 
     typer.echo(plain_rules(manifests_folder(), runbook), nl=False)
+
+
+@k8s.command("render")
+def render_command(
+    config: CONFIG,
+    overrides: OVERRIDES = None,
+    *,
+    name: Annotated[str, typer.Option(help="Of the training, its objects, and the folder of its run.")],
+    image: Annotated[str, typer.Option(help="The container image, best by digest: NAME@sha256:DIGEST.")],
+    checkpoints: Annotated[
+        str, typer.Option(help="pvc://CLAIM[/FOLDER] that all pods can write to, or s3:// or gs:// and a prefix.")
+    ],
+    output: Annotated[Path, typer.Option(help="A new folder, for kubectl apply -k; - prints the manifests.")],
+    kind: Annotated[
+        Literal["indexed-job", "jobset", "trainjob"], typer.Option(help="What runs it; k8s/README.md compares them.")
+    ] = "indexed-job",
+    nodes: Annotated[int, typer.Option(help="Hosts.")] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs of a host, one rank on each; 0 trains on CPUs.")] = 0,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of a host without GPUs.", show_default="1")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Shards to train on: pvc://CLAIM[/FOLDER] or a URL.", show_default="data.train of the recipe"
+        ),
+    ] = None,
+    validation: Annotated[
+        str | None,
+        typer.Option(help="Shards to evaluate on, the same way.", show_default="data.validation of the recipe"),
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Of all objects.", show_default="kubectl's")] = None,
+    queue: Annotated[str | None, typer.Option(help="Kueue's LocalQueue.", show_default="not queued")] = None,
+    secret: Annotated[
+        str, typer.Option(help="Secret whose keys become environment variables; it may be missing.")
+    ] = "distap-credentials",
+    monitoring: Annotated[str, typer.Option(help="Namespace whose Prometheus may read the metrics.")] = "monitoring",
+    cpu: Annotated[
+        int | None, typer.Option(help="Cores of a pod.", show_default="2 a rank, and 1 a loader worker")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a pod, such as 64Gi.", show_default="estimated from the recipe")
+    ] = None,
+    spool: Annotated[
+        str | None,
+        typer.Option(help="Disk of a pod for pixels and kept shards.", show_default="computed from the recipe"),
+    ] = None,
+    priority: Annotated[str | None, typer.Option(help="PriorityClass.", show_default="the cluster's default")] = None,
+    runtime: Annotated[
+        Literal["namespace", "cluster"],
+        typer.Option(
+            help="With --kind trainjob: a TrainingRuntime, or a ClusterTrainingRuntime, which needs more rights."
+        ),
+    ] = "namespace",
+) -> None:
+    """Write the manifests of a training: a folder for `kubectl apply -k`.
+
+    The recipe is checked as the pods will read it. Nothing is asked of a cluster.
+    """
+    from distap.manifests import manifests_folder
+    from distap.manifests.rendering import render, rendered
+    from distap.manifests.request import Request, parsed_image
+
+    request = Request(
+        name=name,
+        kind=kind,
+        image=image,
+        checkpoints=checkpoints,
+        nodes=nodes,
+        gpus=gpus,
+        ranks=ranks,
+        data=data,
+        validation=validation,
+        namespace=namespace,
+        queue=queue,
+        secret=secret,
+        monitoring=monitoring,
+        cpu=cpu,
+        memory=memory,
+        spool=spool,
+        priority=priority,
+        runtime=runtime,
+    )
+    if parsed_image(image).digest is None:
+        typer.echo(
+            f"warning: --image {image}: a tag can change between the pods of a training and its restarts; "
+            "better NAME@sha256:DIGEST",
+            err=True,
+        )
+    if str(output) == "-":
+        typer.echo(rendered(manifests_folder(), request, config, overrides or []), nl=False)
+        return
+    render(manifests_folder(), output, request, config, overrides or [])
+    typer.echo(f"{output}: kubectl apply -k {output}")

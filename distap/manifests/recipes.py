@@ -1,0 +1,119 @@
+"""The recipe of a rendered training, and what of it cannot run in a pod."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from distap.config import Recipe, load_recipe
+from distap.errors import DistapError
+from distap.manifests.request import Request, claim_of
+
+RECIPE = "/etc/distap/recipe.yaml"
+ALWAYS_MOUNTED = ("/runs", "/spool", "/tmp")
+SET_HERE = {  # keys that the manifests rely on, and the option that says them
+    "run": "--name",
+    "metrics.port": "nothing: probes and monitoring expect 9400",
+    "metrics.address": "nothing: Prometheus is another pod",
+    "data.pixels.spool_folder": "nothing: it is the volume /spool",
+    "checkpoint.store": "--checkpoints",
+}
+
+
+def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """The container's arguments: torchrun's options, the recipe, and its overrides.
+
+    Args:
+        base: the arguments in k8s/base.
+        request: what was asked for.
+        recipe: the file that was given.
+        overrides: changes to it that were given.
+    Raises:
+        DistapError: an override is one that an option says.
+    """
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key in SET_HERE:
+            raise DistapError(f"{override}: in a pod {key} is set by {SET_HERE[key]}; leave it out")
+    runs = claim_of(request.checkpoints, "--checkpoints")
+    folder = "/".join(filter(None, ("/runs", runs.folder if runs else "", request.name)))
+    start = [f"run={folder}" if argument.startswith("run=") else argument for argument in base]
+    return [*start, *overrides, *_places(request), *_cache(recipe, overrides)]
+
+
+def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Recipe:
+    """The recipe as the pods will read it.
+
+    Args:
+        path: the file that was given.
+        arguments: of the container.
+        request: what was asked for.
+    Raises:
+        DistapError: the recipe is wrong, or does not fit the options or a pod.
+    """
+    recipe = load_recipe(path, arguments[arguments.index(RECIPE) + 1 :])
+    _check_batch(recipe, request)
+    if recipe.precision == "fp16" and not request.gpus:
+        raise DistapError("--gpus 0: precision fp16 needs GPUs; set precision=bf16 or float32, or --gpus")
+    if recipe.engine.name == "deepspeed" and recipe.engine.config is not None:
+        _check_path("engine.config", str(recipe.engine.config), request)
+    for key, text in _local_paths(recipe):
+        _check_path(key, text, request)
+    return recipe
+
+
+def _places(request: Request) -> Iterator[str]:
+    for key, option, text in (
+        ("data.train", "--data", request.data),
+        ("data.validation", "--validation", request.validation),
+    ):
+        claim = claim_of(text, option)
+        if claim is not None:
+            yield f"{key}=" + (f"/data/{claim.folder}" if claim.folder else "/data")
+        elif text is not None:
+            yield f"{key}={text}"
+    if claim_of(request.checkpoints, "--checkpoints") is None:
+        yield f"checkpoint.store={request.checkpoints.rstrip('/')}/{request.name}"
+
+
+def _cache(path: Path, overrides: Sequence[str]) -> Iterator[str]:
+    if load_recipe(path, overrides).data.cache is not None:
+        yield "data.cache.folder=/spool"
+
+
+def _check_batch(recipe: Recipe, request: Request) -> None:
+    batch, world = recipe.sampling.size, request.world
+    hosts = f"--nodes {request.nodes} with {request.ranks_a_host} ranks each"
+    if batch < world:
+        raise DistapError(f"{hosts}: {world} ranks, but a batch has {batch} images (sampling); take fewer ranks")
+    if recipe.sampling.name == "streams" and recipe.sampling.streams % world:
+        raise DistapError(
+            f"{hosts}: {world} ranks do not divide the {recipe.sampling.streams} streams of sampling.streams, of "
+            "which each rank reads whole ones"
+        )
+
+
+def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data = recipe.data
+    yield "data.train (--data)", data.train
+    if data.validation is not None:
+        yield "data.validation (--validation)", data.validation
+    for key, index in (("data.train_index", data.train_index), ("data.validation_index", data.validation_index)):
+        if index is not None:
+            yield key, str(index)
+    if recipe.model.weights.name == "file":
+        yield "model.weights.path", str(recipe.model.weights.path)
+    for name, other in recipe.evaluation.also.items():
+        yield f"evaluation.also.{name}.data", other.data
+        for distractors in other.distractors:
+            yield f"evaluation.also.{name}.distractors", distractors
+
+
+def _check_path(key: str, text: str, request: Request) -> None:
+    if text.startswith("pipe:") or ("://" in text and not text.startswith("file://")):
+        return
+    path = text.removeprefix("file://")
+    folders = ALWAYS_MOUNTED + (("/data",) if claim_of(request.data, "--data") else ())
+    if not any(path == folder or path.startswith(f"{folder}/") for folder in folders):
+        raise DistapError(
+            f"{key}: {text} is a path that pods do not see; expected a URL, or a path below {', '.join(folders)} "
+            "(--data pvc://CLAIM/FOLDER mounts a claim at /data)"
+        )

@@ -1,0 +1,219 @@
+"""A folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and what fills them in."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distap.config import Recipe
+from distap.errors import DistapError
+from distap.launcher import MARGIN_SECONDS
+from distap.manifests.building import built
+from distap.manifests.recipes import arguments_of, checked_recipe
+from distap.manifests.request import Request, claim_of, parsed_image, quantity_bytes
+from distap.manifests.sizes import GIB, OWN_RUN, TEMPORARY, Sizes, sizes_of
+
+HEAD = "# Written by `distap k8s render`, which writes the whole folder anew: change its options, not these files.\n"
+KILL_SECONDS = 30  # for the container to end, once the launcher has killed ranks that were late
+FIRST_METRICS_PORT = 9400
+RENDEZVOUS_PORT = 29400
+SCRAPER = "/spec/ingress/1/from/0/namespaceSelector/matchLabels"  # of the NetworkPolicy in k8s/base
+COMPONENT = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
+
+
+def render(manifests: Path, output: Path, request: Request, recipe: Path, overrides: Sequence[str] = ()) -> None:
+    """Write the folder.
+
+    Args:
+        manifests: k8s/.
+        output: the folder; one that an earlier call wrote is replaced.
+        request: what was asked for.
+        recipe: the file.
+        overrides: changes to it.
+    Raises:
+        DistapError: options and recipe do not fit, or something else is at `output`; nothing was written.
+    """
+    base = yaml.safe_load((manifests / "base" / "job.yaml").read_text())
+    arguments = arguments_of(_container(base)["args"], request, recipe, overrides)
+    checked = checked_recipe(recipe, arguments, request)
+    _check_output(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
+        draft = Path(scratch, "draft")
+        shutil.copytree(manifests / "base", draft / "base")
+        components = _components(request)
+        for component in components:
+            if component != "training":
+                shutil.copytree(manifests / component, draft / component)
+        (draft / "training").mkdir()
+        shutil.copyfile(recipe, draft / "training" / "recipe.yaml")
+        _write(draft / "training" / "job.yaml", _job(base, request, checked, arguments))
+        _write(draft / "training" / "name.yaml", _replaced("/metadata/name", request.name))
+        scraper = {"kubernetes.io/metadata.name": request.monitoring}
+        _write(draft / "training" / "monitoring.yaml", _replaced(SCRAPER, scraper))
+        _write(draft / "training" / "kustomization.yaml", _training(request))
+        _write(draft / "kustomization.yaml", _kustomization(request, components))
+        if output.exists():
+            shutil.rmtree(output)
+        draft.rename(output)
+
+
+def rendered(manifests: Path, request: Request, recipe: Path, overrides: Sequence[str] = ()) -> str:
+    """The manifests themselves, as YAML; the arguments are those of `render`.
+
+    Raises:
+        DistapError: options and recipe do not fit, or kubectl is missing.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        render(manifests, Path(scratch, request.name), request, recipe, overrides)
+        return built(Path(scratch, request.name))
+
+
+def _check_output(output: Path) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    ours = output / "kustomization.yaml"
+    if not (ours.is_file() and ours.read_text().startswith(HEAD)):
+        raise DistapError(f"--output {output}: something else is there; name a new folder")
+
+
+def _components(request: Request) -> list[str]:
+    """Folders below k8s/, in the order in which they change the Job; the last makes another kind of it."""
+    chosen = {
+        "components/gpu": request.gpus > 0,
+        "components/data-url": claim_of(request.data, "--data") is None,
+        "components/object-store": claim_of(request.checkpoints, "--checkpoints") is None,
+        "components/kueue": request.queue is not None,
+        "training": True,
+        "components/jobset": request.kind == "jobset",
+        "components/trainjob": request.kind == "trainjob",
+        "components/trainjob-in-namespace": request.kind == "trainjob" and request.runtime == "namespace",
+    }
+    return [component for component, is_needed in chosen.items() if is_needed]
+
+
+def _kustomization(request: Request, components: list[str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        **({"namespace": request.namespace} if request.namespace else {}),
+        "resources": ["base"],
+        "components": components,
+    }
+
+
+def _training(request: Request) -> dict[str, Any]:
+    """The component that gives the objects of k8s/base their names, and the Job what differs in it."""
+    image = parsed_image(request.image)
+    version = {"digest": image.digest} if image.digest else {"newTag": image.tag or "latest"}
+    return {
+        **COMPONENT,
+        "images": [{"name": "distap", "newName": image.name, **version}],
+        "labels": [{"pairs": {"app.kubernetes.io/instance": request.name}, "includeSelectors": True}],
+        "configMapGenerator": [
+            {
+                "name": f"{request.name}-recipe",
+                "files": ["recipe.yaml"],
+                "options": {
+                    "labels": {"app.kubernetes.io/name": "distap", "app.kubernetes.io/component": "trainer"},
+                },
+            }
+        ],
+        "patches": [
+            {"target": {"kind": "Job"}, "path": "job.yaml"},
+            {"target": {"kind": "NetworkPolicy"}, "path": "monitoring.yaml"},
+            {
+                "target": {"kind": "Job|Service|NetworkPolicy"},
+                "path": "name.yaml",
+                "options": {"allowNameChange": True},
+            },
+        ],
+    }
+
+
+def _replaced(path: str, value: Any) -> list[dict[str, Any]]:
+    """A JSON patch."""
+    return [{"op": "replace", "path": path, "value": value}]
+
+
+def _job(base: dict[str, Any], request: Request, recipe: Recipe, arguments: list[str]) -> dict[str, Any]:
+    """A strategic merge patch of the Job."""
+    sizes = sizes_of(recipe, request)
+    pod = {
+        "subdomain": request.name,
+        "terminationGracePeriodSeconds": ceil(recipe.stop.grace_seconds) + MARGIN_SECONDS + KILL_SECONDS,
+        **({"priorityClassName": request.priority} if request.priority else {}),
+        "containers": [{"name": _container(base)["name"], "args": arguments, **_settings(request, sizes)}],
+        "volumes": _volumes(request, sizes),
+    }
+    labels = {"kueue.x-k8s.io/queue-name": request.queue} if request.queue else {}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": base["metadata"]["name"], "labels": labels},
+        "spec": {"completions": request.nodes, "parallelism": request.nodes, "template": {"spec": pod}},
+    }
+
+
+def _settings(request: Request, sizes: Sizes) -> dict[str, Any]:
+    """Environment, ports and resources of the container."""
+    cpu = request.cpu or sizes.cpu
+    environment = {
+        "PET_NNODES": request.nodes,
+        "PET_NPROC_PER_NODE": request.ranks_a_host,
+        "PET_RDZV_ID": request.name,
+        "PET_RDZV_ENDPOINT": f"{request.name}-0.{request.name}:{RENDEZVOUS_PORT}",
+        "OMP_NUM_THREADS": max(1, cpu // request.ranks_a_host),
+    }
+    limits = {"memory": request.memory or f"{sizes.memory}Gi"}
+    if request.gpus:
+        limits["nvidia.com/gpu"] = str(request.gpus)
+    spool = ceil(quantity_bytes(_spool(request, sizes), "--spool") / GIB)
+    disk = spool + TEMPORARY + (OWN_RUN if claim_of(request.checkpoints, "--checkpoints") is None else 0)
+    ranks = range(request.ranks_a_host)
+    return {
+        "env": [{"name": name, "value": str(value)} for name, value in environment.items()],
+        "envFrom": [{"secretRef": {"name": request.secret, "optional": True}}],
+        "ports": [
+            {"$patch": "replace"},
+            {"name": "rendezvous", "containerPort": RENDEZVOUS_PORT},
+            *({"name": f"metrics-{rank}", "containerPort": FIRST_METRICS_PORT + rank} for rank in ranks),
+        ],
+        "resources": {"requests": {"cpu": str(cpu), "ephemeral-storage": f"{disk}Gi", **limits}, "limits": limits},
+    }
+
+
+def _volumes(request: Request, sizes: Sizes) -> list[dict[str, Any]]:
+    """What the volumes of k8s/base are here, by name."""
+    data, runs = claim_of(request.data, "--data"), claim_of(request.checkpoints, "--checkpoints")
+    volumes = {
+        "recipe": {"configMap": {"name": f"{request.name}-recipe"}},
+        "runs": {"persistentVolumeClaim": {"claimName": runs.name}} if runs else _scratch(f"{OWN_RUN}Gi"),
+        "spool": _scratch(_spool(request, sizes)),
+        "tmp": _scratch(f"{TEMPORARY}Gi"),
+        "shm": _scratch(f"{sizes.shared_memory}Gi"),
+    }
+    if data is not None:
+        volumes["data"] = {"persistentVolumeClaim": {"claimName": data.name}}
+    return [{"name": name, **volume} for name, volume in volumes.items()]
+
+
+def _spool(request: Request, sizes: Sizes) -> str:
+    return request.spool or f"{sizes.spool}Gi"
+
+
+def _scratch(size: str) -> dict[str, Any]:
+    return {"emptyDir": {"sizeLimit": size}}
+
+
+def _container(job: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any] = job["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def _write(path: Path, content: dict[str, Any] | list[dict[str, Any]]) -> None:
+    path.write_text(HEAD + yaml.safe_dump(content, sort_keys=False, width=118), encoding="utf-8")
