@@ -1,0 +1,150 @@
+"""A real Prometheus scrapes a real training of two ranks: what the alerts and the dashboard ask for is there."""
+
+import json
+import re
+import signal
+import socket
+import sys
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from launching import started
+from monitors import dashboard, names_in, panel_expressions, prometheus, promtool, rules
+from test_trainer import recipe
+
+from distap.exits import RESTART
+
+TRAINING = "nets"
+# Of a cache that this training does not have, and of alerts, which a training that is well has none of.
+EMPTY = {"Shard cache", "Alerts"}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What Prometheus knew of a training before it was stopped."""
+
+    expositions: list[str]  # of each rank, as it answered
+    targets: list[dict[str, Any]]
+    types: dict[str, str]  # of metrics
+    names: set[str]  # of series
+    values: dict[str, list[float]]  # by expression of the dashboard
+    rules: list[dict[str, Any]]
+    status: int  # that the training left with
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on."""
+    for first in range(21000, 31000, count + 1):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, one in enumerate(sockets):
+                one.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+    raise AssertionError("no ports are free")
+
+
+def filled_in(expression: str) -> str:
+    """As Grafana asks Prometheus once namespace, training and window are chosen."""
+    expression = expression.replace("$namespace", ".*").replace("$job", TRAINING).replace("$window", "1m")
+    assert "$" not in expression
+    return expression
+
+
+BOARD = dashboard()
+PANELS = {title: [filled_in(one) for one in expressions] for title, expressions in panel_expressions(BOARD).items()}
+ANNOTATIONS = [filled_in(one["expr"]) for one in BOARD["annotations"]["list"] if "expr" in one]
+ASKED = {
+    "dashboard": [one for expressions in PANELS.values() for one in expressions] + ANNOTATIONS,
+    "alerts": [rule["expr"] for rule in rules("alert")],
+    "recording rules": [rule["expr"] for rule in rules("record")],
+}
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory, training_shards) -> Observed:
+    folder = tmp_path_factory.mktemp("scraped")
+    port = free_ports(3)
+    settings = recipe(
+        folder / "run",
+        training_shards,
+        steps=100_000,
+        data__validation=str(training_shards[1]),
+        data__pixels={"hold": "spool", "spool_folder": str(folder)},
+        checkpoint={"every": 5},
+        evaluation={"every": 10},
+        metrics={"port": port},
+    )
+    (folder / "recipe.yaml").write_text(json.dumps(settings.model_dump(mode="json")))
+    targets = [f"127.0.0.1:{port + rank}" for rank in range(2)]
+    launch = [sys.executable, "-m", "distap.launcher", "--standalone", "--nproc-per-node=2"]
+    with (
+        prometheus(folder / "prometheus", port + 2, targets, TRAINING) as server,
+        started([*launch, str(folder / "recipe.yaml")], folder) as training,
+    ):
+        awaited = [one for title, expressions in PANELS.items() if title not in EMPTY for one in expressions]
+        training.wait_until(lambda: server.knows(awaited), 120)
+        known = {
+            "expositions": [urllib.request.urlopen(f"http://{target}/metrics").read().decode() for target in targets],
+            "targets": server.get("targets")["activeTargets"],
+            "types": {name: about[0]["type"] for name, about in server.get("metadata").items()},
+            "names": set(server.get("label/__name__/values")),
+            "values": {one: server.values(one) for one in ASKED["dashboard"]},
+            "rules": [rule for group in server.get("rules")["groups"] for rule in group["rules"]],
+        }
+        training.process.send_signal(signal.SIGTERM)
+        status = training.status()
+        server.job.wait_until(lambda: server.knows(['ALERTS{alertname="DistapTrainingAbsent"}']))
+        return Observed(**known, status=status)
+
+
+def test_promtool_passes_what_every_rank_answers(observed):
+    for exposition in observed.expositions:
+        done = promtool("check", "metrics", given=exposition)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_every_rank_is_scraped(observed):
+    assert [target["health"] for target in observed.targets] == ["up", "up"]
+
+
+@pytest.mark.parametrize("source", ASKED)
+def test_every_metric_that_is_asked_for_is_scraped_or_recorded(observed, source):
+    asked_for = set().union(*map(names_in, ASKED[source]))
+    assert len(asked_for) > 5
+    assert asked_for <= observed.names
+
+
+def test_rates_are_taken_of_counters_alone(observed):
+    """Of a gauge they would look right, and mean nothing."""
+    rated = {
+        name for asked in ASKED.values() for one in asked for name in re.findall(r"(?:rate|increase)\((\w+)", one)
+    }
+    assert {observed.types[re.sub("_(sum|count|total)$", "", name)] for name in rated} == {"counter", "histogram"}
+
+
+def test_every_panel_of_the_dashboard_shows_a_training_that_is_well(observed):
+    shown = {title for title, expressions in PANELS.items() if all(observed.values[one] for one in expressions)}
+    assert shown >= set(PANELS) - EMPTY
+    assert observed.values[PANELS["Ranks"][0]] == observed.values[PANELS["Ranks"][1]] == [2]
+    assert 0 < observed.values[PANELS["Progress"][0]][0] < 0.1
+    assert observed.values[ANNOTATIONS[0]] == []  # it was not started again
+    [seconds] = observed.values[PANELS["Duration of a step"][0]]
+    assert observed.values[PANELS["Images a second"][0]][0] == pytest.approx(25 / seconds)
+
+
+def test_every_rule_is_evaluated_without_an_error_and_no_alert_fires(observed):
+    assert len(observed.rules) == len(rules("alert")) + len(rules("record"))
+    assert {rule["health"] for rule in observed.rules} == {"ok"}
+    assert {rule["state"] for rule in observed.rules if rule["type"] == "alerting"} <= {"inactive", "pending"}
+
+
+def test_a_training_that_left_before_its_last_step_is_missed(observed):
+    """The fixture has waited for the alert to be pending."""
+    assert observed.status == RESTART
