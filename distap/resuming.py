@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from torch import Tensor
 
 from distap.building import PARTS
 from distap.checkpoint import Checkpoint, CheckpointWriter, Written, best_checkpoint, newest_checkpoint
+from distap.checkpoint.agreeing import on_all
 from distap.checkpoint.folder import set_aside
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from distap.checkpoint.resumption import newest_of_store, probe
+from distap.checkpoint.store import Store
+from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.config import Recipe
 from distap.data.training import TrainingImages
 from distap.distributed import World
@@ -22,7 +27,10 @@ from distap.engine import Engine
 from distap.errors import DistapError
 from distap.optimisation import LinearDecay
 from distap.ranking import CrossBatchMemory
+from distap.saved_evaluations import FOLDER as EVALUATIONS
+from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 
+BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*")  # what goes to a store with checkpoints
 logger = logging.getLogger("distap")
 
 
@@ -53,7 +61,13 @@ class RunState:
         self.best = float("-inf")  # highest validation mAP of a checkpoint
         self.score: float | None = None  # of the checkpoint that the run goes on from
         section = recipe.checkpoint
-        self._writer = CheckpointWriter(self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds)
+        self._stored: StoredRun | None = None
+        if section.store is not None:
+            store = Store(section.store, section.remote or recipe.data.remote)
+            self._stored = StoredRun(store, section.keep, section.keep_best, BESIDE, NOT_FINITE_LOG)
+        self._writer = CheckpointWriter(
+            self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds, self._stored
+        )
 
     def resume(self) -> int:
         """Take over the newest good checkpoint, where there is one; returns the number of steps behind it.
@@ -61,18 +75,58 @@ class RunState:
         Raises:
             DistapError: it is of another training, the ranks see different ones, or none is undamaged.
         """
+        if self._stored is not None:
+            return self._resume_from_store(self._stored)
         checkpoint, damaged = newest_checkpoint(self.folder, self.world)
         if checkpoint is None:
             return 0
         self._take_over(checkpoint)
-        score = float("-inf")
+        score = None
         if self.world.rank == 0:
             for path in damaged:
                 self._set_aside(path)
             best = best_checkpoint(self.folder)
-            score = score if best is None else read_manifest(best).score or score
-        self.best = float(self.world.broadcast(torch.tensor(score, dtype=torch.float64, device=self.world.device)))
+            score = None if best is None else read_manifest(best).score
+        self._agree_on_best(score)
         return checkpoint.step
+
+    def _resume_from_store(self, stored: StoredRun) -> int:
+        """The same where a store has the checkpoints; what the disks have alone is brought there first."""
+        probe(stored, self.world)
+        is_first = self.world.rank == 0
+        with newest_of_store(stored, self.folder, self.world) as found:
+            if found is None:
+                return 0
+            checkpoint = found.checkpoint
+            self._take_over(checkpoint)
+
+            def tidy() -> float | None:
+                for name in found.passed_over:
+                    self._set_aside_in_store(stored, name)
+                if found.name is None:
+                    stored.add(checkpoint.path, checkpoint.manifest)
+                else:
+                    stored.fetch_beside(self.recipe.run)
+                best = stored.best()
+                return None if best is None else stored.manifest(best).score
+
+            self._agree_on_best(on_all(self.world, tidy, mine=is_first)[0])
+            if found.name is None and is_first:  # no rank reads it any more, and the store has it
+                shutil.rmtree(checkpoint.path, ignore_errors=True)
+        return checkpoint.step
+
+    def _set_aside_in_store(self, stored: StoredRun, name: str) -> None:
+        try:
+            stored.set_aside(name)
+        except DistapError as error:  # it will be passed over again
+            logger.warning("%s is damaged and cannot be set aside: %s", stored.where(name), error)
+            return
+        logger.warning("%s is damaged; its manifest is %s now", stored.where(name), DAMAGED_MANIFEST)
+
+    def _agree_on_best(self, score: float | None) -> None:
+        """Take rank 0's, so that the ranks agree on which of the next ones is better."""
+        best = torch.tensor(float("-inf") if score is None else score, dtype=torch.float64, device=self.world.device)
+        self.best = float(self.world.broadcast(best))
 
     def _set_aside(self, path: Path) -> None:
         try:
@@ -118,8 +172,8 @@ class RunState:
         for name, value in self._identity().items():
             if state["identity"].get(name) != value:
                 raise DistapError(
-                    f"{checkpoint.path}: the run was started with another {name}: {state['identity'].get(name)}, now "
-                    f"{value}; choose another run folder, or go back to it"
+                    f"{checkpoint.where}: the run was started with another {name}: {state['identity'].get(name)}, "
+                    f"now {value}; choose another run folder, or go back to it"
                 )
         tensors = checkpoint.tensors()
         for part, of in self._parts():
@@ -128,13 +182,13 @@ class RunState:
         try:
             self.engine.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
-            raise DamagedCheckpointError(checkpoint.path, f"its tensors are not this network's: {error}") from error
+            raise DamagedCheckpointError(checkpoint.where, f"its tensors are not this network's: {error}") from error
         self.score = checkpoint.manifest.score
         for name, value in self._may_change().items():
             if state["may_change"].get(name) != value:
                 before = state["may_change"].get(name)
-                logger.warning("%s: %s has changed since: it was %s, now %s", checkpoint.path, name, before, value)
-        logger.info("going on from %s", checkpoint.path)
+                logger.warning("%s: %s has changed since: it was %s, now %s", checkpoint.where, name, before, value)
+        logger.info("going on from %s", checkpoint.where)
 
     def _identity(self) -> dict[str, Any]:
         """What must not change within a run, since the state would mean something else."""

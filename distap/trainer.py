@@ -14,6 +14,7 @@ from distap.evaluation import refuse_seen_classes
 from distap.exits import FINISHED, RESTART
 from distap.optimisation import LinearDecay
 from distap.ranking import CrossBatchMemory
+from distap.remotes import UnreachableError
 from distap.reporting import RunReport, logger
 from distap.resuming import RunState
 from distap.startup import Startup
@@ -230,7 +231,8 @@ class Trainer:
         written = self.state.wait()
         self.report.checkpoint(written)
         if written is not None and written.error is not None:
-            raise DistapError(f"{written.path}: the last checkpoint cannot be written: {written.error}")
+            kind = UnreachableError if written.may_pass else DistapError
+            raise kind(f"{written.path}: the last checkpoint cannot be written: {written.error}")
 
     def _refuse_different_data(self) -> None:
         if not self.world.all_same(int(self.images.fingerprint[:12], 16)):

@@ -34,6 +34,12 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    url: str | None = None  # of the store that it was downloaded from
+
+    @property
+    def where(self) -> str:
+        """Path, or URL, for messages."""
+        return self.url or str(self.path)
 
     @property
     def step(self) -> int:
@@ -139,10 +145,11 @@ def remove_old(folder: Path, keep: int, keep_best: bool) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what interrupted writing has left."""
+def remove_unfinished(folder: Path, but: Path | None = None) -> None:
+    """Remove what interrupted writing has left, `but` what is being written."""
     for path in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path != but:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(path: Path) -> Path:

@@ -23,8 +23,8 @@ FORMAT = 2
 class DamagedCheckpointError(DistapError):
     """A checkpoint that is not what was written."""
 
-    def __init__(self, path: Path, detail: str) -> None:
-        super().__init__(f"{path}: damaged checkpoint: {detail}")
+    def __init__(self, where: Path | str, detail: str) -> None:
+        super().__init__(f"{where}: damaged checkpoint: {detail}")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)  # hashes of configuration and data
     score: float | None = None  # validation mAP of this state, where it was evaluated
 
+    def text(self) -> str:
+        """As it is written."""
+        return _text(asdict(self), FORMAT)
+
 
 def file_identity(path: Path) -> FileIdentity:
     """Size and SHA-256 of a file."""
@@ -54,7 +58,7 @@ def file_identity(path: Path) -> FileIdentity:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write folder/manifest.json, through to the disk."""
-    write_whole(folder / MANIFEST_FILE, _text(asdict(manifest), FORMAT))
+    write_whole(folder / MANIFEST_FILE, manifest.text())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -67,21 +71,30 @@ def read_manifest(folder: Path) -> Manifest:
     if (folder / "state.pt").exists():
         raise DistapError(f"{folder}: an earlier version of distap wrote this checkpoint; this one cannot read it")
     try:
-        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+        text = (folder / MANIFEST_FILE).read_bytes()
+    except OSError as error:
+        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
+    return parsed_manifest(text, folder)
+
+
+def parsed_manifest(data: bytes, where: Path | str) -> Manifest:
+    """The manifest that was written as `data`; `where` its checkpoint is, for messages. Raises what reading does."""
+    try:
+        text = data.decode()
         content = json.loads(text)
         del content["sha256"]
         written = content.pop("format")
         if _text(content, written) != text:  # any other byte is damage, in white space as well
-            raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} is not the file that was written")
+            raise DamagedCheckpointError(where, f"{MANIFEST_FILE} is not the file that was written")
         if written != FORMAT:
-            raise DistapError(f"{folder}: format {written!r} of checkpoints, expected {FORMAT}: another distap's")
+            raise DistapError(f"{where}: format {written!r} of checkpoints, expected {FORMAT}: another distap's")
         files = {name: FileIdentity(**identity) for name, identity in content.pop("files").items()}
         foreign = sorted(name for name in files.keys() - {STATE_FILE, METADATA_FILE} if not SHARE.fullmatch(name))
         if foreign or not files.keys() >= {STATE_FILE, METADATA_FILE}:
-            raise DamagedCheckpointError(folder, f"{MANIFEST_FILE} lists other files than a checkpoint's: {foreign}")
+            raise DamagedCheckpointError(where, f"{MANIFEST_FILE} lists other files than a checkpoint's: {foreign}")
         return Manifest(files=files, **content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from pydantic import (
     field_validator,
 )
 
+from distap.checkpoint.store import checked_url
 from distap.data.cache import CacheSettings
 from distap.data.locations import Source, parse_source
 from distap.data.pixels import PixelSettings
@@ -245,6 +246,18 @@ class CheckpointSection(Section):
     every: PositiveInt = Field(100, description="steps between checkpoints; the last step always has one")
     keep: PositiveInt = Field(2, description="checkpoints that stay, the newest")
     keep_best: bool = Field(True, description="the one with the highest validation mAP stays as well")
+    store: str | None = Field(
+        None, description="URL of a folder to keep them in, such as s3://bucket/run; run may then be each host's own"
+    )
+    remote: RemoteSettings | None = Field(None, description="how the store is reached; none takes data.remote")
+
+    @field_validator("store")
+    @classmethod
+    def _is_a_store(cls, store: str | None) -> str | None:
+        try:
+            return None if store is None else checked_url(store)
+        except DistapError as error:
+            raise ValueError(str(error)) from error
 
 
 class StopSection(Section):
