@@ -2,9 +2,10 @@ import json
 import sys
 
 import pytest
+import typer
 from conftest import write_images
 
-from distap.cli import main
+from distap.cli import app, main
 from distap.data import emoji
 
 
@@ -101,21 +102,14 @@ def test_a_missing_npm_is_named(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "emoji" / emoji.COMPLETE).exists()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["data"],
-        ["data", "fetch", "emoji"],
-        ["data", "pack"],
-        ["data", "check"],
-        ["data", "stats"],
-        ["train"],
-        ["eval"],
-        ["report"],
-        ["bench"],
-    ],
-)
+def commands(command, path=()):
+    """Every command and group of commands, as what is typed."""
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+@pytest.mark.parametrize("command", commands(typer.main.get_command(app)), ids=" ".join)
 def test_every_command_explains_itself(monkeypatch, capsys, command):
     assert distap(monkeypatch, *command, "--help") == 0
     assert "Usage: distap" in capsys.readouterr().out

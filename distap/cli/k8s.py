@@ -31,7 +31,7 @@ def render_command(
     name: Annotated[str, typer.Option(help="Of the training, its objects, and the folder of its run.")],
     image: Annotated[str, typer.Option(help="The container image, best by digest: NAME@sha256:DIGEST.")],
     checkpoints: Annotated[
-        str, typer.Option(help="pvc://CLAIM[/FOLDER] that all pods can write to, or s3:// or gs:// and a prefix.")
+        str, typer.Option(help="pvc://CLAIM/FOLDER that all pods can write to, or s3:// or gs:// and a prefix.")
     ],
     output: Annotated[Path, typer.Option(help="A new folder, for kubectl apply -k; - prints the manifests.")],
     kind: Annotated[
@@ -43,7 +43,7 @@ def render_command(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Shards to train on: pvc://CLAIM[/FOLDER] or a URL.", show_default="data.train of the recipe"
+            help="Shards to train on: pvc://CLAIM/FOLDER or a URL.", show_default="data.train of the recipe"
         ),
     ] = None,
     validation: Annotated[
