@@ -109,7 +109,7 @@ def commands(command, path=()):
         yield from commands(inner, (*path, name))
 
 
-@pytest.mark.parametrize("command", commands(typer.main.get_command(app)), ids=" ".join)
+@pytest.mark.parametrize("command", list(commands(typer.main.get_command(app))), ids=" ".join)
 def test_every_command_explains_itself(monkeypatch, capsys, command):
     assert distap(monkeypatch, *command, "--help") == 0
     assert "Usage: distap" in capsys.readouterr().out
