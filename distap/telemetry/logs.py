@@ -125,13 +125,26 @@ class JsonLines(logging.Formatter):
 def _fitted(line: dict[str, Any]) -> str:
     """As JSON, cut where it would be too long: first the frames around an exception, then the end of the message."""
     text = json.dumps(line)
-    if (over := len(text) + 1 - LONGEST_LINE) > 0 and "exception" in line:
-        line["exception"] = CUT + line["exception"][over + len(CUT) :]
-        text = json.dumps(line)
-    if (over := len(text) + 1 - LONGEST_LINE) > 0:
-        line["message"] = line["message"][: -over - len(CUT)] + CUT
-        text = json.dumps(line)
+    for name, keeps_end in (("exception", True), ("message", False)):
+        over = len(text) + 1 - LONGEST_LINE
+        if over > 0 and name in line:
+            room = max(0, _length(line[name]) - over - len(CUT))
+            line[name] = CUT + _first(line[name][::-1], room)[::-1] if keeps_end else _first(line[name], room) + CUT
+            text = json.dumps(line)
     return text
+
+
+def _first(text: str, room: int) -> str:
+    """As much of it as takes so many characters of JSON."""
+    for position, character in enumerate(text):
+        room -= _length(character)
+        if room < 0:
+            return text[:position]
+    return text
+
+
+def _length(text: str) -> int:
+    return len(json.dumps(text)) - 2  # quotes
 
 
 def _time_of(record: logging.LogRecord) -> str:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ class MLflow:
         """Import it."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would call its maker
         importlib.import_module("mlflow.tracking")
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # each try of a request is no news
 
     def open(self, run: LoggedRun) -> Logger:
         """The run, made or gone on with."""

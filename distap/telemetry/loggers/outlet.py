@@ -41,6 +41,7 @@ class Outlet:
         self._queue: SimpleQueue[_Line | None] = SimpleQueue()
         self._closing = threading.Event()
         self._outcome: Outcome = "failed"
+        self._handed = self._done = 0  # lines, by the training and by the thread
         self._lock = threading.Lock()  # of what is lost, by either thread
         self._has_warned = False
         self._thread = threading.Thread(target=self._work, name=f"distap-{name}", daemon=True)
@@ -51,6 +52,7 @@ class Outlet:
         if self._queue.qsize() >= self._lines:
             self._lose(f"{self._lines} lines wait for it (loggers.lines)")
         else:
+            self._handed += 1
             self._queue.put(_Line(step, time, figures))
 
     def begin_to_close(self, outcome: Outcome) -> None:
@@ -64,7 +66,7 @@ class Outlet:
         self._thread.join(seconds)
         if self._thread.is_alive():
             _left_hanging.set()
-            self._lose("it does not come to an end (loggers.close_seconds)", self._queue.qsize())
+            self._lose("it does not come to an end (loggers.close_seconds)", self._handed - self._done)
         if self.lost:
             logger.warning("loggers.%s: %d lines were lost; they are in the run folder's log", self.name, self.lost)
 
@@ -79,6 +81,7 @@ class Outlet:
             else:
                 if opened is None:
                     self._lose("it could not be opened")
+            self._done += 1
         if opened is not None:
             try:
                 opened.close(self._outcome)

@@ -6,12 +6,15 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from distap.errors import DistapError
 from distap.public_text import without_secrets
 from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
 from distap.whole_files import write_whole
+
+NO_KEY = "loggers.wandb: no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,10 @@ class WeightsAndBiases:
             DistapError: there is none.
         """
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would call its maker
-        wandb: Any = importlib.import_module("wandb")
-        if self.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise DistapError(
-                "loggers.wandb: no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
-            )
+        os.environ.setdefault("WANDB_SILENT", "true")
+        importlib.import_module("wandb")
+        if self.mode == "online" and not _may_have_key():
+            raise DistapError(NO_KEY)
 
     def open(self, run: LoggedRun) -> Logger:
         """The run, made or gone on with."""
@@ -55,7 +57,13 @@ class WeightsAndBiases:
 class _Run:
     def __init__(self, settings: WeightsAndBiases, run: LoggedRun) -> None:
         wandb: Any = importlib.import_module("wandb")
-        quiet = wandb.Settings(silent=True, console="off", reinit="create_new", allow_val_change=True)
+        # Without a key, init would ask the terminal for one.
+        if settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise DistapError(NO_KEY)
+        # Nothing of the terminal, of globals, or of the command line, which may hold an address with a secret.
+        ours = wandb.Settings(
+            silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
+        )
         self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -66,17 +74,22 @@ class _Run:
             mode=settings.mode,
             dir=str(run.folder),
             config=json.loads(without_secrets(json.dumps(run.recipe))),
-            settings=quiet,
+            settings=ours,
         )
         # A step that is done again, after an interruption, would be dropped as one of W&B's own steps.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **figures})
+        self._run.log({"step": step, "_timestamp": time, **figures})
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
+
+
+def _may_have_key() -> bool:
+    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return any(name in os.environ for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or netrc.exists()
 
 
 def _kept_id(run: LoggedRun) -> str:

@@ -1,0 +1,312 @@
+import json
+import logging
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_trainer import train
+
+from distap.config.sections import LoggersSection
+from distap.distributed import World
+from distap.errors import DistapError
+from distap.telemetry.loggers import (
+    LOGGERS,
+    LoggedRun,
+    Loggers,
+    MLflow,
+    TensorBoard,
+    WeightsAndBiases,
+    refuse_unusable,
+)
+from distap.telemetry.loggers.loggers import figures_of
+from distap.telemetry.runlog import read_run_log
+
+WITH_SECRETS = "https://me:password@example.org/{0..9}.tar?signature=password"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mlflow_in_files() -> Iterator[None]:
+    """A store of files takes the same calls as a tracking server, which is not in mlflow-skinny."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, training_shards) -> tuple[Path, str]:
+    """A run of four steps, the last two of which were lost and done again; and MLflow's store."""
+    run = tmp_path_factory.mktemp("logged") / "run"
+    store = f"file://{run.parent / 'mlruns'}"
+    settings = {
+        "steps": 4,
+        "checkpoint": {"every": 2},
+        "data__validation": str(training_shards[1]),
+        "evaluation": {"every": 2, "also": {"seen": {"data": str(training_shards[0])}}},
+        "loggers": {"tensorboard": {}, "wandb": {"mode": "offline"}, "mlflow": {"tracking_uri": store}},
+    }
+    train(World(), run, training_shards, **settings)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    train(World(), run, training_shards, **settings)
+    return run, store
+
+
+def figures_of_run_log(run: Path) -> dict[tuple[str, int], float]:
+    """By name and step."""
+    return {
+        (name, entry["step"]): value
+        for entry in read_run_log(run)
+        for name, value in figures_of({key: entry[key] for key in entry.keys() - {"step", "time"}}).items()
+    }
+
+
+def test_tensorboard_shows_every_figure_at_its_step_and_none_that_was_lost(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, _ = trained
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    shown = [(name, event.step, event.value) for name in events.Tags()["scalars"] for event in events.Scalars(name)]
+    expected = figures_of_run_log(run)
+    assert {(name, step): value for name, step, value in shown} == pytest.approx(expected, rel=1e-6)
+    assert len(shown) == len(expected)
+    assert {"loss", "seconds/describe", "validation/mAP", "also/seen/R@1"} <= {name for name, *_ in shown}
+    assert b"resnet10t" in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
+
+
+def wandb_records(path: Path) -> Iterator[object]:
+    """What `wandb sync` would send: a log of LevelDB's format, behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (room := 2**15 - at % 2**15) < 7:
+            at += room
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def figures_of_wandb(path: Path) -> dict[tuple[str, int], float]:
+    figures = {}
+    for record in wandb_records(path):
+        line = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        figures |= {(name, line["step"]): value for name, value in line.items() if name[0] != "_" and name != "step"}
+    return figures
+
+
+def test_weights_and_biases_goes_on_in_the_run_that_was_interrupted(trained):
+    run, _ = trained
+    first, second = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    settings = [record.run for path in (first, second) for record in wandb_records(path) if record.run.run_id]
+    assert {one.run_id for one in settings} == {(run / "loggers" / "wandb").read_text()}
+    assert [one.display_name for one in settings] == ["run", "run"]
+    assert json.loads({item.key: item.value_json for item in settings[0].config.update}["steps"]) == 4
+    again = figures_of_wandb(second)
+    assert {step for _, step in again} == {3, 4}
+    assert figures_of_wandb(first) | again == figures_of_run_log(run)
+
+
+def mlflow_client(store: str):
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(store)
+
+
+def test_mlflow_goes_on_in_the_run_that_was_interrupted_and_marks_it_as_finished(trained):
+    run, store = trained
+    client = mlflow_client(store)
+    (experiment,) = client.search_experiments(filter_string="name = 'distap'")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.run_id == (run / "loggers" / "mlflow").read_text()
+    assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
+    assert found.data.params["model.backbone"] == "resnet10t"
+    assert found.data.params["optimizer.betas"] == "[0.9, 0.999]"
+    logged = {}
+    for name in found.data.metrics:
+        history = client.get_metric_history(found.info.run_id, name)
+        logged |= {(name, metric.step): metric.value for metric in sorted(history, key=lambda one: one.timestamp)}
+    assert logged == {
+        (name.replace("@", "_at_"), step): value for (name, step), value in figures_of_run_log(run).items()
+    }
+
+
+def logged_run(folder: Path, step: int = 0, steps: int = 3, **recipe: object) -> LoggedRun:
+    return LoggedRun(folder / "run", "mine", recipe, step, steps)
+
+
+def log_steps(chosen, run, steps, lines=100, close_seconds=30.0) -> list[str]:
+    """Log steps; the loggers of lost lines."""
+    lost: list[str] = []
+    with Loggers(chosen, run, lines, close_seconds, lost.append) as loggers:
+        for step in steps:
+            loggers.log({"step": step, "time": 1000.0 + step, "loss": 1 / step})
+    return lost
+
+
+def test_no_logger_is_told_a_secret_of_an_address(tmp_path):
+    store = f"file://{tmp_path / 'mlruns'}"
+    chosen = {"tensorboard": TensorBoard(), "wandb": WeightsAndBiases(mode="offline"), "mlflow": MLflow(store)}
+    refuse_unusable(chosen, is_first=True)
+    assert log_steps(chosen, logged_run(tmp_path, data={"train": WITH_SECRETS}), [1]) == []
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert [path for path, data in written.items() if b"password" in data] == []
+    shown = [path.name for path, data in written.items() if b"https://example.org/{0..9}.tar" in data]
+    for place in ("tfevents", ".wandb", "data.train"):
+        assert any(place in name for name in shown), shown
+
+
+def test_mlflow_is_told_how_the_run_ended(tmp_path):
+    store = f"file://{tmp_path / 'mlruns'}"
+    client = mlflow_client(store)
+
+    def status() -> str:
+        return client.get_run((tmp_path / "run" / "loggers" / "mlflow").read_text()).info.status
+
+    log_steps({"mlflow": MLflow(store)}, logged_run(tmp_path), [1])
+    assert status() == "KILLED"  # it was asked to stop
+    with pytest.raises(ArithmeticError):
+        log_steps({"mlflow": MLflow(store)}, logged_run(tmp_path, 1), (1 // step for step in (2, 0)))
+    assert status() == "FAILED"
+    log_steps({"mlflow": MLflow(store)}, logged_run(tmp_path, 1), [2, 3])
+    assert status() == "FINISHED"
+
+
+def test_mlflow_finds_its_run_where_the_run_folder_was_lost(tmp_path):
+    chosen = {"mlflow": MLflow(f"file://{tmp_path / 'mlruns'}")}
+    ids = []
+    for step in (0, 1, 0):
+        log_steps(chosen, logged_run(tmp_path, step), [step + 1])
+        ids.append((tmp_path / "run" / "loggers" / "mlflow").read_text())
+        shutil.rmtree(tmp_path / "run")
+    goes_on, begins_anew = ids[1], ids[2]
+    assert goes_on == ids[0] != begins_anew
+
+
+class Recorder:
+    """A logger that writes down what it is told, once it may, and cannot take some steps."""
+
+    def __init__(self, refused: tuple[int, ...] = (), may_log: threading.Event | None = None) -> None:
+        self.refused, self.may_log = refused, may_log
+        self.steps: list[int] = []
+        self.taken = threading.Semaphore(0)
+
+    def prepare(self) -> None:
+        pass
+
+    def open(self, run: LoggedRun) -> "Recorder":
+        return self
+
+    def log(self, step: int, time: float, figures: dict[str, float]) -> None:
+        if self.may_log is not None:
+            self.may_log.wait()
+        if step in self.refused:
+            raise OSError(f"no step {step}\nfor a long reason")
+        self.steps.append(step)
+        self.taken.release()
+
+    def close(self, outcome: str) -> None:
+        pass
+
+
+def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path, caplog):
+    recorder = Recorder(refused=(2, 3))
+    assert log_steps({"one": recorder}, logged_run(tmp_path), [1, 2, 3, 4]) == ["one", "one"]
+    assert recorder.steps == [1, 4]
+    assert caplog.messages == [
+        "loggers.one: figures are lost: OSError: no step 2; training goes on",
+        "loggers.one: 2 lines were lost; they are in the run folder's log",
+    ]
+
+
+def test_beyond_what_may_wait_for_a_slow_logger_lines_are_lost_and_another_logger_gets_all(tmp_path, caplog):
+    slow, quick = Recorder(may_log=threading.Event()), Recorder()
+    lost: list[str] = []
+    with Loggers({"slow": slow, "quick": quick}, logged_run(tmp_path), 3, 30.0, lost.append) as loggers:
+        for step in range(1, 11):
+            loggers.log({"step": step, "time": 0.0})
+            assert quick.taken.acquire(timeout=60)
+        slow.may_log.set()
+    assert quick.steps == list(range(1, 11))
+    assert slow.steps[:3] == [1, 2, 3] and len(slow.steps) in (3, 4)  # one may be in hand while three wait
+    assert lost == ["slow"] * (10 - len(slow.steps))
+    assert "3 lines wait for it (loggers.lines)" in caplog.text
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """One that takes connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_does_not_answer_costs_its_lines_and_keeps_no_training_from_ending(
+    tmp_path, silent_server, training_shards, caplog
+):
+    caplog.set_level(logging.WARNING)
+    settings = {"mlflow": {"tracking_uri": silent_server}, "close_seconds": 0.1}
+    train(World(), tmp_path / "run", training_shards, steps=2, loggers=settings)
+    assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "loss" in entry] == [1, 2]
+    assert "loggers.mlflow: figures are lost: it does not come to an end (loggers.close_seconds)" in caplog.text
+    assert "loggers.mlflow: 3 lines were lost" in caplog.text  # two steps and a checkpoint
+
+
+HANGING = """
+    import sys
+    from pathlib import Path
+    from distap.telemetry.loggers import LoggedRun, Loggers, WeightsAndBiases, refuse_unusable
+    from distap.telemetry.loggers.outlet import end_if_hanging
+
+    chosen = {"wandb": WeightsAndBiases()}
+    refuse_unusable(chosen, is_first=True)
+    try:
+        with Loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), 10, 0.5, print) as loggers:
+            loggers.log({"step": 1, "time": 0.0, "loss": 0.5})
+        sys.exit(75)
+    finally:
+        end_if_hanging(75)
+"""
+
+
+def test_a_process_ends_with_its_status_where_a_package_would_wait_for_the_network(tmp_path, silent_server):
+    environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(HANGING), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75, done.stderr
+    assert done.stdout == "wandb\n"
+    assert "loggers.wandb: 1 lines were lost" in done.stderr
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_shards, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        DistapError, match=rf"loggers\.{name}: the package {name} is missing; pip install 'distap\[{name}\]'"
+    ):
+        train(World(), tmp_path / "run", training_shards, steps=1, loggers={name: {}})
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
+        refuse_unusable({"wandb": WeightsAndBiases()}, is_first=True)
+    refuse_unusable({"wandb": WeightsAndBiases(mode="offline")}, is_first=True)
+
+
+def test_the_recipe_can_choose_every_logger():
+    section = LoggersSection.model_validate({name: {} for name in LOGGERS})
+    assert section.chosen == {name: logger() for name, logger in LOGGERS.items()}
+    assert LoggersSection().chosen == {}

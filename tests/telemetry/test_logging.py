@@ -1,0 +1,185 @@
+import json
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from launching import started
+from test_trainer import recipe
+
+from distap.exits import MISTAKE, RESTART
+from distap.telemetry.logs import JsonLines
+
+SPEAKING = """
+    import logging, sys, threading, warnings
+    from distap.telemetry.logs import at_step, take_over_loggers
+    from distap.telemetry.terminal import console, set_up_run_logging, training_progress
+
+    form, rank = sys.argv[1:]
+    other = logging.getLogger("other")
+    other.addHandler(logging.StreamHandler())
+    other.propagate = False
+    set_up_run_logging(form, "mine", int(rank))
+    logger = logging.getLogger("distap")
+    logger.info("before the first step")
+    at_step(3)
+    with training_progress(5, 2, shown=rank == "0") as progress:
+        progress.show(3, "loss 0.5", loss=0.5, drift=float("nan"))
+    logger.warning("two\\nlines of %d%%", 5)
+    other.error("by another package")
+    late = logging.getLogger("late")
+    late.addHandler(logging.StreamHandler())
+    take_over_loggers()
+    late.error("by a package that was imported late")
+    warnings.warn("a warning of Python's")
+    thread = threading.Thread(target=lambda: 1 // 0, name="helper")
+    thread.start()
+    thread.join()
+    raise KeyError("nothing caught it")
+"""
+
+
+def said(form: str, rank: int) -> list[str]:
+    """The lines on the standard error of a process that logs."""
+    command = [sys.executable, "-c", textwrap.dedent(SPEAKING), form, str(rank)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, object]]:
+    """What rank 0 says as JSON; all of it has to be JSON."""
+    return [json.loads(line) for line in said("json", 0)]
+
+
+def test_each_line_says_when_how_bad_which_run_rank_and_step(lines):
+    first = lines[0]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(first.pop("time")))
+    assert first == {
+        "level": "info",
+        "run": "mine",
+        "rank": 0,
+        "step": None,
+        "logger": "distap",
+        "message": "before the first step",
+    }
+    assert [line["step"] for line in lines] == [None] + [3] * (len(lines) - 1)
+    assert {line["run"] for line in lines} == {"mine"}
+
+
+def test_a_step_is_told_with_its_figures_and_one_that_is_not_finite_is_null(lines):
+    told = lines[1]
+    assert (told["message"], told["loss"], told["drift"]) == ("step 3/5  loss 0.5", 0.5, None)
+
+
+def test_a_message_of_two_lines_is_one_object(lines):
+    assert (lines[2]["level"], lines[2]["message"]) == ("warning", "two\nlines of 5%")
+
+
+def test_what_other_packages_and_python_warn_of_is_told_once_as_the_same_lines(lines):
+    of_others = [(line["logger"], line["level"]) for line in lines[3:6]]
+    assert of_others == [("other", "error"), ("late", "error"), ("py.warnings", "warning")]
+    assert "UserWarning: a warning of Python's" in str(lines[5]["message"])
+
+
+def test_an_exception_that_nothing_caught_is_a_field_in_threads_too(lines):
+    in_thread, last = lines[6:]
+    assert in_thread["message"] == "helper: ZeroDivisionError: integer division or modulo by zero"
+    assert str(in_thread["exception"]).startswith("Traceback") and "1 // 0" not in str(in_thread["message"])
+    assert (last["level"], last["message"]) == ("critical", "KeyError: 'nothing caught it'")
+    assert str(last["exception"]).endswith("KeyError: 'nothing caught it'")
+
+
+def test_other_ranks_tell_only_warnings_and_worse():
+    assert {(line["rank"], line["level"]) for line in map(json.loads, said("json", 1))} == {
+        (1, "warning"),
+        (1, "error"),
+        (1, "critical"),
+    }
+
+
+def test_text_without_a_terminal_says_the_same():
+    first, told, warned, *_ = said("text", 0)
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=- before the first step", first)
+    assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=3 step 3/5  loss 0\.5", told)
+    assert re.fullmatch(rf"{time} WARNING run=mine rank=0 step=3 two", warned)
+
+
+def said_to_a_terminal(form: str) -> str:
+    """What the process shows where its standard error is a terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", textwrap.dedent(SPEAKING), form, "0"]
+    process = subprocess.Popen(command, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # how Linux says that nobody holds the other end
+        pass
+    os.close(ours)
+    process.wait(60)
+    return shown.decode()
+
+
+def test_a_terminal_shows_a_bar_and_plain_messages():
+    shown = said_to_a_terminal("text")
+    assert shown.startswith("before the first step\r\n")
+    assert "━" in shown and "3/5" in shown
+
+
+def test_a_terminal_that_is_asked_for_json_gets_it_without_a_bar():
+    shown = said_to_a_terminal("json")
+    assert "━" not in shown
+    assert len([json.loads(line) for line in shown.splitlines()]) == 8
+
+
+def test_a_line_is_no_longer_than_a_pipe_takes_in_one_piece_and_keeps_what_happened():
+    try:
+        raise ValueError("é" * 5000 + "the cause")
+    except ValueError:
+        record = logging.LogRecord("distap", logging.ERROR, "", 0, "it %s", ("failed",), sys.exc_info())
+    line = JsonLines().format(record)
+    assert len(line.encode()) < select.PIPE_BUF
+    told = json.loads(line)
+    assert told["message"] == "it failed"
+    assert told["exception"].startswith("[...]é") and told["exception"].endswith("the cause")
+    long = json.loads(JsonLines().format(logging.LogRecord("distap", logging.INFO, "", 0, '"' * 9000, (), None)))
+    assert long["message"].startswith('"""') and long["message"].endswith('"[...]')
+
+
+LAUNCHER = [sys.executable, "-m", "distap.launcher", "--standalone"]
+
+
+def test_a_recipe_that_cannot_be_read_is_told_in_the_format_that_the_command_asks_for(tmp_path):
+    with started([*LAUNCHER, str(tmp_path / "nowhere.yaml"), "logs.format=json"], tmp_path) as job:
+        assert job.status() == MISTAKE
+        told = json.loads(job.said)
+    assert (told["level"], told["rank"]) == ("error", None)
+    assert "nowhere.yaml: the recipe cannot be read" in told["message"]
+
+
+@pytest.mark.slow
+def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(tmp_path, training_shards):
+    config: Path = tmp_path / "recipe.json"
+    settings = {"steps": 10_000, "logs": {"format": "json", "run_id": "mine"}}
+    config.write_text(json.dumps(recipe(tmp_path / "run", training_shards, **settings).model_dump(mode="json")))
+    with started([*LAUNCHER, "--nproc-per-node=2", str(config)], tmp_path) as job:
+        job.wait_until(lambda: "step 3/10000" in job.said, 120)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.status(120) == RESTART, job.said
+        lines = [json.loads(line) for line in job.said.splitlines()]
+    assert {line["run"] for line in lines} == {"mine"}
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert {line["rank"] for line in lines if line["level"] == "info"} == {0}
+    asked = {line["rank"] for line in lines if "stopping after this step" in line["message"]}
+    assert asked == {0, 1}
+    assert lines[-1]["rank"] is None and lines[-1]["message"] == "stopped by SIGTERM"
