@@ -80,9 +80,10 @@ class Prometheus:
         """What an expression gives now."""
         return [float(series["value"][1]) for series in self.get("query", query=expression)["result"]]
 
-    def knows(self, expressions: list[str]) -> bool:
-        """Whether each of the expressions gives anything now."""
-        return all(self.values(expression) for expression in expressions)
+    def knows(self, awaited: list[str]) -> bool:
+        """Whether each of the expressions has given anything by now; those that did are taken out."""
+        awaited[:] = [expression for expression in awaited if not self.values(expression)]
+        return not awaited
 
     def is_ready(self) -> bool:
         try:

@@ -16,6 +16,7 @@ from test_trainer import recipe
 
 from distap.exits import RESTART
 
+pytestmark = pytest.mark.slow
 TRAINING = "nets"
 # Of a cache that this training does not have, and of alerts, which a training that is well has none of.
 EMPTY = {"Shard cache", "Alerts"}
@@ -80,6 +81,7 @@ def observed(tmp_path_factory, training_shards) -> Observed:
         checkpoint={"every": 5},
         evaluation={"every": 10},
         metrics={"port": port},
+        loggers={"tensorboard": {}},
     )
     (folder / "recipe.yaml").write_text(json.dumps(settings.model_dump(mode="json")))
     targets = [f"127.0.0.1:{port + rank}" for rank in range(2)]
@@ -89,7 +91,7 @@ def observed(tmp_path_factory, training_shards) -> Observed:
         started([*launch, str(folder / "recipe.yaml")], folder) as training,
     ):
         awaited = [one for title, expressions in PANELS.items() if title not in EMPTY for one in expressions]
-        training.wait_until(lambda: server.knows(awaited), 120)
+        training.wait_until(lambda: server.knows(awaited), 180)
         known = {
             "expositions": [urllib.request.urlopen(f"http://{target}/metrics").read().decode() for target in targets],
             "targets": server.get("targets")["activeTargets"],
