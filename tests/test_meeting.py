@@ -1,6 +1,7 @@
 import os
 import signal
 
+import pytest
 from launching import launcher, started
 from servers import free_ports
 
@@ -13,6 +14,7 @@ def options(port: int, conf: str) -> str:
     return f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=meeting --rdzv-conf={conf}"
 
 
+@pytest.mark.slow
 def test_a_host_waits_for_the_one_at_which_all_meet(tmp_path):
     port = free_ports(1)
     first = launcher(options(port, f"{TORCHS_PATIENCE},is_host=0"), "finish", tmp_path)

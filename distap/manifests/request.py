@@ -101,7 +101,7 @@ class Request:
         self._check_places()
         if self.runtime == "cluster" and self.kind != "trainjob":
             raise DistapError(
-                f"--runtime cluster: a {self.kind} has no runtime; leave it out, or take --kind trainjob"
+                f"--runtime cluster: --kind {self.kind} has no runtime; leave it out, or take --kind trainjob"
             )
         if self.runtime == "cluster" and self.namespace:
             raise DistapError(
