@@ -1,0 +1,34 @@
+"""The batch script on a real Slurm."""
+
+import sys
+
+import pytest
+from launching import OF_JOBS, TESTS
+from slurm import one_node
+from trainings import Run
+
+from distap.exits import MISTAKE
+
+SCRIPT = TESTS.parent / "launch" / "slurm" / "train.sbatch"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_preempted_is_queued_again_and_goes_on_and_a_mistake_is_not(tmp_path, training_shards):
+    run = Run(tmp_path / "job", training_shards, steps=100_000)
+    environment = OF_JOBS | {"PYTHON": sys.executable}
+    with one_node(tmp_path) as slurm:
+        number, log = slurm.submit(SCRIPT, [str(run.config)], **environment)
+        slurm.wait_until(lambda: log.exists() and "step 3/" in log.read_text(), log)
+        slurm.call("scancel", "--signal=TERM", number)  # to the launchers, as pre-emption and --signal do
+        slurm.wait_until(lambda: slurm.about(number)["Restarts"] == "1", log)
+        assert "Exited with exit code 75" in log.read_text()
+        # Slurm would wait two minutes; at once, the node still refuses the job that it has just ended.
+        slurm.call("scontrol", "update", f"JobId={number}", "StartTime=now+15")
+        slurm.wait_until(lambda: "going on from" in log.read_text(), log)
+        assert f"job {number}, start 2:" in log.read_text()
+        slurm.call("scancel", "--full", "--signal=KILL", number)
+
+        number, log = slurm.submit(SCRIPT, [str(run.config), "no.such.key=1"], **environment)
+        slurm.wait_until(lambda: slurm.about(number)["JobState"] == "FAILED", log)
+        assert slurm.about(number)["ExitCode"] == f"{MISTAKE}:0"
+        assert slurm.about(number)["Restarts"] == "0"
