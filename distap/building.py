@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from distap.checkpoint import find_checkpoint
+from distap.checkpoint import opened_checkpoint
 from distap.config import RandomWeights, Recipe, recipe_from
 from distap.data.index import load_index
 from distap.data.loading import SlotImages
@@ -250,21 +250,23 @@ def step_of(
     )
 
 
-def trained_network(path: Path, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
-    """The recipe and network of a checkpoint, or of a run folder's newest or best one.
+def trained_network(path: Path | str, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
+    """The recipe and network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 
     Raises:
         DistapError: there is no checkpoint, or it is damaged.
     """
-    checkpoint = find_checkpoint(path, best)
-    logger.info("the network of %s", checkpoint.path)
-    recipe = recipe_from(checkpoint.state("recipe")["recipe"], str(checkpoint.path))
+    prefix = "network."
+    with opened_checkpoint(path, best) as checkpoint:
+        logger.info("the network of %s", checkpoint.where)
+        recipe = recipe_from(checkpoint.state("recipe")["recipe"], checkpoint.where)
+        tensors = checkpoint.tensors(prefix)
     untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
     network = network_of(untrained, world)
-    prefix = "network."
-    tensors = checkpoint.tensors(prefix)
     try:
         network.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
     except RuntimeError as error:
-        raise DistapError(f"{checkpoint.path}: its tensors are not those of its recipe's network: {error}") from error
+        raise DistapError(
+            f"{checkpoint.where}: its tensors are not those of its recipe's network: {error}"
+        ) from error
     return recipe, network

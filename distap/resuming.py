@@ -30,7 +30,8 @@ from distap.ranking import CrossBatchMemory
 from distap.saved_evaluations import FOLDER as EVALUATIONS
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 
-BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*")  # what goes to a store with checkpoints
+# What goes to a store with checkpoints, beside them.
+BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 logger = logging.getLogger("distap")
 
 

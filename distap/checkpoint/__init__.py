@@ -2,6 +2,7 @@
 
 from distap.checkpoint.folder import Checkpoint, best_checkpoint, find_checkpoint, list_checkpoints, newest_checkpoint
 from distap.checkpoint.manifest import DamagedCheckpointError
+from distap.checkpoint.opening import opened_checkpoint
 from distap.checkpoint.writer import CheckpointWriter, Written
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "find_checkpoint",
     "list_checkpoints",
     "newest_checkpoint",
+    "opened_checkpoint",
 ]

@@ -22,7 +22,7 @@ from distap.checkpoint.tensors import read_tensors
 from distap.distributed import World
 from distap.errors import DistapError
 
-NAME = re.compile(r"step-(\d{8})")
+NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")  # with an ending where it was copied out of a store
 UNFINISHED, DAMAGED = ".step-", "damaged-"
 LISTING_SECONDS = 60.0  # for which a network file system may go on showing what a folder held before
 logger = logging.getLogger("distap")

@@ -37,7 +37,8 @@ def eval_command(
     ] = None,
     overrides: OVERRIDES = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="A run folder, or one of its checkpoints, to evaluate instead.")
+        str | None,
+        typer.Option(help="A run folder, or one of its checkpoints, or a URL of either, to evaluate instead."),
     ] = None,
     best: BEST = False,
     data: Annotated[

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.", show_default=False)],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run folder, or one of its checkpoints, or a URL of either.", show_default=False)
+    ],
     output: Annotated[
         Path, typer.Argument(help="New folder to write; one that an export wrote is replaced.", show_default=False)
     ],

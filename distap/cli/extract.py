@@ -31,7 +31,9 @@ def extract_command(
     output: Annotated[
         Path, typer.Argument(help="Folder to write, or that of an extraction to go on with.", show_default=False)
     ],
-    checkpoint: Annotated[Path, typer.Option(help="A run folder, or one of its checkpoints.", show_default=False)],
+    checkpoint: Annotated[
+        str, typer.Option(help="A run folder, or one of its checkpoints, or a URL of either.", show_default=False)
+    ],
     best: BEST = False,
     index: Annotated[
         Path | None, typer.Option(help="File of the shards' index.", show_default="beside the shards")

@@ -34,8 +34,10 @@ def search_command(
         ),
     ],
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Run folder or checkpoint of the index's network; keys need none.", show_default=False),
+        str | None,
+        typer.Option(
+            help="Run or checkpoint of the index's network, or its URL; keys need none.", show_default=False
+        ),
     ] = None,
     best: BEST = False,
     whitening: WHITENING = None,
@@ -77,7 +79,7 @@ def search_command(
 def serve_command(
     index: INDEX,
     checkpoint: Annotated[
-        Path, typer.Option(help="Run folder or checkpoint of the index's network.", show_default=False)
+        str, typer.Option(help="Run or checkpoint of the index's network, or its URL.", show_default=False)
     ],
     best: BEST = False,
     whitening: WHITENING = None,

@@ -14,7 +14,7 @@ import torch
 
 import distap
 from distap.building import trained_network
-from distap.checkpoint import find_checkpoint
+from distap.checkpoint import opened_checkpoint
 from distap.checkpoint.manifest import file_identity
 from distap.config import Recipe
 from distap.data.whole_images import Sizing
@@ -49,6 +49,7 @@ from distap.exporting.programs import (
 from distap.extraction import ImageDescriber, describer_of
 from distap.model import RetrievalNetwork
 from distap.model.multiscale import required_size
+from distap.resuming import BESIDE
 from distap.retrieval.whitening import Whitening, load_whitening
 from distap.whole_files import UnwritableError, sync_folder
 
@@ -105,12 +106,12 @@ def installed_formats() -> tuple[Format, ...]:
 
 
 def export_to_folder(
-    checkpoint: Path, output: Path, settings: ExportSettings, whitening: Path | None = None, best: bool = False
+    checkpoint: Path | str, output: Path, settings: ExportSettings, whitening: Path | None = None, best: bool = False
 ) -> Exported:
     """Write a checkpoint's network in several formats, a model card, and export.json on what they are.
 
     Args:
-        checkpoint: a run folder, or one of its checkpoints.
+        checkpoint: a run folder, or one of its checkpoints; or the URL of either.
         output: a new folder, an empty one, or that of an earlier export, which is replaced.
         settings: what to export.
         whitening: what `distap whiten` wrote, to be applied last.
@@ -121,12 +122,13 @@ def export_to_folder(
     """
     output = output.resolve()
     _refuse_foreign(output)
-    found = find_checkpoint(checkpoint, best)
-    # By its own name: a training may write a newer one meanwhile.
-    recipe, network = trained_network(found.path, World())
+    with opened_checkpoint(checkpoint, best, BESIDE) as found:
+        # By its own name: a training may write a newer one meanwhile.
+        recipe, network = trained_network(found.path, World())
+        origin = origin_of(found, recipe)
     learned = None if whitening is None else load_whitening(whitening)
     with _put_in_place(output) as folder:
-        return write_export(folder, recipe, network, origin_of(found, recipe), settings, learned)
+        return write_export(folder, recipe, network, origin, settings, learned)
 
 
 def write_export(

@@ -86,7 +86,7 @@ class Searcher:
 
 def open_searcher(
     index: Path,
-    checkpoint: Path | None = None,
+    checkpoint: Path | str | None = None,
     whitening: Path | None = None,
     *,
     world: World,
@@ -97,7 +97,8 @@ def open_searcher(
 
     Args:
         index: folder that `distap index` wrote.
-        checkpoint: a run folder or one of its checkpoints; None searches for images of the gallery alone.
+        checkpoint: a run folder or one of its checkpoints, or the URL of either; None searches for images of the
+            gallery alone.
         whitening: what `distap whiten` wrote, where the images were described with one.
         world: whose device describes.
         best: with a run folder: its best checkpoint, not its newest.

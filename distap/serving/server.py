@@ -33,7 +33,7 @@ logger = logging.getLogger("distap")
 def serve(
     settings: ServeSettings,
     index: Path,
-    checkpoint: Path,
+    checkpoint: Path | str,
     whitening: Path | None = None,
     images: str | None = None,
     *,
