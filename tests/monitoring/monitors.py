@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -59,6 +60,14 @@ def panel_expressions(board: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
+@dataclass(frozen=True)
+class Series:
+    """One that an expression gave."""
+
+    labels: dict[str, str]
+    value: float
+
+
 class Prometheus:
     """One that was started, by its HTTP API."""
 
@@ -76,13 +85,15 @@ class Prometheus:
         assert not content.get("warnings"), content
         return content["data"]
 
-    def values(self, expression: str) -> list[float]:
-        """What an expression gives now."""
-        return [float(series["value"][1]) for series in self.get("query", query=expression)["result"]]
+    def series(self, expression: str, at: float | None = None) -> list[Series]:
+        """What an expression gives at a time in seconds since the epoch, or now."""
+        when = {} if at is None else {"time": str(at)}
+        found = self.get("query", query=expression, **when)["result"]
+        return [Series(one["metric"], float(one["value"][1])) for one in found]
 
     def knows(self, awaited: list[str]) -> bool:
         """Whether each of the expressions has given anything by now; those that did are taken out."""
-        awaited[:] = [expression for expression in awaited if not self.values(expression)]
+        awaited[:] = [expression for expression in awaited if not self.series(expression)]
         return not awaited
 
     def is_ready(self) -> bool:

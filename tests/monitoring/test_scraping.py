@@ -5,13 +5,14 @@ import re
 import signal
 import socket
 import sys
+import time
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from launching import started
-from monitors import dashboard, names_in, panel_expressions, prometheus, promtool, rules
+from monitors import Series, dashboard, names_in, panel_expressions, prometheus, promtool, rules
 from test_trainer import recipe
 
 from distap.exits import RESTART
@@ -27,10 +28,10 @@ class Observed:
     """What Prometheus knew of a training before it was stopped."""
 
     expositions: list[str]  # of each rank, as it answered
-    targets: list[dict[str, Any]]
+    targets: list[Series]
     types: dict[str, str]  # of metrics
     names: set[str]  # of series
-    values: dict[str, list[float]]  # by expression of the dashboard
+    answers: dict[str, list[Series]]  # to the expressions of the dashboard, all at one time
     rules: list[dict[str, Any]]
     status: int  # that the training left with
 
@@ -92,12 +93,13 @@ def observed(tmp_path_factory, training_shards) -> Observed:
     ):
         awaited = [one for title, expressions in PANELS.items() if title not in EMPTY for one in expressions]
         training.wait_until(lambda: server.knows(awaited), 180)
+        now = time.time()
         known = {
             "expositions": [urllib.request.urlopen(f"http://{target}/metrics").read().decode() for target in targets],
-            "targets": server.get("targets")["activeTargets"],
+            "targets": server.series("max_over_time(up[1m])"),
             "types": {name: about[0]["type"] for name, about in server.get("metadata").items()},
             "names": set(server.get("label/__name__/values")),
-            "values": {one: server.values(one) for one in ASKED["dashboard"]},
+            "answers": {one: server.series(one, at=now) for one in ASKED["dashboard"]},
             "rules": [rule for group in server.get("rules")["groups"] for rule in group["rules"]],
         }
         training.process.send_signal(signal.SIGTERM)
@@ -113,7 +115,7 @@ def test_promtool_passes_what_every_rank_answers(observed):
 
 
 def test_every_rank_is_scraped(observed):
-    assert [target["health"] for target in observed.targets] == ["up", "up"]
+    assert [target.value for target in observed.targets] == [1, 1]
 
 
 @pytest.mark.parametrize("source", ASKED)
@@ -132,13 +134,26 @@ def test_rates_are_taken_of_counters_alone(observed):
 
 
 def test_every_panel_of_the_dashboard_shows_a_training_that_is_well(observed):
-    shown = {title for title, expressions in PANELS.items() if all(observed.values[one] for one in expressions)}
+    shown = {title for title, expressions in PANELS.items() if all(observed.answers[one] for one in expressions)}
     assert shown >= set(PANELS) - EMPTY
-    assert observed.values[PANELS["Ranks"][0]] == observed.values[PANELS["Ranks"][1]] == [2]
-    assert 0 < observed.values[PANELS["Progress"][0]][0] < 0.1
-    assert observed.values[ANNOTATIONS[0]] == []  # it was not started again
-    [seconds] = observed.values[PANELS["Duration of a step"][0]]
-    assert observed.values[PANELS["Images a second"][0]][0] == pytest.approx(25 / seconds)
+    assert observed.answers[ANNOTATIONS[0]] == []  # it was not started again
+
+    def figure(title: str, number: int = 0) -> float:
+        [series] = observed.answers[PANELS[title][number]]
+        return series.value
+
+    assert figure("Ranks", 0) == figure("Ranks", 1) == 2
+    assert 0 < figure("Progress") < 0.1
+    assert figure("Images a second") == pytest.approx(25 / figure("Duration of a step"))
+    assert sum(series.value for series in observed.answers[PANELS["Waiting for data by rank"][0]]) < 2
+
+
+def test_every_legend_names_labels_that_its_series_have(observed):
+    for panel in BOARD["panels"]:
+        for target in panel.get("targets", []):
+            wanted = set(re.findall(r"{{(\w+)}}", target["legendFormat"])) - {"pod"}  # of Kubernetes
+            for series in observed.answers[filled_in(target["expr"])]:
+                assert wanted <= series.labels.keys(), panel["title"]
 
 
 def test_every_rule_is_evaluated_without_an_error_and_no_alert_fires(observed):
