@@ -48,7 +48,7 @@ def operator_objects_are_valid(parts: Parts) -> None:
         model = OPERATOR_MODELS.get(one["kind"])
         if model is not None:
             assert one["apiVersion"] == API_VERSIONS[one["kind"]]
-            lost = sorted(set(_leaves(one)) - set(_leaves(model.from_dict(one).to_dict())))
+            lost = sorted(set(leaves(one)) - set(leaves(model.from_dict(one).to_dict())))
             assert not lost, f"unknown to {model.__name__}: {lost}"
 
 
@@ -293,13 +293,13 @@ CHECKS: list[Check] = [
 ]
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Every value in a tree with its path; empty branches too."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not entries:
         yield path, repr(value)
     for key, inner in entries:
-        yield from _leaves(inner, f"{path}.{key}")
+        yield from leaves(inner, f"{path}.{key}")
 
 
 def _monitor() -> dict[str, Any]:

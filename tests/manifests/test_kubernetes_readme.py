@@ -1,0 +1,54 @@
+import re
+import shlex
+import sys
+
+import pytest
+import yaml
+from built_manifests import K8S, OVERLAYS, RECIPE, needs_kubectl, objects_of
+from manifest_checks import OPERATOR_MODELS, leaves
+from manifest_parts import parts_of
+
+from distap.cli import main
+
+README = (K8S / "README.md").read_text()
+
+
+def test_the_command_of_the_readme_writes_a_training(tmp_path, monkeypatch):
+    (command,) = re.findall(r"    (distap k8s render (?:.*\\\n)+.*)", README)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.setattr(sys, "argv", shlex.split(command.replace("\\\n", "")))
+    with pytest.raises(SystemExit) as status:
+        main()
+    assert not status.value.code
+    assert (tmp_path / "emoji" / "kustomization.yaml").is_file()
+
+
+def test_the_train_job_of_the_readme_is_valid():
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    job = yaml.safe_load(text)
+    lost = set(leaves(job)) - set(leaves(OPERATOR_MODELS["TrainJob"].from_dict(job).to_dict()))
+    assert not lost
+
+
+@needs_kubectl
+def test_the_train_job_of_the_readme_fits_the_runtime():
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    ours, runtime = yaml.safe_load(text)["spec"], parts_of(objects_of("trainjob-gpu"))
+    assert ours["runtimeRef"] == runtime.outer["spec"]["runtimeRef"]
+    assert ours["trainer"]["numProcPerNode"] == len(runtime.metrics_ports)
+    given = [one.replace("/etc/emoji", "/etc/distap").replace("emoji", "distap") for one in ours["trainer"]["args"]]
+    assert given == runtime.container["args"]
+    (patch,) = ours["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == runtime.container["name"]
+
+
+def test_the_readme_names_what_there_is():
+    for overlay in re.findall(r"overlays/([a-z-]+)", README):
+        assert overlay in OVERLAYS
+    for component in re.findall(r"(?<!/)components/([a-z-]+)", README):
+        assert (K8S / "components" / component / "kustomization.yaml").is_file()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (K8S.resolve() / link).exists(), link
