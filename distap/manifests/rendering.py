@@ -41,6 +41,7 @@ def render(manifests: Path, output: Path, request: Request, recipe: Path, overri
     arguments = arguments_of(_container(base)["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
     _check_output(output)
+    output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
         draft = Path(scratch, "draft")
@@ -82,12 +83,11 @@ def _check_output(output: Path) -> None:
 
 
 def _components(request: Request) -> list[str]:
-    """Folders below k8s/, in the order in which they change the Job; the last makes another kind of it."""
+    """Folders below k8s/, in their order: first what changes the Job, then what makes another kind of it."""
     chosen = {
         "components/gpu": request.gpus > 0,
         "components/data-url": claim_of(request.data, "--data") is None,
         "components/object-store": claim_of(request.checkpoints, "--checkpoints") is None,
-        "components/kueue": request.queue is not None,
         "training": True,
         "components/jobset": request.kind == "jobset",
         "components/trainjob": request.kind == "trainjob",

@@ -1,6 +1,7 @@
 """What must hold of every training's manifests; each check takes one apart and asserts."""
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address, ip_network
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from distap.exits import FAILED, FINISHED, MISTAKE, RESTART
 from distap.launcher import MARGIN_SECONDS
 from distap.manifests.request import quantity_bytes
+from distap.stopping import SIGNALS
 
 KUBERNETES = "1.37"
 OPERATOR_MODELS = {
@@ -175,6 +177,14 @@ def grace_fits(parts: Parts) -> None:
     assert grace + MARGIN_SECONDS + 10 <= parts.pod["terminationGracePeriodSeconds"] <= grace + 60
 
 
+def the_signal_reaches_the_ranks(parts: Parts) -> None:
+    """The kubelet's SIGTERM, by way of the launcher, which gives the ranks the time that the recipe says."""
+    assert signal.SIGTERM in SIGNALS
+    assert "SIGTERM" in parts.launch.signals_to_handle.split(",")
+    assert parts.launch.shutdown_timeout is None, "the launcher computes it from the recipe"
+    assert "lifecycle" not in parts.container, "a hook takes from the grace time; another signal means something else"
+
+
 def exit_codes_are_read(parts: Parts) -> None:
     rules = parts.job["podFailurePolicy"]["rules"]
     actions = {
@@ -285,6 +295,7 @@ CHECKS: list[Check] = [
     volumes_are_mounted,
     what_the_program_writes_to_is_writable,
     grace_fits,
+    the_signal_reaches_the_ranks,
     exit_codes_are_read,
     pods_may_do_little,
     resources_add_up,

@@ -142,6 +142,9 @@ BROKEN: list[tuple[checks.Check, str, Breaking]] = [
     (checks.what_the_program_writes_to_is_writable, JOB, volume("shm", {"emptyDir": {"medium": ""}})),
     (checks.grace_fits, JOB, of_pod(220, "terminationGracePeriodSeconds")),
     (checks.grace_fits, JOB_SET, of_pod(3600, "terminationGracePeriodSeconds")),
+    (checks.the_signal_reaches_the_ranks, JOB, of_container({"stopSignal": "SIGQUIT"}, "lifecycle")),
+    (checks.the_signal_reaches_the_ranks, JOB, argument("--max-restarts=3", "--signals-to-handle=SIGINT")),
+    (checks.the_signal_reaches_the_ranks, JOB_SET, argument("--max-restarts=3", "--shutdown-timeout=30")),
     (checks.exit_codes_are_read, JOB, of_job([3], "podFailurePolicy", "rules", 0, "onExitCodes", "values")),
     (checks.exit_codes_are_read, JOB, of_job("Count", "podFailurePolicy", "rules", 1, "action")),
     (

@@ -194,6 +194,7 @@ def test_a_folder_of_something_else_is_left_alone_and_an_own_one_replaced(tmp_pa
     own = rendered_folder(tmp_path / "own", recipe, kind="jobset")
     rendered_folder(own, recipe, kind="indexed-job")
     assert not (own / "components" / "jobset").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "own", "recipe.yaml"]
 
 
 @pytest.mark.parametrize(
