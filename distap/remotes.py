@@ -1,5 +1,6 @@
 """What is behind a URL: fsspec's file systems, how often what fails is tried again, and what that is worth."""
 
+import errno
 import os
 import random
 import time
@@ -60,7 +61,7 @@ def retried(
     on_retry: Callable[[], None] = lambda: None,
     is_permanent: Callable[[Exception], bool] = lambda error: isinstance(error, PERMANENT),
     done: str = "read",
-    key: str = "data.remote",
+    key: str | None = "data.remote",
 ) -> T:
     """The result of `call`, tried again after errors that may pass.
 
@@ -71,7 +72,7 @@ def retried(
         on_retry: called before each further attempt.
         is_permanent: whether another attempt would fail as this one did.
         done: what cannot be, for messages.
-        key: of the recipe, that holds the settings.
+        key: of the recipe, that holds the settings; none where they are not a recipe's.
     Raises:
         MissingFileError: there is no such file.
         DistapError: each attempt failed, or one in a way that another will not mend.
@@ -90,9 +91,9 @@ def retried(
             if is_permanent(error):
                 raise DistapError(f"{where}: cannot be {done}: {reason}") from error
             if attempt == settings.attempts:
+                hint = f"; {key} has the number of attempts and their time-out" if key else ""
                 raise UnreachableError(
-                    f"{where}: cannot be {done}: {attempt} attempts failed, the last with: {reason}; "
-                    f"{key} has the number of attempts and their time-out"
+                    f"{where}: cannot be {done}: {attempt} attempts failed, the last with: {reason}{hint}"
                 ) from error
         on_retry()
         # Ranks that fail together must not come back together.
@@ -100,7 +101,7 @@ def retried(
     raise AssertionError("at least one attempt")
 
 
-def file_system(scheme: str, settings: RemoteSettings, key: str = "data.remote") -> Any:
+def file_system(scheme: str, settings: RemoteSettings, key: str | None = "data.remote") -> Any:
     """A file system of fsspec's with connections of its own, which retries nothing itself.
 
     Args:
@@ -131,7 +132,8 @@ def file_system(scheme: str, settings: RemoteSettings, key: str = "data.remote")
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
         raise DistapError(f"{scheme}:// needs a package that is not installed ({error}){remedy}") from error
     except Exception as error:
-        raise DistapError(f"{key}.options.{scheme}: {error}; see fsspec's file system for what it takes") from error
+        where = f"{key}.options.{scheme}" if key else f"{scheme}://"
+        raise DistapError(f"{where}: {error}; see fsspec's file system for what it takes") from error
     if scheme == "s3":
         files.retries = 1
     if scheme == "gs":
@@ -143,6 +145,8 @@ def file_system(scheme: str, settings: RemoteSettings, key: str = "data.remote")
 def is_permanent(error: Exception) -> bool:
     """Whether another attempt at a remote would fail as this one did."""
     if isinstance(error, (*PERMANENT, *MISTAKES)) or type(error).__name__ in LACKS_CREDENTIALS:
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of this host, where a file is downloaded to
         return True
     status = getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
     if status == 401 and "Invalid Credentials" in str(error):  # Google's word for a token that has run out

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from distap.checkpoint.resumption import newest_of_store, probe
 from distap.checkpoint.store import Store
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
+from distap.checkpoint.writer import send_beside
 from distap.config import Recipe
 from distap.data.training import TrainingImages
 from distap.distributed import World
@@ -32,6 +34,7 @@ from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 
 # What goes to a store with checkpoints, beside them.
 BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
+BESIDE_SECONDS = 30.0  # for that alone, where a training fails
 logger = logging.getLogger("distap")
 
 
@@ -146,6 +149,12 @@ class RunState:
         state = {"step": step, "identity": self._identity(), "may_change": self._may_change(), "recipe": recipe}
         about = {"configuration": _hash(recipe), "data": self.images.fingerprint}
         return self._writer.save(step, self._tensors(), state, about, score)
+
+    def send_beside(self) -> None:
+        """Bring what rank 0 has written to the store, where there is one, though no checkpoint comes with it."""
+        if self._stored is not None and self.world.rank == 0:
+            until = time.monotonic() + BESIDE_SECONDS
+            send_beside(self._stored.by(until), self.recipe.run)
 
     def is_best(self, score: float | None) -> bool:
         """Whether a state with this validation mAP deserves a checkpoint of its own."""

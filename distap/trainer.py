@@ -195,6 +195,7 @@ class Trainer:
         keys = [name for name in self.world.gather_texts(read, share.total) if name]
         self.report.not_finite(self.done, result.skipped, keys)
         if self.not_finite >= self.recipe.step.max_not_finite:
+            self.state.send_beside()
             raise DistapError(
                 f"step {self.done}: the {result.skipped} was not finite in {self.not_finite} steps in a row "
                 f"(step.max_not_finite); their images are listed in {self.recipe.run / NOT_FINITE_LOG}. "

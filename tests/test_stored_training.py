@@ -1,6 +1,7 @@
 """Trainings whose checkpoints are in an object store, on hosts that share nothing else."""
 
 import dataclasses
+import json
 import os
 import signal
 
@@ -129,6 +130,18 @@ def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there
     assert "all 4 steps are done already" in caplog.text
     assert same(at(f"file://{store}"), before)
     assert list((run / "checkpoints").iterdir()) == []
+
+
+def test_the_images_of_a_loss_that_is_not_finite_are_in_the_store_though_no_checkpoint_follows(
+    tmp_path, training_shards
+):
+    changes = {**STEPS, "checkpoint__store": f"file://{tmp_path}/store", "step__max_not_finite": 1}
+    trainer = Trainer(recipe(tmp_path / "run", training_shards, **changes), World())
+    step = trainer.step
+    trainer.step = lambda *given: dataclasses.replace(step(*given), skipped="loss")
+    with pytest.raises(DistapError, match="the loss was not finite in 1 steps in a row"):
+        trainer.train()
+    assert len(json.loads((tmp_path / "store/not_finite.jsonl").read_text())["samples"]) == 25
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     url = str(where).rstrip("/")
     run, _, name = url.rpartition(f"/{FOLDER}/")
     is_named = NAME.fullmatch(name) is not None
-    stored = StoredRun(Store(run if is_named else url, RemoteSettings(), "environment"), beside=beside)
+    stored = StoredRun(Store(run if is_named else url, RemoteSettings(), key=None), beside=beside)
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
         here = Path(temporary)
         for chosen in [name] if is_named else _candidates(stored, best):

@@ -118,12 +118,14 @@ def _fetched(stored: StoredRun, name: str, room: Path, world: World) -> tuple[Ch
     """A checkpoint of the store on this host, if no host found damage; and what was found."""
 
     def fetch() -> str:
-        shutil.rmtree(room, ignore_errors=True)
-        room.mkdir(parents=True)
         try:
+            shutil.rmtree(room, ignore_errors=True)
+            room.mkdir(parents=True)
             stored.fetch(name, room)
         except DamagedCheckpointError as error:
             return str(error)
+        except OSError as error:
+            raise DistapError(f"{room}: a checkpoint cannot be downloaded to there: {error}; see run") from error
         return ""
 
     found = on_all(world, fetch, mine=world.local_rank == 0)

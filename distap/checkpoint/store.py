@@ -60,12 +60,12 @@ class Store:
     Args:
         url: of the folder.
         settings: retries, time-out, and options of the file system.
-        key: of the recipe that holds the settings, for messages.
+        key: of the recipe that holds the settings, for messages; none where they are not a recipe's.
     Raises:
         DistapError: the URL is wrong, or a package is not installed.
     """
 
-    def __init__(self, url: str, settings: RemoteSettings, key: str = "checkpoint.remote") -> None:
+    def __init__(self, url: str, settings: RemoteSettings, key: str | None = "checkpoint.remote") -> None:
         self.url = checked_url(url)
         self.settings, self.key = settings, key
         scheme = self.url.partition("://")[0]
@@ -143,6 +143,9 @@ class Store:
     def _remove(self, name: str) -> None:
         with suppress(MissingFileError):
             self._retried(lambda: self._answer("rm_file", self._path(name)), name, "removed")
+        if self.url.startswith("file://"):  # a bucket has no folders that could stay behind
+            with suppress(OSError):
+                Path(self._path(name)).parent.rmdir()
 
     def _download(self, name: str, path: Path) -> None:
         def fetched() -> None:

@@ -56,7 +56,7 @@ class StoredRun:
     keep_best: bool = True
     beside: tuple[str, ...] = ()
     joined: str = ""
-    _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of files beside, as last sent
+    _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # versions of the files beside that are there
     _manifests: dict[str, Manifest] = field(default_factory=dict)
 
     def where(self, name: str) -> str:
@@ -180,17 +180,20 @@ class StoredRun:
         )
 
     def save_beside(self, run: Path) -> None:
-        """Send what rank 0 writes beside checkpoints, where it has changed; what is gone from folders goes there."""
+        """Send what rank 0 writes beside checkpoints, where it has changed; what is gone here goes there."""
         here = {file.relative_to(run).as_posix() for pattern in self.beside for file in run.glob(pattern)}
         for name in sorted(here):
             try:
-                status = (run / name).stat()
-                if self._sent.get(name) != (status.st_size, status.st_mtime_ns):
+                version = _version(run / name)
+                if self._sent.get(name) != version:
                     self.store.upload(run / name, name)
-                    self._sent[name] = status.st_size, status.st_mtime_ns
+                    self._sent[name] = version
             except (FileNotFoundError, MissingFileError):
                 continue  # the training replaces its evaluations meanwhile
-        self.store.remove(name for name in self._in_folders() if name not in here)
+        # Nothing but what came from here: who named a folder that others use must not lose theirs.
+        for name in sorted(self._sent.keys() - here):
+            self.store.remove([name])
+            del self._sent[name]
 
     def fetch_beside(self, run: Path) -> None:
         """Bring that back into a run's folder."""
@@ -201,8 +204,11 @@ class StoredRun:
                 continue
             if name == self.joined and (run / name).exists():
                 there = set(data.splitlines())
-                data += b"".join(line + b"\n" for line in (run / name).read_bytes().splitlines() if line not in there)
+                mine = [line for line in (run / name).read_bytes().splitlines() if line not in there]
+                write_whole(run / name, data + b"".join(line + b"\n" for line in mine))
+                continue
             write_whole(run / name, data)
+            self._sent[name] = _version(run / name)
 
     def _in_folders(self) -> list[str]:
         """The files beside checkpoints that are in folders of their own, which may hold more or fewer each time."""
@@ -233,6 +239,12 @@ class StoredRun:
 
 def _with_manifest(listed: Mapping[str, set[str]]) -> list[str]:
     return sorted(name for name, files in listed.items() if MANIFEST_FILE in files)
+
+
+def _version(file: Path) -> tuple[int, int]:
+    """What changes when a file does."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _is_whole(folder: Path, manifest: Manifest, file: str) -> bool:

@@ -67,7 +67,7 @@ class CheckpointWriter:
     """Writes checkpoints in a thread, while training goes on; every rank has one and calls it alike.
 
     Args:
-        folder: of the run's checkpoints, which all hosts see.
+        folder: of the run's checkpoints, which all hosts see where there is no store.
         world: the ranks; they talk over a process group of their own here.
         keep: checkpoints that stay, the newest.
         keep_best: the one with the highest validation mAP stays as well.
@@ -234,7 +234,7 @@ class CheckpointWriter:
         def send() -> None:
             stored.upload(name, aside, files)
             if is_first:
-                stored.save_beside(self.folder.parent)
+                send_beside(stored, self.folder.parent)
 
         try:
             self._agreed(send)
@@ -249,7 +249,11 @@ class CheckpointWriter:
         """Keep what the store could not take, if this host has all of it; it takes the place of an earlier one."""
         if not all((aside / file).is_file() for file in manifest.files):
             return False
-        self._publish(aside, path, manifest, keep=1)
+        try:
+            self._publish(aside, path, manifest, keep=1)
+        except (OSError, DistapError) as error:
+            logger.warning("%s: what the store could not take cannot stay here either: %s", path, error)
+            return False
         self._kept_here.append(path)
         return True
 
@@ -283,6 +287,14 @@ class CheckpointWriter:
         if errors:
             raise _RankError("; ".join(errors), all(may_pass for _, _, may_pass in answers))
         return [result for result, _, _ in answers]
+
+
+def send_beside(stored: StoredRun, run: Path) -> None:
+    """Bring what is beside checkpoints to the store; curves with a gap are no reason to lose a checkpoint."""
+    try:
+        stored.save_beside(run)
+    except (OSError, DistapError) as error:
+        logger.warning("not in the store, but in %s: %s", run, error)
 
 
 class _RankError(OSError):

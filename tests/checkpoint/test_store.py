@@ -155,7 +155,7 @@ def test_what_was_sent_without_its_manifest_is_no_checkpoint_and_the_next_one_re
     assert newest(stored, tmp_path / "run")[0] == 1
     save(stored, tmp_path / "run", 3)
     assert steps(stored) == [1, 3]
-    assert list(half.iterdir()) == []
+    assert not half.exists()
 
 
 def test_the_newest_and_the_best_stay_in_the_store(tmp_path):
@@ -195,9 +195,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_does_not_count_among_the_newest(t
     assert steps(stored) == [2]
     save(stored, tmp_path / "run", 5)
     stored.set_aside(stored.names()[0])
-    assert [path.name[:13] for path in (tmp_path / "store/checkpoints").iterdir() if any(path.iterdir())] == [
-        "step-00000005"
-    ]
+    assert [path.name[:13] for path in (tmp_path / "store/checkpoints").iterdir()] == ["step-00000005"]
 
 
 def test_a_later_checkpoint_that_cannot_be_set_aside_does_not_push_new_ones_out(tmp_path):
