@@ -264,7 +264,9 @@ class StopSection(Section):
     """What happens on SIGTERM or SIGINT: all ranks finish the step, write a checkpoint and leave."""
 
     grace_seconds: PositiveFloat = Field(
-        300, description="from the signal to the end of the process, whatever it does; less than the scheduler gives"
+        300,
+        description="from the signal to the end of the process, whatever it does; less than the scheduler gives. The "
+        "last checkpoint has to be written by then, and be in checkpoint.store where there is one",
     )
 
 

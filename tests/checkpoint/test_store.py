@@ -60,8 +60,11 @@ def newest(stored, run, world=None):
     with newest_of_store(stored, run / "checkpoints", world or World()) as found:
         if found is None:
             return None
-        tensors = {name: tensor.tolist() for name, tensor in found.checkpoint.tensors().items()}
-        return found.checkpoint.step, tensors, found.checkpoint.state(), found.passed_over
+        return found.checkpoint.step, found.checkpoint.tensors(), found.checkpoint.state(), found.passed_over
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def flip(stored, name, file):
@@ -74,7 +77,7 @@ def flip(stored, name, file):
 @pytest.mark.parametrize("kind", ["s3", "gs", "file"])
 @pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")  # of aiohttp, about gcsfs
 def test_what_one_host_saves_another_loads(tmp_path, kind):
-    large = {"network.large": torch.rand(6_000_000)}  # sent in parts
+    large = {"network.large": torch.rand(9_000_000)}  # sent in parts
     servers = {"s3": s3_server, "gs": gcs_server, "file": lambda: nullcontext({})}
     with servers[kind]() as options:
         url = f"file://{tmp_path}/store" if kind == "file" else f"{kind}://shards/round"
@@ -86,7 +89,7 @@ def test_what_one_host_saves_another_loads(tmp_path, kind):
         assert written.error is None
         step, tensors, state, passed_over = newest(stored_at(url, options), tmp_path / "second")
         assert (step, state, passed_over) == (3, STATE, [])
-        assert tensors == {name: tensor.tolist() for name, tensor in (TENSORS | large).items()}
+        assert same(tensors, TENSORS | large)
     for host in ("first", "second"):
         assert list((tmp_path / host / "checkpoints").iterdir()) == []
 
@@ -226,6 +229,7 @@ def test_what_the_store_cannot_take_stays_here_until_it_has_a_newer_one(tmp_path
         here = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
         assert here == {1: [], 2: ["step-00000002"], 3: ["step-00000003"], 4: []}[step]
     assert [outcome.error is None for outcome in outcomes] == [True, False, False, True]
+    assert not outcomes[1].may_pass
     assert f"it stays in {tmp_path}/run/checkpoints/step-00000002" in outcomes[1].error
     assert steps(stored) == [1, 4]
 
@@ -257,7 +261,7 @@ def _two_hosts(world, folder, options):
     assert save(stored, run, 2, tensors=tensors, world=world).error is None
     step, loaded, _, _ = newest(stored, run, world)
     assert step == 2
-    assert loaded == {name: tensor.tolist() for name, tensor in tensors.items()}
+    assert same(loaded, tensors)
     # Rank 0 alone has something newer on its disk.
     if world.rank == 0:
         save(None, run, 3, tensors=TENSORS)
@@ -276,15 +280,16 @@ def _two_hosts(world, folder, options):
     # Rank 1's store is elsewhere: half of the checkpoint is missing, and it must not count on either.
     elsewhere = stored_at(f"file://{folder}/store-{world.rank}")
     failed = save(elsewhere, run, 5, tensors=tensors, world=world)
-    return found[0], [name[:13] for name in found[3]], failed.error, elsewhere.names()
+    return found[0], [name[:13] for name in found[3]], failed, elsewhere.names()
 
 
 def test_two_hosts_share_nothing_but_the_store(tmp_path, s3):
     answers = on_ranks(2, _two_hosts, tmp_path, s3)
-    for step, passed_over, error, names in answers:
+    for step, passed_over, failed, names in answers:
         assert (step, passed_over, names) == (1, ["step-00000002"], [])
-        assert "__1_0.distcp was sent" in error
-        assert "and is not there; do all hosts write to the same store?" in error
+        assert "__1_0.distcp was sent" in failed.error
+        assert "and is not there; do all hosts write to the same store?" in failed.error
+        assert failed.may_pass
     left = [path.name for path in (tmp_path / "host-1/checkpoints").iterdir()]
     assert left == []
 
