@@ -1,3 +1,4 @@
+import logging
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from hypothesis import settings
 from PIL import Image
 
 from distap.data.packing import pack
+from distap.telemetry import logs
 
 # Processes that the tests start hear Ctrl-C, also where the tests run in the background of a shell.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,6 +46,18 @@ def _another_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logging_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command sets up the log of its process, which ends with it; a test's does not."""
+    logger = logging.getLogger("distap")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logs, "_origin", logs._Origin())
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

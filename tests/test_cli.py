@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -90,7 +91,7 @@ def test_bad_input_gets_a_clear_error_and_a_non_zero_exit(tmp_path, monkeypatch,
     filled = [argument.format(config=config, tmp=tmp_path) for argument in arguments]
     assert distap(monkeypatch, *filled) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
+    assert re.match(r"error: |\S+ ERROR run=run rank=0 step=- ", printed)  # the latter of a training that has begun
     assert message in printed
     assert "Traceback" not in printed
 

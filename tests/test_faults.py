@@ -204,7 +204,7 @@ def test_on_a_full_disk_the_run_goes_on_and_the_good_checkpoint_stays(small_disk
     status, output = run.go(2)
     assert status == MISTAKE, output
     assert "step-00000004: the checkpoint cannot be written" in output
-    assert re.search(r"error: .*step-00000008: the last checkpoint cannot be written.*MB are free", output)
+    assert re.search(r"ERROR run=run .*step-00000008: the last checkpoint cannot be written.*MB are free", output)
     assert len(losses(run.folder)) == STEPS
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
     subprocess.run(["mount", "-o", "remount,size=400m", str(disk)], check=True)
@@ -221,7 +221,7 @@ def test_a_tar_that_was_cut_short_is_refused_by_name_before_training(tmp_path, t
     shard.write_bytes(shard.read_bytes()[:-1024])
     status, output = Run(tmp_path, [tmp_path / "cut"]).go(2, restarts=2)
     assert status == MISTAKE, output
-    assert re.search(r"error: .*000001\.tar: \d+ bytes, but \d+ when it was indexed", output)
+    assert re.search(r"ERROR run=run .*000001\.tar: \d+ bytes, but \d+ when it was indexed", output)
 
 
 def test_a_corrupt_jpeg_is_left_out_and_named(tmp_path):

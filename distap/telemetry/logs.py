@@ -55,7 +55,8 @@ def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
     _origin.run, _origin.rank, _origin.form = run, rank, form
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logger.setLevel(logging.WARNING if rank else logging.INFO)
+    handler.setLevel(logging.WARNING if rank else logging.INFO)
+    logger.setLevel(handler.level)
     if form == "text":
         logger.handlers, logger.propagate = [handler], False
         return
