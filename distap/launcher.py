@@ -183,6 +183,11 @@ class Agent(LocalElasticAgent):
         self._has_started = True
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
+    def _shutdown(self, *arguments: Any, **more: Any) -> None:
+        for process in self._processes():
+            free_lock(process)
+        super()._shutdown(*arguments, **more)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._has_failed():
             self._let_leave()
@@ -242,6 +247,17 @@ class Agent(LocalElasticAgent):
         """Whether the rendezvous of the hosts can be reached."""
         host, port = parse_rendezvous_endpoint(torchrun.get_rdzv_endpoint(self._settings), C10D_PORT)
         return port == 0 or answers(host, port)  # 0: a host alone, which chose its port itself
+
+
+def free_lock(process: subprocess.Popen[bytes]) -> None:
+    """Have the process waited for again, where a signal came in the middle of its `poll`.
+
+    torch's signal handler raises wherever the main thread is. Where `poll` has just taken its lock, it stays taken,
+    and a rank that has left is waited for until it would be killed, and as long again.
+    """
+    lock: threading.Lock = process._waitpid_lock  # type: ignore[attr-defined]
+    lock.acquire(timeout=POLL_SECONDS)  # another thread has it for an instant only
+    lock.release()
 
 
 @contextmanager

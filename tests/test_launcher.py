@@ -1,13 +1,15 @@
 import os
 import signal
+import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from launching import launcher, started
 
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, MISTAKE, RESTART
-from distap.launcher import launch, launch_training, status_of
+from distap.launcher import free_lock, launch, launch_training, status_of
 
 TWO = "--standalone --nproc-per-node=2"
 
@@ -71,3 +73,27 @@ def test_a_rank_without_an_outcome_has_crashed():
     assert status_of({0: RESTART, 1: FAILED}) == RESTART
     assert status_of({}) == status_of({0: FAILED}) == FAILED
     assert status_of({0: FAILED, 1: MISTAKE}) == status_of({0: RESTART, 1: MISTAKE}) == MISTAKE
+
+
+def test_a_process_whose_poll_was_interrupted_is_seen_to_end():
+    class InterruptionError(Exception):
+        pass
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptionError
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            while not process._waitpid_lock.locked():
+                signal.setitimer(signal.ITIMER_REAL, 1e-3)
+                with suppress(InterruptionError):
+                    while True:
+                        process.poll()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        process.stdin.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        free_lock(process)
+        assert process.wait(60) == 1
