@@ -256,7 +256,7 @@ def free_lock(process: subprocess.Popen[bytes]) -> None:
     and a rank that has left is waited for until it would be killed, and as long again.
     """
     lock: threading.Lock = process._waitpid_lock  # type: ignore[attr-defined]
-    lock.acquire(timeout=POLL_SECONDS)  # another thread has it for an instant only
+    lock.acquire(timeout=PROBE_SECONDS)  # another thread has it for an instant only
     lock.release()
 
 
