@@ -25,6 +25,7 @@ from torchvision.transforms.v2 import functional as F
 
 from distap.bench.photos import jpeg, photo
 from distap.bench.tables import figures_table
+from distap.data.augmentation import Augmentation
 from distap.data.decoding import Box, EncodedImage, reduction
 from distap.data.index import load_index
 from distap.data.loading import SlotImages, training_shares
@@ -33,7 +34,7 @@ from distap.data.plan import Classes, Plan
 from distap.data.progress import Track, untracked
 from distap.data.reading import Reader
 from distap.data.sampling import RandomSampling
-from distap.data.transforms import Augmentation, CropAndVary, Croppable, Transform, seeded, training_transform
+from distap.data.transforms import CropAndVary, Croppable, Transform, seeded, training_transform
 from distap.stopwatch import Stopwatch
 from distap.telemetry.page import write_page
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from distap.checkpoint.folder import Checkpoint, find_checkpoint
 from distap.checkpoint.manifest import DamagedCheckpointError
-from distap.checkpoint.store import Store, is_url
+from distap.checkpoint.store import Store
 from distap.checkpoint.stored import FOLDER, NAME, StoredRun, step_of
 from distap.errors import DistapError
 from distap.remotes import RemoteSettings
+from distap.store_urls import is_url
 
 logger = logging.getLogger("distap")
 

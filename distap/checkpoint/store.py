@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import re
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,45 +12,13 @@ from typing import Any, TypeVar
 from fsspec.asyn import sync
 from fsspec.callbacks import Callback as Progress
 
-from distap.errors import DistapError
 from distap.remotes import MissingFileError, RemoteSettings, UnreachableError, file_system, is_permanent, retried
+from distap.store_urls import checked_url
 
 KEY = "checkpoint.store"
 PART = 16 * 2**20  # bytes of a file that are sent at once
 AT_ONCE = 4  # files
-UNWRITABLE = {"http": "a web server", "https": "a web server", "memory": "the memory of one process"}
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 T = TypeVar("T")
-
-
-def is_url(where: str | Path) -> bool:
-    """Whether it is a URL, and no path on disk."""
-    return _URL.fullmatch(str(where)) is not None
-
-
-def checked_url(url: str) -> str:
-    """The URL of a folder in a store, without its last slash.
-
-    Raises:
-        DistapError: it is none, or nothing can be kept there.
-    """
-    match = _URL.fullmatch(url)
-    if match is None:
-        raise DistapError(
-            f"{url!r} is no URL; expected one such as s3://bucket/folder, gs://bucket/folder or file:///x"
-        )
-    scheme, rest = match[1].lower(), match[2]
-    if scheme in UNWRITABLE:
-        raise DistapError(f"{url}: {UNWRITABLE[scheme]} keeps no checkpoints; expected s3://, gs:// or file://")
-    host = rest.partition("/")[0]
-    if "@" in host:
-        raise DistapError(
-            f"{scheme}://...@{host.rpartition('@')[2]}: credentials in a URL end up in logs and checkpoints; "
-            "put them into the environment"
-        )
-    if (scheme == "file") != (host == "") or not rest.strip("/"):
-        raise DistapError(f"{url}: expected a bucket after ://, or of file:// a whole path, such as file:///mnt/runs")
-    return f"{scheme}://{rest.rstrip('/')}"
 
 
 class Store:

@@ -14,11 +14,10 @@ from pydantic import (
     field_validator,
 )
 
-from distap.checkpoint.store import checked_url
+from distap.data.augmentation import Augmentation
 from distap.data.cache import CacheSettings
 from distap.data.locations import Source, parse_source
 from distap.data.pixels import PixelSettings
-from distap.data.transforms import Augmentation
 from distap.engine import PrecisionName
 from distap.errors import DistapError
 from distap.optimisation import GroupSettings
@@ -34,6 +33,7 @@ from distap.ranking import (
     TieAwareAP,
 )
 from distap.remotes import RemoteSettings
+from distap.store_urls import checked_url
 from distap.telemetry.loggers import LOGGERS, LoggerSettings, MLflow, TensorBoard, WeightsAndBiases
 
 

@@ -11,8 +11,6 @@ from os import environ
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch.fx.experimental._config
 from torch import Tensor
 
 # From about this many pairs a rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
@@ -86,6 +84,10 @@ def _few_graphs() -> Iterator[None]:
     By default sizes that happen to be equal are taken to be always so, and after eight graphs a function silently
     runs uncompiled.
     """
+    # Imported here, since it takes a second that only who compiles should wait.
+    import torch._dynamo
+    import torch.fx.experimental._config
+
     shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
     with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
         yield

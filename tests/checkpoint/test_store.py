@@ -13,12 +13,13 @@ from servers import gcs_server, s3_files, s3_server
 
 from distap.checkpoint import CheckpointWriter, DamagedCheckpointError
 from distap.checkpoint.resumption import newest_of_store, probe
-from distap.checkpoint.store import Store, checked_url
+from distap.checkpoint.store import Store
 from distap.checkpoint.stored import StoredRun
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.exits import FAILED, MISTAKE
 from distap.remotes import MissingFileError, RemoteSettings, UnreachableError
+from distap.store_urls import checked_url
 
 TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "memory.labels": torch.arange(4)}
 STATE = {"step": 3, "names": ["x"]}

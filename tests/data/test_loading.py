@@ -2,13 +2,14 @@ import numpy as np
 import pytest
 import torch
 
+from distap.data.augmentation import Augmentation
 from distap.data.decoding import DamagedImageError, decode
 from distap.data.index import load_index
 from distap.data.loading import NO_SAMPLE, OrderedImages, SlotImages, evaluation_chunks, training_shares
 from distap.data.plan import Classes, Plan
 from distap.data.reading import Reader
 from distap.data.sampling import RandomSampling
-from distap.data.transforms import Augmentation, evaluation_transform, training_transform
+from distap.data.transforms import evaluation_transform, training_transform
 from distap.stopwatch import Stopwatch
 
 AUGMENTATION = Augmentation(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
