@@ -73,14 +73,13 @@ class Outlet:
     def _work(self) -> None:
         opened = self._opened()
         while (line := self._queue.get()) is not None:
-            try:
-                if opened is not None:
-                    opened.log(line.step, line.time, line.figures)
-            except Exception as error:
-                self._lose(_told(error))
+            if opened is None:
+                self._lose("it could not be opened")
             else:
-                if opened is None:
-                    self._lose("it could not be opened")
+                try:
+                    opened.log(line.step, line.time, line.figures)
+                except Exception as error:
+                    self._lose(_told(error))
             self._done += 1
         if opened is not None:
             try:
