@@ -116,7 +116,7 @@ def test_a_rank_killed_while_the_last_checkpoint_is_written_or_while_evaluating_
     status, output = run.go(2, f"SIGKILL rank=1 step={STEPS - 1} stage=checkpoint")
     assert status == FAILED, output
     assert re.search(
-        r"error: rank 0: writing of the checkpoint \(.*\) failed: rank 1 \(\S+, pid \d+\) has not", output
+        r"ERROR .* rank 0: writing of the checkpoint \(.*\) failed: rank 1 \(\S+, pid \d+\) has not", output
     )
 
 
