@@ -5,16 +5,16 @@ from pathlib import Path
 
 from distap.config import Recipe, load_recipe
 from distap.errors import DistapError
-from distap.manifests.request import Request, claim_of
+from distap.manifests.request import Request, claim_of, quantity_bytes
 
 RECIPE = "/etc/distap/recipe.yaml"
 ALWAYS_MOUNTED = ("/runs", "/spool", "/tmp")
-SET_HERE = {  # keys that the manifests rely on, and the option that says them
-    "run": "--name",
-    "metrics.port": "nothing: probes and monitoring expect 9400",
-    "metrics.address": "nothing: Prometheus is another pod",
-    "data.pixels.spool_folder": "nothing: it is the volume /spool",
-    "checkpoint.store": "--checkpoints",
+SET_HERE = {  # keys that the manifests rely on, and what they are
+    "run": "set by --name",
+    "metrics.port": "9400, where probes and Prometheus look",
+    "metrics.address": "0.0.0.0, since Prometheus is another pod",
+    "data.pixels.spool_folder": "/spool, a volume",
+    "checkpoint.store": "set by --checkpoints",
 }
 
 
@@ -27,16 +27,15 @@ def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides:
         recipe: the file that was given.
         overrides: changes to it that were given.
     Raises:
-        DistapError: an override is one that an option says.
+        DistapError: an override changes what the manifests rely on, or the recipe is wrong.
     """
     for override in overrides:
-        key = override.partition("=")[0]
-        if key in SET_HERE:
-            raise DistapError(f"{override}: in a pod {key} is set by {SET_HERE[key]}; leave it out")
+        _check_override(override)
     runs = claim_of(request.checkpoints, "--checkpoints")
     folder = "/".join(filter(None, ("/runs", runs.folder if runs else "", request.name)))
     start = [f"run={folder}" if argument.startswith("run=") else argument for argument in base]
-    return [*start, *overrides, *_places(request), *_cache(recipe, overrides)]
+    arguments = [*start, *overrides, *_places(request)]
+    return [*arguments, *_instead(_read(recipe, arguments), request)]
 
 
 def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Recipe:
@@ -49,7 +48,7 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
     Raises:
         DistapError: the recipe is wrong, or does not fit the options or a pod.
     """
-    recipe = load_recipe(path, arguments[arguments.index(RECIPE) + 1 :])
+    recipe = _read(path, arguments)
     _check_batch(recipe, request)
     if recipe.precision == "fp16" and not request.gpus:
         raise DistapError("--gpus 0: precision fp16 needs GPUs; set precision=bf16 or float32, or --gpus")
@@ -57,7 +56,30 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
         _check_path("engine.config", str(recipe.engine.config), request)
     for key, text in _local_paths(recipe):
         _check_path(key, text, request)
+    cache = recipe.data.cache
+    if cache is not None and request.spool and quantity_bytes(request.spool, "--spool") < cache.max_bytes:
+        raise DistapError(
+            f"--spool {request.spool}: pods would be evicted once data.cache is full, at the {cache.max_bytes} bytes "
+            "of data.cache.max_bytes; make one of them fit, or leave --spool out"
+        )
     return recipe
+
+
+def _check_override(override: str) -> None:
+    key = override.partition("=")[0]
+    for one, value in SET_HERE.items():
+        if one == key:
+            raise DistapError(f"{override}: in a pod {key} is {value}; leave it out")
+        if one.startswith(f"{key}."):
+            raise DistapError(
+                f"{override}: takes the place of the whole section {key}, of which {one} is {value}; give the keys "
+                f"one by one, as {key}.KEY=VALUE"
+            )
+
+
+def _read(path: Path, arguments: Sequence[str]) -> Recipe:
+    """The recipe with the overrides among the arguments of the container."""
+    return load_recipe(path, arguments[arguments.index(RECIPE) + 1 :])
 
 
 def _places(request: Request) -> Iterator[str]:
@@ -74,9 +96,12 @@ def _places(request: Request) -> Iterator[str]:
         yield f"checkpoint.store={request.checkpoints.rstrip('/')}/{request.name}"
 
 
-def _cache(path: Path, overrides: Sequence[str]) -> Iterator[str]:
-    if load_recipe(path, overrides).data.cache is not None:
+def _instead(recipe: Recipe, request: Request) -> Iterator[str]:
+    """What takes the place of places that the recipe names."""
+    if recipe.data.cache is not None:
         yield "data.cache.folder=/spool"
+    if recipe.checkpoint.store is not None and claim_of(request.checkpoints, "--checkpoints") is not None:
+        yield "checkpoint.store=null"
 
 
 def _check_batch(recipe: Recipe, request: Request) -> None:

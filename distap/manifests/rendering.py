@@ -22,6 +22,7 @@ KILL_SECONDS = 30  # for the container to end, once the launcher has killed rank
 FIRST_METRICS_PORT = 9400
 RENDEZVOUS_PORT = 29400
 SCRAPER = "/spec/ingress/1/from/0/namespaceSelector/matchLabels"  # of the NetworkPolicy in k8s/base
+BEFORE_THE_TRAINING = ["NetworkPolicy", "ConfigMap", "Service", "TrainingRuntime", "ClusterTrainingRuntime"]
 COMPONENT = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
 
 
@@ -35,32 +36,23 @@ def render(manifests: Path, output: Path, request: Request, recipe: Path, overri
         recipe: the file.
         overrides: changes to it.
     Raises:
-        DistapError: options and recipe do not fit, or something else is at `output`; nothing was written.
+        DistapError: options and recipe do not fit, or the folder cannot be written; nothing was.
     """
     base = yaml.safe_load((manifests / "base" / "job.yaml").read_text())
     arguments = arguments_of(_container(base)["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
     _check_output(output)
     output = output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
-        draft = Path(scratch, "draft")
-        shutil.copytree(manifests / "base", draft / "base")
-        components = _components(request)
-        for component in components:
-            if component != "training":
-                shutil.copytree(manifests / component, draft / component)
-        (draft / "training").mkdir()
-        shutil.copyfile(recipe, draft / "training" / "recipe.yaml")
-        _write(draft / "training" / "job.yaml", _job(base, request, checked, arguments))
-        _write(draft / "training" / "name.yaml", _replaced("/metadata/name", request.name))
-        scraper = {"kubernetes.io/metadata.name": request.monitoring}
-        _write(draft / "training" / "monitoring.yaml", _replaced(SCRAPER, scraper))
-        _write(draft / "training" / "kustomization.yaml", _training(request))
-        _write(draft / "kustomization.yaml", _kustomization(request, components))
-        if output.exists():
-            shutil.rmtree(output)
-        draft.rename(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
+            draft = Path(scratch, "draft")
+            _fill(draft, manifests, request, recipe, _job(base, request, checked, arguments))
+            if output.exists():
+                shutil.rmtree(output)
+            draft.rename(output)
+    except OSError as error:
+        raise DistapError(f"--output {output}: cannot be written: {error.strerror or error}") from error
 
 
 def rendered(manifests: Path, request: Request, recipe: Path, overrides: Sequence[str] = ()) -> str:
@@ -72,6 +64,22 @@ def rendered(manifests: Path, request: Request, recipe: Path, overrides: Sequenc
     with tempfile.TemporaryDirectory() as scratch:
         render(manifests, Path(scratch, request.name), request, recipe, overrides)
         return built(Path(scratch, request.name))
+
+
+def _fill(draft: Path, manifests: Path, request: Request, recipe: Path, job: dict[str, Any]) -> None:
+    shutil.copytree(manifests / "base", draft / "base")
+    components = _components(request)
+    for component in components:
+        if component != "training":
+            shutil.copytree(manifests / component, draft / component)
+    training = draft / "training"
+    training.mkdir()
+    shutil.copyfile(recipe, training / "recipe.yaml")
+    _write(training / "job.yaml", job)
+    _write(training / "name.yaml", _replaced("/metadata/name", request.name))
+    _write(training / "monitoring.yaml", _replaced(SCRAPER, {"kubernetes.io/metadata.name": request.monitoring}))
+    _write(training / "kustomization.yaml", _training(request))
+    _write(draft / "kustomization.yaml", _kustomization(request, components))
 
 
 def _check_output(output: Path) -> None:
@@ -103,6 +111,11 @@ def _kustomization(request: Request, components: list[str]) -> dict[str, Any]:
         **({"namespace": request.namespace} if request.namespace else {}),
         "resources": ["base"],
         "components": components,
+        # Pods start behind their policy. A TrainJob is refused before its runtime, which by name comes after it.
+        "sortOptions": {
+            "order": "legacy",
+            "legacySortOptions": {"orderFirst": BEFORE_THE_TRAINING, "orderLast": []},
+        },
     }
 
 
@@ -147,7 +160,14 @@ def _job(base: dict[str, Any], request: Request, recipe: Recipe, arguments: list
         "subdomain": request.name,
         "terminationGracePeriodSeconds": ceil(recipe.stop.grace_seconds) + MARGIN_SECONDS + KILL_SECONDS,
         **({"priorityClassName": request.priority} if request.priority else {}),
-        "containers": [{"name": _container(base)["name"], "args": arguments, **_settings(request, sizes)}],
+        "containers": [
+            {
+                "name": _container(base)["name"],
+                # Else the kubelet takes a $(NAME) of a recipe's text for a variable.
+                "args": [argument.replace("$", "$$") for argument in arguments],
+                **_settings(request, sizes),
+            }
+        ],
         "volumes": _volumes(request, sizes),
     }
     labels = {"kueue.x-k8s.io/queue-name": request.queue} if request.queue else {}
@@ -198,7 +218,9 @@ def _volumes(request: Request, sizes: Sizes) -> list[dict[str, Any]]:
         "shm": _scratch(f"{sizes.shared_memory}Gi"),
     }
     if data is not None:
-        volumes["data"] = {"persistentVolumeClaim": {"claimName": data.name}}
+        # Mounted read-only in any case; but drivers that are asked to mount a claim both ways take one for all.
+        both = {"readOnly": None} if runs and runs.name == data.name else {}
+        volumes["data"] = {"persistentVolumeClaim": {"claimName": data.name, **both}}
     return [{"name": name, **volume} for name, volume in volumes.items()]
 
 

@@ -19,12 +19,14 @@ POD_NAMES: dict[Kind, str] = {
 }
 SHARED_STORES = ("s3", "gs")
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"{_NAMESPACE.pattern}(\.{_NAMESPACE.pattern})*")
+_STORE = re.compile(rf"({'|'.join(SHARED_STORES)})://[^\s/?#]+(/[^\s?#]*)?")
 _QUANTITY = re.compile(r"([1-9][0-9]*)(Ki|Mi|Gi|Ti|k|M|G|T)?")
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BYTES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _IMAGE = re.compile(
-    r"(?P<name>[^\s:@]+(:\d+/[^\s:@]+)?)(:(?P<tag>[\w][\w.-]{0,127}))?(@(?P<digest>sha256:[0-9a-f]{64}))?"
+    r"(?P<name>([^\s:@/]+(:\d+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*)(:(?P<tag>[\w][\w.-]{0,127}))?(@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
 
 
@@ -132,16 +134,16 @@ class Request:
                 f"--name {self.name}: its pods would be called {pod}, which is longer than the {LONGEST_NAME} "
                 f"characters that Kubernetes allows; make it {excess} shorter"
             )
-        for option, text in (
-            ("--namespace", self.namespace),
-            ("--queue", self.queue),
-            ("--secret", self.secret),
-            ("--monitoring", self.monitoring),
-            ("--priority", self.priority),
+        for option, text, form, characters in (
+            ("--namespace", self.namespace, _NAMESPACE, "digits and dashes"),
+            ("--monitoring", self.monitoring, _NAMESPACE, "digits and dashes"),
+            ("--queue", self.queue, _SUBDOMAIN, "digits, dashes and dots"),
+            ("--secret", self.secret, _SUBDOMAIN, "digits, dashes and dots"),
+            ("--priority", self.priority, _SUBDOMAIN, "digits, dashes and dots"),
         ):
-            if text is not None and not (_SUBDOMAIN.fullmatch(text) and len(text) <= LONGEST_NAME):
+            if text is not None and not (form.fullmatch(text) and len(text) <= LONGEST_NAME):
                 raise DistapError(
-                    f"{option} {text!r}: expected a name of lower-case letters, digits, dashes and dots, "
+                    f"{option} {text!r}: expected a name of lower-case letters, {characters}, "
                     f"{LONGEST_NAME} characters at most"
                 )
 
@@ -170,8 +172,7 @@ class Request:
                 f"--validation {self.validation}: one claim is mounted, that of --data ({self.data}); expected a "
                 "folder of it, or a URL"
             )
-        scheme, separator, _ = self.checkpoints.partition("://")
-        if claim_of(self.checkpoints, "--checkpoints") is None and not (separator and scheme in SHARED_STORES):
+        if claim_of(self.checkpoints, "--checkpoints") is None and not _STORE.fullmatch(self.checkpoints):
             raise DistapError(
                 f"--checkpoints {self.checkpoints}: expected pvc://CLAIM or pvc://CLAIM/FOLDER, of a claim that all "
                 "pods can write to (ReadWriteMany), or an object store, such as s3://bucket/prefix or gs://bucket/prefix"
@@ -192,7 +193,7 @@ def parsed_image(text: str) -> Image:
     """The parts of an image's name."""
     match = _IMAGE.fullmatch(text)
     if match is None:
-        raise DistapError(f"--image {text!r}: expected NAME@sha256:DIGEST or NAME:TAG")
+        raise DistapError(f"--image {text!r}: expected NAME@sha256:DIGEST or NAME:TAG, the name in lower case")
     return Image(match["name"], match["tag"], match["digest"])
 
 

@@ -86,7 +86,7 @@ def _text(build: str) -> str:
                 text = recipe.read_text().replace("/data/", "s3://bucket/")
                 recipe.write_text(text.replace("{every: 20}", "{every: 20, store: s3://bucket/runs}"))
             (folder / "kustomization.yaml").write_text(
-                yaml.safe_dump({"resources": ["base"], "components": components})
+                yaml.safe_dump({"resources": ["base"], "components": components, "sortOptions": {"order": "fifo"}})
             )
         else:
             recipe = Path(scratch, "recipe.yaml")

@@ -281,6 +281,7 @@ def runtimes_are_what_the_operator_expects(parts: Parts) -> None:
     injected = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
     assert not injected & {entry["name"] for entry in parts.container["env"]}
     assert "env" not in parts.outer["spec"]["trainer"]
+    assert parts.objects.index(runtime) < parts.objects.index(parts.outer), "refused before there is a runtime"
 
 
 CHECKS: list[Check] = [

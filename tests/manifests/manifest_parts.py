@@ -148,8 +148,8 @@ def parts_of(objects: Objects) -> Parts:
 
 
 def _expanded(text: str, environment: dict[str, str]) -> str:
-    """With $(NAME) replaced as the kubelet does it: what is unknown stays."""
-    return re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), text)
+    """With $(NAME) replaced as the kubelet does it: what is unknown stays, and $$ is a dollar."""
+    return re.sub(r"\$(?:\$|\((\w+)\))", lambda match: environment.get(match[1], match[0]) if match[1] else "$", text)
 
 
 @contextmanager

@@ -184,6 +184,7 @@ BROKEN: list[tuple[checks.Check, str, Breaking]] = [
         TRAIN_JOB,
         lambda parts: parts.container["env"].append({"name": "PET_NNODES", "value": "4"}),
     ),
+    (checks.runtimes_are_what_the_operator_expects, TRAIN_JOB, lambda parts: parts.objects.reverse()),
 ]
 
 

@@ -113,6 +113,36 @@ def test_overrides_are_arguments_and_checked(tmp_path, recipe):
     assert "steps=7" in job_of(folder)["containers"][0]["args"]
 
 
+def test_what_options_say_need_not_be_in_the_recipe(tmp_path, recipe):
+    recipe.write_text(
+        "steps: 100\nsampling: {name: random, batch_size: 64}\nevaluation: {every: 5}\ndata: {image_size: 224}"
+    )
+    arguments = job_of(rendered_folder(tmp_path / "out", recipe))["containers"][0]["args"]
+    assert {"run=/runs/team/emoji", "data.train=/data/train", "data.validation=/data/test"} <= set(arguments)
+
+
+@needs_kubectl
+def test_a_store_of_the_recipe_gives_way_to_a_claim(recipe):
+    recipe.write_text(RECIPE + "checkpoint: {store: s3://bucket/mine}")
+    parts = parts_of(list(yaml.safe_load_all(rendered(K8S, request(**CLAIMS), recipe))))
+    assert parts.recipe.checkpoint.store is None
+
+
+@needs_kubectl
+def test_text_of_an_override_reaches_the_program_as_it_was_given(recipe):
+    text = "of $(HOME), $$ and 'a: b'"
+    objects = yaml.safe_load_all(rendered(K8S, request(**CLAIMS), recipe, [f'logs.run_id="{text}"']))
+    assert parts_of(list(objects)).recipe.run_id == text
+
+
+@needs_kubectl
+def test_a_claim_for_both_is_asked_for_once_to_be_written_to(recipe):
+    places = {"data": "pvc://team/data", "validation": None, "checkpoints": "pvc://team/runs"}
+    parts = parts_of(list(yaml.safe_load_all(rendered(K8S, request(**places), recipe))))
+    assert parts.mounts["/data"]["persistentVolumeClaim"] == {"claimName": "team"}
+    assert parts.mounts["/data"]["readOnly"]
+
+
 def test_a_spool_is_as_large_as_the_pixels_and_the_cache(tmp_path, recipe):
     size = ("sampling.batch_size=40000", "data.image_size=1000")
     cache = "data.cache={folder: /anywhere, max_bytes: 1000000000000}"
@@ -139,6 +169,8 @@ REFUSED = [
     ({"gpus": 32}, "--gpus 32: 16 ranks"),
     ({"cpu": 1, "ranks": 2}, "--cpu 1"),
     ({"image": "my image"}, "--image 'my image'"),
+    ({"image": "registry.example/Team/Distap:1.0"}, "the name in lower case"),
+    ({"namespace": "research.vision"}, "--namespace 'research.vision'"),
     ({"memory": "64GB"}, "--memory '64GB'"),
     ({"spool": "much"}, "--spool 'much'"),
     ({"data": "pvc://Shards"}, "--data pvc://Shards"),
@@ -146,6 +178,8 @@ REFUSED = [
     ({"validation": "pvc://others/test"}, "--validation pvc://others/test"),
     ({"checkpoints": "/mnt/runs"}, "--checkpoints /mnt/runs"),
     ({"checkpoints": "https://example.org/runs"}, "--checkpoints https"),
+    ({"checkpoints": "s3://"}, "--checkpoints s3://: expected"),
+    ({"checkpoints": "s3://bucket/runs?region=here"}, "--checkpoints s3://bucket/runs?region=here: expected"),
     ({"runtime": "cluster"}, "--runtime cluster: --kind indexed-job"),
     ({"runtime": "cluster", "kind": "trainjob", "namespace": "research"}, "leave --namespace out"),
 ]
@@ -163,6 +197,8 @@ UNFIT = [
     (["precision=fp16"], {}, "--gpus 0: precision fp16"),
     (["run=/elsewhere"], {}, "run is set by --name"),
     (["checkpoint.store=s3://a/b"], {}, "checkpoint.store is set by --checkpoints"),
+    (["metrics={port: 9999}"], {}, "the whole section metrics, of which metrics.port is 9400"),
+    (["data.cache={folder: /any, max_bytes: 2000000000}"], {"spool": "1Gi"}, "--spool 1Gi: pods would be evicted"),
     (["step.sise=1"], {}, "unknown key"),
     (["data.train_index=indexes/train.npz"], {}, "data.train_index: indexes/train.npz"),
     (["model.weights={name: file, path: weights.pt}"], {}, "model.weights.path: weights.pt"),
@@ -195,6 +231,12 @@ def test_a_folder_of_something_else_is_left_alone_and_an_own_one_replaced(tmp_pa
     rendered_folder(own, recipe, kind="indexed-job")
     assert not (own / "components" / "jobset").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "own", "recipe.yaml"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, recipe):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DistapError, match=r"--output .*/file/out: cannot be written"):
+        rendered_folder(tmp_path / "file" / "out", recipe)
 
 
 @pytest.mark.parametrize(
