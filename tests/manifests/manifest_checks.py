@@ -8,6 +8,7 @@ from typing import Any
 
 import kubernetes_validate
 import yaml
+from admission_checks import the_api_server_takes_it
 from built_manifests import K8S
 from kubeflow_trainer_api import models
 from manifest_parts import OPERATORS_PORT, RUNTIMES, Parts
@@ -286,6 +287,7 @@ def runtimes_are_what_the_operator_expects(parts: Parts) -> None:
 
 CHECKS: list[Check] = [
     core_objects_are_valid,
+    the_api_server_takes_it,
     operator_objects_are_valid,
     selectors_select_the_pods,
     one_pod_a_host_close_together,

@@ -5,6 +5,7 @@ from typing import Any
 
 import manifest_checks as checks
 import pytest
+from admission_checks import the_api_server_takes_it
 from built_manifests import needs_kubectl, objects_of
 from kubernetes_validate import ValidationError
 from manifest_checks import CHECKS
@@ -84,6 +85,16 @@ BROKEN: list[tuple[checks.Check, str, Breaking]] = [
     (checks.core_objects_are_valid, JOB, of_pod(1, "terminationGraceSeconds")),
     (checks.core_objects_are_valid, JOB_SET, of_container("0.5", "resources", "limit")),
     (checks.core_objects_are_valid, TRAIN_JOB, of_job("Indexed", "completion_mode")),
+    (the_api_server_takes_it, JOB, of_container("metrics-of-rank-0", "ports", 1, "name")),
+    (the_api_server_takes_it, JOB_SET, of_container(29400, "ports", 1, "containerPort")),
+    (the_api_server_takes_it, TRAIN_JOB, of_pod(["app.kubernetes.io/name"], *APART, "matchLabelKeys")),
+    (the_api_server_takes_it, JOB, of_job([75, 2], "podFailurePolicy", "rules", 0, "onExitCodes", "values")),
+    (
+        the_api_server_takes_it,
+        JOB,
+        of_one("NetworkPolicy", ["fe80::/10"], "spec", "egress", 2, "to", 0, "ipBlock", "except"),
+    ),
+    (the_api_server_takes_it, JOB, of_one("ConfigMap", "a" * 2**20, "data", "recipe.yaml")),
     (checks.operator_objects_are_valid, JOB_SET, of_one("JobSet", True, "spec", "network", "publishNotReady")),
     (checks.operator_objects_are_valid, JOB_SET, of_one("JobSet", "ten", "spec", "failurePolicy", "maxRestarts")),
     (checks.operator_objects_are_valid, TRAIN_JOB, of_one("TrainJob", {}, "spec", "podTemplateOverrides")),
