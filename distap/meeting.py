@@ -1,7 +1,8 @@
 """Waiting for the host at which the others of a training meet.
 
 torch waits a minute or two for it, deaf to signals, and asks only once whether this machine is that host. Both are
-too little for pods: another's image may be pulled for longer, and its name is known only after a while.
+too little for pods: another's image may be pulled for longer, and its name is known only after a while, to one name
+server sooner than to the next.
 """
 
 import logging
@@ -28,7 +29,7 @@ def await_meeting_point(settings: Namespace) -> None:
     backend than c10d, or where is_host says that this machine is the endpoint.
 
     Args:
-        settings: torchrun's.
+        settings: torchrun's; its rdzv_conf gets is_host=1 where the endpoint is the beginning of this machine's name.
     """
     if settings.standalone or settings.rdzv_backend != "c10d" or not settings.rdzv_endpoint:
         return
@@ -40,7 +41,12 @@ def await_meeting_point(settings: Namespace) -> None:
     join_seconds = int(configured.get("join_timeout", JOIN_SECONDS))
     deadline = time.monotonic() + join_seconds
     has_said = False
-    while not (answers(host, port) or (is_host is None and _is_this_machine(host))):
+    while not answers(host, port):
+        if is_host is None and _is_this_machine(host):
+            # Not where the name is also that of other launchers, such as localhost: all would take themselves for it.
+            if socket.getfqdn().startswith(f"{host}."):
+                settings.rdzv_conf = ",".join(filter(None, (settings.rdzv_conf, "is_host=1")))
+            return
         if time.monotonic() > deadline:
             return
         if not has_said:

@@ -1,12 +1,31 @@
 import os
+import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
-from launching import launcher, started
+from launching import OF_JOBS, launcher, started
 from servers import free_ports
 
 from distap.exits import FINISHED, RESTART
 
+# A pod's own /etc/hosts knows its full name; the one that the others use comes from the name server.
+HOSTS = """127.0.0.1 localhost
+127.0.0.2 emoji-0.emoji.research.svc.cluster.local emoji-0
+127.0.0.2 emoji-0.emoji
+"""
+AS_A_POD = 'hostname emoji-0 && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+SAY = """
+import sys
+from torch.distributed.run import get_args_parser
+from distap.meeting import await_meeting_point
+for endpoint in sys.argv[1:]:
+    given = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=join_timeout=9", "any"]
+    settings = get_args_parser().parse_args(given)
+    await_meeting_point(settings)
+    print(settings.rdzv_conf)
+"""
 TORCHS_PATIENCE = "join_timeout=60,read_timeout=1"
 
 
@@ -31,6 +50,21 @@ def test_a_host_that_waits_for_another_can_be_stopped(tmp_path):
         job.wait_until(lambda: "nobody answers" in job.said)
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.status(seconds=10) == RESTART
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare, to have a host name"
+)
+def test_a_pod_that_knows_its_own_name_needs_no_second_answer_of_the_name_server(tmp_path):
+    (tmp_path / "hosts").write_text(HOSTS)
+    pod = ["unshare", "--uts", "--mount", "sh", "-c", AS_A_POD, "sh", str(tmp_path / "hosts")]
+    port = free_ports(1)
+    endpoints = [f"emoji-0.emoji:{port}", f"localhost:{port}"]
+    done = subprocess.run(
+        [*pod, sys.executable, "-c", SAY, *endpoints], env=os.environ | OF_JOBS, capture_output=True, text=True
+    )
+    # Several launchers may be at localhost: torch finds out which of them it is.
+    assert done.stdout.split() == ["join_timeout=9,is_host=1", "join_timeout=9"], done.stderr
 
 
 def test_hosts_meet_as_an_operator_tells_them_by_the_environment(tmp_path):
