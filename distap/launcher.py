@@ -39,7 +39,7 @@ from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, FOLDER, LAUNCHER, MISTAKE, RESTART, recorded_outcomes
 from distap.meeting import C10D_PORT, answers, await_meeting_point
 from distap.startup import STARTED, process_started
-from distap.stopping import TRACE_SIGNAL, leave_when_asked
+from distap.stopping import SIGNALS, TRACE_SIGNAL, leave_when_asked
 
 LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
 POLL_SECONDS = 0.1
@@ -167,6 +167,7 @@ class Agent(LocalElasticAgent):
             return result
         finally:
             self._is_over = True
+            _go_deaf()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # torch keeps the ranks' store of the first round, and tells no launcher that comes later where that is.
@@ -277,14 +278,22 @@ def _outcomes() -> Iterator[Path]:
 @contextmanager
 def _early_signals() -> Iterator[None]:
     """Until torch takes the signals over with the first ranks, there is nothing to lose."""
-    before = leave_when_asked()
+    leave_when_asked()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _go_deaf()
+
+
+def _go_deaf() -> None:
+    """Once no rank is left, a request to stop would only take the place of the status that says how they left.
+
+    Ranks leave together, and the launchers of other hosts may be asked a moment later.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

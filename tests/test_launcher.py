@@ -45,6 +45,19 @@ def test_ranks_that_stop_on_request_give_status_75_and_are_not_started_again(tmp
         assert not (tmp_path / "0.1").exists()
 
 
+def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path):
+    with started(launcher(f"{TWO} --max-restarts=3", "stop_when_asked", tmp_path), tmp_path) as job:
+        job.wait_for_step(0, 5)
+        os.kill(job.pid(0), signal.SIGTERM)
+        job.wait_until(lambda: job.left() == [job.process.pid])
+        status = None
+        while status is None:
+            job.process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                status = job.process.wait(0.2)
+        assert status == RESTART, job.said
+
+
 @pytest.mark.parametrize("by", ["launcher", "torchrun"])
 def test_the_end_of_a_killed_launcher_is_that_of_its_ranks(tmp_path, by):
     command = launcher(TWO, "go_on", tmp_path)
