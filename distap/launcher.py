@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed.launcher.api as torch_launcher
@@ -157,6 +158,8 @@ class Agent(LocalElasticAgent):
         self._settings = settings
         self._is_over = False
         self._has_started = False
+        self._is_trace_asked = False
+        signal.signal(TRACE_SIGNAL, self._ask_trace)
         threading.Thread(target=self._end_in_time, name="distap-agent", daemon=True).start()
         threading.Thread(target=self._pass_trace_signals_on, name="distap-signals", daemon=True).start()
 
@@ -240,9 +243,14 @@ class Agent(LocalElasticAgent):
     def _pass_trace_signals_on(self) -> None:
         """To the ranks, which take it once they listen: until then it stays blocked, as they inherit it."""
         while not self._returned.is_set():
-            if signal.sigtimedwait([TRACE_SIGNAL], PROBE_SECONDS) is not None:
+            if signal.sigtimedwait([TRACE_SIGNAL], PROBE_SECONDS) is not None or self._is_trace_asked:
+                self._is_trace_asked = False
                 for process in self._processes():
                     process.send_signal(TRACE_SIGNAL)
+
+    def _ask_trace(self, number: int, frame: FrameType | None) -> None:
+        """The kernel gave the signal to a thread that numpy had started before it was blocked, and not to ours."""
+        self._is_trace_asked = True
 
     def _meets(self) -> bool:
         """Whether the rendezvous of the hosts can be reached."""
@@ -283,8 +291,8 @@ def _early_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _go_deaf()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _go_deaf() -> None:
@@ -292,7 +300,7 @@ def _go_deaf() -> None:
 
     Ranks leave together, and the launchers of other hosts may be asked a moment later.
     """
-    for number in SIGNALS:
+    for number in (*SIGNALS, TRACE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
 
 from distap.exits import RESTART, record_outcome
 
@@ -49,8 +48,9 @@ class StopRequest:
         os.set_blocking(outbox, False)
         self._outbox = outbox
         self._wakeup_before = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
-        for number in (*SIGNALS, TRACE_SIGNAL):
+        for number in SIGNALS:
             self._handlers[number] = signal.signal(number, _left_to_the_thread)
+        signal.signal(TRACE_SIGNAL, _left_to_the_thread)
         # A launcher starts its ranks with it blocked, since it would end one that does not listen yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
         os.register_at_fork(after_in_child=self._leave_in_child)
@@ -63,6 +63,8 @@ class StopRequest:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
         self._handlers.clear()
+        # Nothing is left to trace, and Python's own end would give the signal its deadly default back.
+        signal.signal(TRACE_SIGNAL, signal.SIG_IGN)
         if self._limit is not None:
             self._limit.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
@@ -113,13 +115,14 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
     """Take the signal without dying of it."""
 
 
-def leave_when_asked() -> dict[signal.Signals, Any]:
+def leave_when_asked() -> None:
     """Until a StopRequest listens there is nothing to save: a signal ends the process, to be started again.
 
-    Returns:
-        The handlers before, by signal.
+    One that asks for a trace, of which there is nothing yet, does not end it.
     """
-    return {number: signal.signal(number, _leave) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, _leave)
+    signal.signal(TRACE_SIGNAL, _left_to_the_thread)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

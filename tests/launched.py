@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from distap.distributed import World, joined_world
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, RESTART, record_outcome
+from distap.stopping import TRACE_SIGNAL, StopRequest
 
 
 def main(behaviour: str, folder: Path, timeout_seconds: float) -> int:
@@ -69,6 +71,20 @@ def stop_when_asked(world: World, folder: Path, attempt: int) -> int:
     return FINISHED
 
 
+def trace_when_asked(world: World, folder: Path, attempt: int) -> int:
+    """Train until all ranks were asked for a trace; they may be asked again as long as they live."""
+    asked = threading.Event()
+    with StopRequest(600, asked.set):
+        for step in range(10**6):
+            exchange(world, step)
+            (folder / f"step-{world.rank}").write_text(str(step))
+            if world.all_agree(asked.is_set()):
+                break
+            time.sleep(0.02)
+    os.kill(os.getpid(), TRACE_SIGNAL)
+    return FINISHED
+
+
 def stuck(world: World, folder: Path, attempt: int) -> int:
     """Rank 1 does not come to a collective; nor does rank 2, which is busy, but would."""
     for step in range(10**6):
@@ -80,7 +96,8 @@ def stuck(world: World, folder: Path, attempt: int) -> int:
 
 
 BEHAVIOURS = {
-    function.__name__: function for function in (go_on, finish, mistake, killed_once, stop_when_asked, stuck)
+    function.__name__: function
+    for function in (go_on, finish, mistake, killed_once, stop_when_asked, trace_when_asked, stuck)
 }
 
 

@@ -10,6 +10,7 @@ from launching import launcher, started
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, MISTAKE, RESTART
 from distap.launcher import free_lock, launch, launch_training, status_of
+from distap.stopping import TRACE_SIGNAL
 
 TWO = "--standalone --nproc-per-node=2"
 
@@ -56,6 +57,13 @@ def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path
             with suppress(subprocess.TimeoutExpired):
                 status = job.process.wait(0.2)
         assert status == RESTART, job.said
+
+
+def test_a_trace_is_asked_for_though_numpy_has_threads_that_could_take_the_signal(tmp_path):
+    with started(launcher(TWO, "trace_when_asked", tmp_path), tmp_path, OMP_NUM_THREADS="4") as job:
+        job.wait_for_step(1, 5)
+        os.kill(job.process.pid, TRACE_SIGNAL)
+        assert job.status() == FINISHED, job.said
 
 
 @pytest.mark.parametrize("by", ["launcher", "torchrun"])
