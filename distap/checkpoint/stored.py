@@ -137,7 +137,7 @@ class StoredRun:
         listed = self._listed()
         past = [name for name in _with_manifest(listed) if step_of(name) <= step_of(newest)]
         earlier = [name for name in past if step_of(name) != step_of(newest)]
-        stays = {newest, *earlier[len(earlier) - self.keep + 1 :]}
+        stays = {newest, *earlier[max(0, len(earlier) - self.keep + 1) :]}
         if self.keep_best and (best := self._best(_with_manifest(listed))) is not None:
             stays.add(best)
         for name, files in listed.items():

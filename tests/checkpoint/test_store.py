@@ -169,6 +169,15 @@ def test_the_newest_and_the_best_stay_in_the_store(tmp_path):
     assert stored.manifest(stored.best()).step == 2
 
 
+def test_as_many_stay_in_the_store_as_the_recipe_says(tmp_path):
+    stored = stored_at(f"file://{tmp_path}/store", keep=4)
+    kept = []
+    for step in range(1, 7):
+        save(stored, tmp_path / "run", step)
+        kept.append(steps(stored))
+    assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
+
+
 def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_step(tmp_path, stored):
     """As after a request to stop that came before the evaluation: the same state, then with a score."""
     save(stored, tmp_path / "run", 1, 2)
