@@ -262,6 +262,17 @@ def test_a_server_that_does_not_answer_costs_its_lines_and_keeps_no_training_fro
     assert "loggers.mlflow: 3 lines were lost" in caplog.text  # two steps and a checkpoint
 
 
+def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and nobody listens
+        chosen = {"mlflow": MLflow(f"http://me:password@127.0.0.1:{free.getsockname()[1]}")}
+        with Loggers(chosen, LoggedRun(tmp_path, "mine", {}, 0, 1), 10, 60, lambda name: None) as loggers:
+            loggers.log({"step": 1, "time": 0.0, "loss": 0.5})
+    assert "loggers.mlflow: figures are lost: it cannot be opened: MlflowException" in caplog.text
+    assert "http://127.0.0.1" in caplog.text and "password" not in caplog.text
+
+
 HANGING = """
     import sys
     from pathlib import Path

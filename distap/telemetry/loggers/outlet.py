@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from distap.public_text import without_secrets
 from distap.telemetry.loggers.protocol import LoggedRun, Logger, LoggerSettings, Outcome
 
 OPEN_AGAIN_SECONDS = 60.0
@@ -126,4 +127,4 @@ def end_if_hanging(status: int) -> None:
 
 def _told(error: Exception) -> str:
     first, _, _ = str(error).strip().partition("\n")
-    return f"{type(error).__name__}: {first[:300]}"
+    return without_secrets(f"{type(error).__name__}: {first[:300]}")
