@@ -106,6 +106,8 @@ class Trainer:
                 self._save(score=None)
                 break
             self._save_if_due(self._evaluate() if self._owes_evaluation() else None)
+            if self.done < self.recipe.steps:
+                self.tracer.begin(self.done)  # an evaluation before the traced steps is none of them
             lap = time.perf_counter()
         self.tracer.close(self.done)
         self._finish_checkpoint()
@@ -170,8 +172,8 @@ class Trainer:
         mine = [len(share.failures), int(stop.requested), wanted, int(wanted > 0)]
         counts = torch.tensor(mine, device=self.world.device)
         damaged, stopping, steps, asked = self.world.sum(counts).tolist()
-        if asked and not stopping:
-            self.tracer.begin(self.done, round(steps / asked))
+        if asked:
+            self.tracer.agreed(round(steps / asked))
         self.report.skipped_images += damaged
         data = self.recipe.data
         for what, count, of, limit in (

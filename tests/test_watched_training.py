@@ -7,14 +7,20 @@ import re
 import signal
 import urllib.error
 import urllib.request
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from servers import free_ports
+from test_trainer import recipe
 from trainings import Run
 
+from distap.distributed import World
 from distap.exits import RESTART
 from distap.stopping import TRACE_SIGNAL
 from distap.telemetry.tracing import STEPS
+from distap.trainer import Trainer
 
 
 def answers(url: str, method: str = "GET") -> int:
@@ -29,9 +35,9 @@ def answers(url: str, method: str = "GET") -> int:
         return 0
 
 
-def names_in(trace) -> set[str]:
+def events_of(trace) -> list[dict[str, Any]]:
     with gzip.open(trace, "rt") as file:
-        return {event.get("name") for event in json.load(file)["traceEvents"]}
+        return list(json.load(file)["traceEvents"])
 
 
 @pytest.mark.slow
@@ -52,12 +58,35 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.status() == RESTART
     for trace in traces.iterdir():
-        names = names_in(trace)
+        names = {event.get("name") for event in events_of(trace)}
         assert {"data_wait", "describe", "gather", "rank", "replay", "optimizer", "aten::conv2d"} <= names
     steps = sorted(re.findall(r"tracing step (\d+) to (\d+)", job.said), key=lambda pair: int(pair[0]))
     assert [int(last) - int(first) + 1 for first, last in steps] == [2, STEPS]
     told = re.search(r"the first step was done (\S+) s after the start: launcher \S+, imports \S+, joining", job.said)
     assert told and float(told[1]) > 0, job.said
+
+
+def traced(run, shards, **changes) -> Path:
+    """The folder of traces of a training that was asked for one before its first step."""
+    trainer = Trainer(recipe(run, shards, **changes), World())
+    trainer.tracer.ask()
+    trainer.train()
+    return run / "traces"
+
+
+def test_an_evaluation_between_the_request_and_the_traced_step_is_not_in_the_trace(tmp_path, training_shards):
+    evaluated = {"data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
+    counts = []
+    for name, changes in (("with", evaluated), ("without", {})):
+        [trace] = traced(tmp_path / name, training_shards, steps=2, **changes).iterdir()
+        assert trace.name == "step-2.rank-0.json.gz"
+        counts.append(sum(event.get("name") == "aten::conv2d" for event in events_of(trace)))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_trace_that_is_asked_for_in_the_last_step_is_not_begun(tmp_path, training_shards):
+    assert not traced(tmp_path, training_shards, steps=1).exists()
+    assert not torch.autograd._profiler_enabled()
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ class Tracer:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._asked = 0
+        self._asked = self._agreed = 0  # steps, by someone and then by all ranks
         self._profiler: profile | None = None
         self._first = self._last = 0
 
@@ -39,9 +39,15 @@ class Tracer:
         steps, self._asked = self._asked, 0
         return steps
 
-    def begin(self, done: int, steps: int) -> None:
-        """Trace the `steps` steps that follow the `done` ones; one that is under way goes on as it is."""
-        if self._profiler is not None:
+    def agreed(self, steps: int) -> None:
+        """All ranks are to trace so many steps, from the next one on; a trace that is under way goes on as it is."""
+        if self._profiler is None:
+            self._agreed = steps
+
+    def begin(self, done: int) -> None:
+        """Trace the steps that follow the `done` ones, where the ranks have agreed on that."""
+        steps, self._agreed = self._agreed, 0
+        if not steps:
             return
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -59,7 +65,7 @@ class Tracer:
 
     def close(self, done: int) -> None:
         """Write what there is of a trace that the end of training cuts short."""
-        if self._profiler is not None and done >= self._first:
+        if self._profiler is not None:
             self._write(self._profiler, done)
 
     def _write(self, profiler: profile, last: int) -> None:
