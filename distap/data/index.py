@@ -116,8 +116,8 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
             missing or has another size than when it was indexed.
     """
     source = parse_source(source)
-    if not source.scheme and not Path(source.base).is_dir():
-        raise DistapError(f"{source}: no such data set; `distap data pack` makes one")
+    if not source.scheme:
+        _require_folder(source)
     storage = storage_of(source.base, remote)
     index = parse_index(_index_file(source, storage), source.index)
     if len(index) == 0:
@@ -125,6 +125,15 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     if compare:
         _compare(source, storage, index)
     return index
+
+
+def _require_folder(source: Source) -> None:
+    try:
+        is_there = Path(source.base).is_dir()
+    except OSError as error:  # such as one in a folder that this user may not enter
+        raise DistapError(f"{source}: cannot be looked at: {error.strerror}") from error
+    if not is_there:
+        raise DistapError(f"{source}: no such data set; `distap data pack` makes one")
 
 
 def parse_index(data: bytes, where: str) -> Index:
