@@ -28,6 +28,7 @@ count_ranks() {
 # share_cores RANKS: the threads of a rank, unless the user has said. torchrun would give each rank one.
 share_cores() {
     local cores
+    [ "$1" -gt 0 ] || { echo "error: --ranks $1: one or more is expected" >&2 && exit 2; }
     if [ -z "${OMP_NUM_THREADS:-}" ]; then
         cores=$(nproc)
         export OMP_NUM_THREADS=$((cores > $1 ? cores / $1 : 1))

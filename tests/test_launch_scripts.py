@@ -61,6 +61,16 @@ def test_a_signal_reaches_the_command_once_and_it_is_not_started_again(tmp_path,
         job.wait_until_none_is_left()
 
 
+def test_a_request_for_a_trace_is_passed_on_and_ends_nothing(tmp_path):
+    program = "trap 'touch traced' USR1; trap 'exit 75' TERM; touch ready; while true; do read -t 0.1 <> <(:); done"
+    with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
+        job.wait_until((tmp_path / "ready").exists)
+        job.process.send_signal(signal.SIGUSR1)
+        job.wait_until((tmp_path / "traced").exists)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.status(20) == 75
+
+
 def test_the_command_is_told_when_the_script_is_killed(tmp_path):
     program = "trap 'touch heard; exit 75' TERM; touch ready; while true; do read -t 0.1 <> <(:); done"
     with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
@@ -116,7 +126,9 @@ def test_several_hosts_meet_where_they_are_told_to():
     [
         ("train-one-node", ["--rank", "2"], "--rank is no option"),
         ("train-one-node", ["--ranks", "two"], "--ranks two: a whole number is expected"),
+        ("train-one-node", ["--ranks", "0", "recipe.yaml"], "--ranks 0: one or more"),
         ("train-multi-node", ["recipe.yaml"], "--nodes: how many hosts"),
+        ("train-multi-node", ["--nodes", "2", "--host", "h", "--ranks", "0", "r"], "--ranks 0: one or more"),
         ("train-multi-node", ["--nodes", "2", "recipe.yaml"], "--host: at which host"),
         ("train-multi-node", ["--nodes", "2-4", "--host", "h", "recipe.yaml"], "--nodes 2-4: N or MIN:MAX"),
         ("train-multi-node", ["--nodes", "2", "--host", "h", "--is-host", "1", "r"], "--is-host 1: yes or no"),
