@@ -33,7 +33,10 @@ def render_command(
     checkpoints: Annotated[
         str, typer.Option(help="pvc://CLAIM/FOLDER that all pods can write to, or s3:// or gs:// and a prefix.")
     ],
-    output: Annotated[Path, typer.Option(help="A new folder, for kubectl apply -k; - prints the manifests.")],
+    output: Annotated[
+        Path,
+        typer.Option(help="A folder for kubectl apply -k, new or written by this before; - prints the manifests."),
+    ],
     kind: Annotated[
         Literal["indexed-job", "jobset", "trainjob"], typer.Option(help="What runs it; k8s/README.md compares them.")
     ] = "indexed-job",

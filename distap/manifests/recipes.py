@@ -106,7 +106,7 @@ def _instead(recipe: Recipe, request: Request) -> Iterator[str]:
 
 def _check_batch(recipe: Recipe, request: Request) -> None:
     batch, world = recipe.sampling.size, request.world
-    hosts = f"--nodes {request.nodes} with {request.ranks_a_host} ranks each"
+    hosts = f"--nodes {request.nodes} {'--gpus' if request.gpus else '--ranks'} {request.ranks_a_host}"
     if batch < world:
         raise DistapError(f"{hosts}: {world} ranks, but a batch has {batch} images (sampling); take fewer ranks")
     if recipe.sampling.name == "streams" and recipe.sampling.streams % world:

@@ -149,9 +149,10 @@ class Request:
 
     def _check_counts(self) -> None:
         if self.nodes < 1 or self.gpus < 0 or (self.ranks is not None and self.ranks < 1):
+            ranks = "" if self.ranks is None else f", --ranks {self.ranks}"
             raise DistapError(
-                f"--nodes {self.nodes}, --gpus {self.gpus}, --ranks {self.ranks}: expected a host or more, no "
-                "negative number of GPUs, and a rank or more"
+                f"--nodes {self.nodes}, --gpus {self.gpus}{ranks}: expected a host or more, no negative number of "
+                "GPUs, and a rank or more"
             )
         if self.gpus and self.ranks not in (None, self.gpus):
             raise DistapError(
