@@ -110,3 +110,8 @@ def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
     path.unlink()
     with pytest.raises(DistapError, match=r"no index\.npz in it"):
         load_index(shards)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_no_traceback():
+    with pytest.raises(DistapError, match="a: cannot be looked at: File name too long"):
+        load_index(300 * "a")
