@@ -1,11 +1,12 @@
 """Real servers for tests: a web server on a thread, with faults on demand, and two that speak S3 and Google's API."""
 
 import json
+import os
 import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -111,18 +112,17 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nothing listens on."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                for further in range(port + 1, port + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", further))
-            except (OSError, OverflowError):
-                continue
+    """The first of so many ports in a row that nothing listens on.
+
+    Below those that Linux gives to connections, one of which might take them before they are listened on.
+    """
+    beginning = 20_000 + os.getpid() % 1000 * 10  # tests run side by side
+    for port in range(beginning, 32_000, count):
+        with ExitStack() as stack, suppress(OSError):
+            for one in range(port, port + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", one))
             return port
+    raise AssertionError("no ports are free")
 
 
 @contextmanager
@@ -163,9 +163,7 @@ def gcs_server() -> Iterator[dict[str, dict[str, str]]]:
     """A server that speaks Google's storage API, with a bucket called `shards`; what options need to reach it."""
     from gcp_storage_emulator.server import create_server
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket="shards")
     server.start()
     try:

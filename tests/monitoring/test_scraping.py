@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import sys
 import time
 import urllib.request
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from launching import started
 from monitors import Series, dashboard, names_in, panel_expressions, prometheus, promtool, rules
+from servers import free_ports
 from test_trainer import recipe
 
 from distap.exits import RESTART
@@ -34,22 +34,6 @@ class Observed:
     answers: dict[str, list[Series]]  # to the expressions of the dashboard, all at one time
     rules: list[dict[str, Any]]
     status: int  # that the training left with
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
-    for first in range(21000, 31000, count + 1):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, one in enumerate(sockets):
-                one.bind(("127.0.0.1", first + offset))
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no ports are free")
 
 
 def filled_in(expression: str) -> str:
