@@ -47,7 +47,9 @@ class TrainingMetrics:
         self._define_of_rank({"registry": self.registry, "namespace": "distap"})
         # A registry that no one reads keeps `observe_step` free of questions about the rank.
         self._define_global({"registry": self.registry if is_first else CollectorRegistry(), "namespace": "distap"})
-        self.device_utilization.set_function(_device_utilization)
+        # Whoever asks does so in a thread of its own, for which CUDA's present GPU is always the first.
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.device_utilization.set_function(lambda: _utilization(gpu))
         self.restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         self.ranks.set(ranks)
         self.batch.set(batch)
@@ -218,11 +220,13 @@ class TrainingMetrics:
         self.checkpoint_time.set(time.time())
 
 
-def _device_utilization() -> float:
-    """Of the present GPU, 0 to 1; NaN where there is none, or the package nvidia-ml-py is missing."""
+def _utilization(gpu: int | None) -> float:
+    """Of a GPU, 0 to 1; NaN without one, or where nothing tells: no nvidia-ml-py, or a slice of a GPU (MIG)."""
+    if gpu is None:
+        return math.nan
     try:
-        return torch.cuda.utilization() / 100 if torch.cuda.is_available() else math.nan
-    except (ModuleNotFoundError, RuntimeError):
+        return torch.cuda.utilization(gpu) / 100
+    except Exception:  # NVML has errors of its own, and none of them may cost the other metrics
         return math.nan
 
 

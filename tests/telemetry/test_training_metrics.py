@@ -1,0 +1,49 @@
+import math
+import threading
+import urllib.request
+
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from servers import free_ports
+
+from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.metrics import TrainingMetrics
+
+
+def scraped_utilization() -> float:
+    """What a rank's endpoint answers, with all other metrics."""
+    port = free_ports(1)
+    with Endpoint().served(port, "127.0.0.1") as endpoint:
+        TrainingMetrics(True, 1, 8, (), endpoint.registry)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    [sample] = families["distap_device_utilization_ratio"].samples
+    return sample.value
+
+
+def test_the_utilization_is_that_of_the_rank_and_not_of_the_thread_that_answers(monkeypatch):
+    main = threading.get_ident()
+
+    def present() -> int:
+        return 3 if threading.get_ident() == main else 0
+
+    def utilization(device: int | None = None) -> int:
+        return {0: 10, 3: 40}[present() if device is None else device]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", present)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    assert scraped_utilization() == 0.4
+
+
+def test_a_gpu_that_does_not_tell_its_utilization_costs_no_other_metric(monkeypatch):
+    class NVMLError(Exception):
+        """As of a slice of a GPU, whose utilization nobody knows."""
+
+    def refuse(device: int | None = None) -> int:
+        raise NVMLError("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    assert math.isnan(scraped_utilization())
