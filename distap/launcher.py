@@ -85,6 +85,7 @@ def launch(
     """
     settings = torchrun.get_args_parser().parse_args([*options, module, *arguments])
     settings.module = True
+    _require_ranks(settings.nproc_per_node)
     needed = int(grace_seconds + MARGIN_SECONDS)
     if settings.shutdown_timeout is None:
         settings.shutdown_timeout = needed
@@ -102,6 +103,15 @@ def launch(
                 return _run(settings, outcomes)
         finally:
             returned.set()
+
+
+def _require_ranks(given: str) -> None:
+    try:
+        ranks = torchrun.determine_local_world_size(given)
+    except ValueError as error:
+        raise DistapError(f"--nproc-per-node {given}: {error}") from error
+    if ranks < 1:
+        raise DistapError(f"--nproc-per-node {given}: expected one rank at least on this host")
 
 
 def _run(settings: Namespace, outcomes: Path) -> int:

@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 
 import pytest
+import torch
 from launching import launcher, started
 
 from distap.errors import DistapError
@@ -87,6 +88,13 @@ def test_a_wrong_recipe_starts_no_rank(tmp_path):
 def test_a_shutdown_timeout_below_the_grace_time_is_refused(tmp_path):
     with pytest.raises(DistapError, match=r"killed in their grace time of 60 s"):
         launch([*TWO.split(), "--shutdown-timeout=30"], "launched", [], grace_seconds=60, timeout_seconds=5)
+
+
+@pytest.mark.parametrize(("ranks", "why"), [("gpu", "Cuda is not available"), ("many", "many"), ("0", "one rank")])
+def test_a_number_of_ranks_that_cannot_be_is_refused(monkeypatch, ranks, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DistapError, match=f"--nproc-per-node {ranks}: .*{why}"):
+        launch(["--standalone", f"--nproc-per-node={ranks}"], "launched", [], grace_seconds=20, timeout_seconds=5)
 
 
 def test_a_rank_without_an_outcome_has_crashed():

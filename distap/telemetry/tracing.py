@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 STEPS, MOST_STEPS = 1, 20  # a step of thousands of images is a large file already
+QUIET = "99"
 logger = logging.getLogger("distap")
 
 
@@ -49,6 +50,8 @@ class Tracer:
         steps, self._agreed = self._agreed, 0
         if not steps:
             return
+        # Its library would report to the terminal that it begins and ends, and as an error that there is no GPU.
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
