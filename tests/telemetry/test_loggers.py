@@ -310,11 +310,16 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_sha
 
 
 def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
         refuse_unusable({"wandb": WeightsAndBiases()}, is_first=True)
     refuse_unusable({"wandb": WeightsAndBiases(mode="offline")}, is_first=True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    refuse_unusable({"wandb": WeightsAndBiases()}, is_first=True)
+    with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
+        refuse_unusable({"wandb": WeightsAndBiases(mode="online")}, is_first=True)
 
 
 def test_the_recipe_can_choose_every_logger():

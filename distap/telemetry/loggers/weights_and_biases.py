@@ -25,7 +25,7 @@ class WeightsAndBiases:
         project: in which the run is.
         entity: user or team; none takes the key's.
         group: of runs.
-        mode: `offline` writes files to RUN/wandb, to be sent by `wandb sync`.
+        mode: `offline` writes files to RUN/wandb, to be sent by `wandb sync`; none takes WANDB_MODE, or else `online`.
         id: of the run to begin or go on with; none makes one and keeps it in RUN/loggers/wandb.
     """
 
@@ -34,7 +34,7 @@ class WeightsAndBiases:
     project: str = "distap"
     entity: str | None = None
     group: str | None = None
-    mode: Literal["online", "offline"] = "online"
+    mode: Literal["online", "offline"] | None = None
     id: str | None = None
 
     def prepare(self) -> None:
@@ -46,8 +46,13 @@ class WeightsAndBiases:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would call its maker
         os.environ.setdefault("WANDB_SILENT", "true")
         importlib.import_module("wandb")
-        if self.mode == "online" and not _may_have_key():
+        if not self.is_offline and not _may_have_key():
             raise DistapError(NO_KEY)
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether it only writes files."""
+        return (self.mode or os.environ.get("WANDB_MODE")) == "offline"
 
     def open(self, run: LoggedRun) -> Logger:
         """The run, made or gone on with."""
@@ -58,7 +63,7 @@ class _Run:
     def __init__(self, settings: WeightsAndBiases, run: LoggedRun) -> None:
         wandb: Any = importlib.import_module("wandb")
         # Without a key, init would ask the terminal for one.
-        if settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+        if not settings.is_offline and not wandb.login(prompt=False, verify=False):
             raise DistapError(NO_KEY)
         # Nothing of the terminal, of globals, or of the command line, which may hold an address with a secret.
         ours = wandb.Settings(
@@ -71,7 +76,7 @@ class _Run:
             name=run.id,
             id=settings.id or _kept_id(run),
             resume="allow",
-            mode=settings.mode,
+            mode="offline" if settings.is_offline else "online",
             dir=str(run.folder),
             config=json.loads(without_secrets(json.dumps(run.recipe))),
             settings=ours,
