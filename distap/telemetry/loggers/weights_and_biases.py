@@ -25,7 +25,7 @@ class WeightsAndBiases:
         project: in which the run is.
         entity: user or team; none takes the key's.
         group: of runs.
-        mode: `offline` writes files to RUN/wandb, to be sent by `wandb sync`; none takes WANDB_MODE, or else `online`.
+        mode: `offline` writes files to RUN/wandb, to be sent by `wandb sync`; none takes WANDB_MODE, or `online`.
         id: of the run to begin or go on with; none makes one and keeps it in RUN/loggers/wandb.
     """
 
