@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from hypothesis import settings
 from PIL import Image
 
 from distap.data.packing import pack
+from distap.stopping import SIGNALS, TRACE_SIGNAL
 from distap.telemetry import logs
+from distap.telemetry.loggers import outlet
 
 # Processes that the tests start hear Ctrl-C, also where the tests run in the background of a shell.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,14 +52,17 @@ def _another_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _logging_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command sets up the log of its process, which ends with it; a test's does not."""
+def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command sets up the log and the signals of its process, and may leave threads behind; a test's goes on."""
     logger = logging.getLogger("distap")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logs, "_origin", logs._Origin())
-    level = logger.level
+    monkeypatch.setattr(outlet, "_left_hanging", threading.Event())
+    level, heard = logger.level, {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)}
     yield
+    for number, handler in heard.items():
+        signal.signal(number, handler)
     logger.setLevel(level)
 
 
