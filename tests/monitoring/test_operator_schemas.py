@@ -28,9 +28,19 @@ def schemas() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         about = package / "package.json"
         if not about.exists() or json.loads(about.read_text())["version"] != VERSION:
-            quiet = ["--no-audit", "--no-fund", "--no-save", "--ignore-scripts", "--loglevel=error"]
+            quiet = [
+                "--no-audit",
+                "--no-fund",
+                "--no-save",
+                "--ignore-scripts",
+                "--loglevel=error",
+                "--fetch-retries=1",
+            ]
             command = ["npm", "install", f"--prefix={SETUP}", *quiet, f"{PACKAGE}@{VERSION}"]
-            done = subprocess.run(command, capture_output=True, text=True)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            except subprocess.TimeoutExpired:
+                pytest.skip(f"npm does not get {PACKAGE} within two minutes")
             if done.returncode:
                 pytest.skip(f"npm cannot install {PACKAGE}: {done.stderr.strip()[-300:]}")
     return package
