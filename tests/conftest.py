@@ -22,6 +22,7 @@ from distap.telemetry.loggers import outlet
 
 # Processes that the tests start hear Ctrl-C, also where the tests run in the background of a shell.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+HEARD = {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)}
 # As every command does on a CPU.
 torch.set_flush_denormal(True)
 
@@ -59,10 +60,11 @@ def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logs, "_origin", logs._Origin())
     monkeypatch.setattr(outlet, "_left_hanging", threading.Event())
-    level, heard = logger.level, {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)}
-    yield
-    for number, handler in heard.items():
+    level = logger.level
+    for number, handler in HEARD.items():  # a fixture of the module may have trained, and left its own
         signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+    yield
     logger.setLevel(level)
 
 
