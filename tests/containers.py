@@ -128,7 +128,7 @@ def _make_base(folder: Path, archive: Path) -> None:
     """What Debian's own image is made of."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for command in (
-        ["debootstrap", "--variant=minbase", "bookworm", str(folder), "http://deb.debian.org/debian"],
+        ["debootstrap", "--variant=minbase", "bookworm", str(folder)],
         ["tar", "--directory", str(folder), "--create", "--file", str(archive), "."],
     ):
         done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
