@@ -16,11 +16,11 @@ from distap.manifests.building import built
 from distap.manifests.recipes import arguments_of, checked_recipe
 from distap.manifests.request import Request, claim_of, parsed_image, quantity_bytes
 from distap.manifests.sizes import GIB, OWN_RUN, TEMPORARY, Sizes, sizes_of
+from distap.meeting import C10D_PORT
 
 HEAD = "# Written by `distap k8s render`, which writes the whole folder anew: change its options, not these files.\n"
 KILL_SECONDS = 30  # for the container to end, once the launcher has killed ranks that were late
 FIRST_METRICS_PORT = 9400
-RENDEZVOUS_PORT = 29400
 SCRAPER = "/spec/ingress/1/from/0/namespaceSelector/matchLabels"  # of the NetworkPolicy in k8s/base
 BEFORE_THE_TRAINING = ["NetworkPolicy", "ConfigMap", "Service", "TrainingRuntime", "ClusterTrainingRuntime"]
 COMPONENT = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
@@ -186,7 +186,7 @@ def _settings(request: Request, sizes: Sizes) -> dict[str, Any]:
         "PET_NNODES": request.nodes,
         "PET_NPROC_PER_NODE": request.ranks_a_host,
         "PET_RDZV_ID": request.name,
-        "PET_RDZV_ENDPOINT": f"{request.name}-0.{request.name}:{RENDEZVOUS_PORT}",
+        "PET_RDZV_ENDPOINT": f"{request.name}-0.{request.name}:{C10D_PORT}",
         "OMP_NUM_THREADS": max(1, cpu // request.ranks_a_host),
     }
     limits = {"memory": request.memory or f"{sizes.memory}Gi"}
@@ -200,7 +200,7 @@ def _settings(request: Request, sizes: Sizes) -> dict[str, Any]:
         "envFrom": [{"secretRef": {"name": request.secret, "optional": True}}],
         "ports": [
             {"$patch": "replace"},
-            {"name": "rendezvous", "containerPort": RENDEZVOUS_PORT},
+            {"name": "rendezvous", "containerPort": C10D_PORT},
             *({"name": f"metrics-{rank}", "containerPort": FIRST_METRICS_PORT + rank} for rank in ranks),
         ],
         "resources": {"requests": {"cpu": str(cpu), "ephemeral-storage": f"{disk}Gi", **limits}, "limits": limits},
