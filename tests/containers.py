@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,9 @@ class Engine:
         # vfs works everywhere, but copies the whole image for each container.
         driver = "overlay" if _can_overlay(folder) else "vfs"
         runtime = ["--runtime", shutil.which("runc") or "runc", "--cgroup-manager", "cgroupfs"]
-        places = ["--root", str(folder / "storage"), "--runroot", str(folder / "run")]
+        # podman takes no path of more than 50 characters here, and pytest's own folders are longer.
+        self._running = Path(tempfile.mkdtemp(prefix="podman-"))
+        places = ["--root", str(folder / "storage"), "--runroot", str(self._running)]
         self._podman = ["podman", *places, "--storage-driver", driver, *runtime]
 
     def call(self, *arguments: str, seconds: float = 120) -> str:
@@ -66,9 +69,10 @@ class Engine:
         for command in (["rm", "--all", "--force", "--time=0"], ["rmi", "--all", "--force"]):
             subprocess.run([*self._podman, *command], capture_output=True, check=False)
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-        for mount in reversed([mount for mount in mounts if mount.startswith(str(self.folder))]):
-            subprocess.run(["umount", "--lazy", mount], check=False)
-        shutil.rmtree(self.folder)
+        for folder in (self.folder, self._running):
+            for mount in reversed([mount for mount in mounts if mount.startswith(str(folder))]):
+                subprocess.run(["umount", "--lazy", mount], check=False)
+            shutil.rmtree(folder)
 
 
 @contextmanager
