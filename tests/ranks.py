@@ -5,7 +5,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context, set_start_method
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,7 +59,6 @@ def _run(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    set_start_method("fork", force=True)  # of the processes that read images, as where nobody has asked for another
     os.environ.clear()  # of the server, as it was when that started
     os.environ |= environment
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}

@@ -3,8 +3,9 @@
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -12,6 +13,9 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
+
+from distap.data.parallel import forking_context
 from distap.errors import DistapError
 from distap.exits import FAILED, die_with_parent
 
@@ -32,7 +36,49 @@ class LostWorkerError(DistapError):
         )
 
 
-def begin_worker(rank: int, _: int) -> None:
+def handed_over(images: Dataset[Any], workers: int, prefetch: int, **how: Any) -> Generator[Any, None, None]:
+    """What processes that read make of images, in order; they end with this.
+
+    Args:
+        images: to read.
+        workers: processes; 0 reads in this one.
+        prefetch: what each makes ahead.
+        how: further arguments of torch's DataLoader.
+    Raises:
+        DistapError: what a worker raised, or that one was lost.
+    """
+    if workers:
+        how |= {
+            "num_workers": workers,
+            "prefetch_factor": prefetch,
+            "worker_init_fn": partial(_begin, os.getpid()),
+            "multiprocessing_context": forking_context(),
+        }
+    failure: DistapError | None = None
+    with LoaderWorkers() as started:
+        chunks = iter(DataLoader(images, **how))
+    try:
+        while True:
+            with started.awaited():
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            yield chunk
+    except LostWorkerError as error:
+        started.kill()  # the others may wait for what the lost one held
+        failure = LostWorkerError(str(error))
+    except DistapError as error:
+        # The loader has put the worker's traceback before the message that is meant for the user.
+        failure = type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
+    finally:
+        # Now, and not when an error that refers to it is forgotten: by then its workers hear no more.
+        del chunks
+        started.kill()
+    if failure is not None:
+        raise failure
+
+
+def _begin(rank: int, _: int) -> None:
     """Make this worker end with its rank, whose process id is given, and with nothing else.
 
     Signals to the whole process group are the rank's matter: it finishes its step, for which it needs its workers.

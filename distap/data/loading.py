@@ -1,6 +1,5 @@
 """From the plan to this rank's pixels: DataLoader workers read, decode and augment ahead of the network."""
 
-import os
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
@@ -9,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from distap.data.decoding import DamagedImageError, Reason
-from distap.data.loader_workers import LoaderWorkers, LostWorkerError, begin_worker
+from distap.data.loader_workers import handed_over
 from distap.data.pixels import HeldPixels, PixelSettings, Reread, held_pixels
 from distap.data.plan import Plan
 from distap.data.reading import Reader
@@ -265,45 +264,8 @@ def evaluation_chunks(images: OrderedImages, samples: range, chunk: int, workers
 def _loaded(
     images: SlotImages | OrderedImages, requests: Iterable[list[Any]], workers: int, prefetch: int
 ) -> Generator[Chunk, None, None]:
-    loader: DataLoader[Any] = DataLoader(
-        images,
-        batch_sampler=requests,
-        num_workers=workers,
-        prefetch_factor=prefetch if workers else None,
-        collate_fn=partial(_collate, images.reader),
-        worker_init_fn=partial(begin_worker, os.getpid()),
-    )
-    return handed_over(loader)
-
-
-def handed_over(loader: DataLoader[Any]) -> Generator[Any, None, None]:
-    """What a loader's workers make, in order; they end with this.
-
-    Raises:
-        DistapError: what a worker raised, or that one was lost.
-    """
-    failure: DistapError | None = None
-    with LoaderWorkers() as started:
-        chunks = iter(loader)
-    try:
-        while True:
-            with started.awaited():
-                chunk = next(chunks, None)
-            if chunk is None:
-                break
-            yield chunk
-    except LostWorkerError as error:
-        started.kill()  # the others may wait for what the lost one held
-        failure = LostWorkerError(str(error))
-    except DistapError as error:
-        # The loader has put the worker's traceback before the message that is meant for the user.
-        failure = type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
-    finally:
-        # Now, and not when an error that refers to it is forgotten: by then its workers hear no more.
-        del chunks
-        started.kill()
-    if failure is not None:
-        raise failure
+    collate = partial(_collate, images.reader)
+    return handed_over(images, workers, prefetch, batch_sampler=requests, collate_fn=collate)
 
 
 def _collate(reader: Reader, loaded: list[Loaded]) -> Chunk:

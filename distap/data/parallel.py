@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import TypeVar
 
 from distap.errors import DistapError
@@ -21,6 +22,15 @@ Result = TypeVar("Result")
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def forking_context() -> BaseContext:
+    """How processes start here, whatever Python's own way is: a copy of this one where that is safe.
+
+    A server that forks, which is Python's way from 3.14 on, or a spawn would import torch anew, seconds for each
+    command, and the server would be the parent with which its processes end.
+    """
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
 @contextmanager
@@ -40,8 +50,7 @@ def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int)
     if workers <= 1:
         yield map(function, jobs)
         return
-    # As PyTorch's loader does. A server that forks, or a spawn, would import torch anew: seconds for each command.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    context = forking_context()
     ours, theirs = context.Pipe()
     pool = ProcessPoolExecutor(workers, context, initializer=_tie, initargs=(ours, theirs))
     try:

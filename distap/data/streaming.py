@@ -22,20 +22,19 @@ What indexed reading promises and this does not:
 """
 
 import hashlib
-import os
 from collections.abc import Generator, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from distap.data.decoding import MAX_PIXELS, EncodedImage
 from distap.data.index import Index, load_index
-from distap.data.loader_workers import begin_worker
-from distap.data.loading import Chunk, Failure, Loaded, ShareOfBatch, augmented, chunk_of, handed_over, shares_of
+from distap.data.loader_workers import handed_over
+from distap.data.loading import Chunk, Failure, Loaded, ShareOfBatch, augmented, chunk_of, shares_of
 from distap.data.pixels import held_pixels
 from distap.data.sampling.streams import StreamsSampling
 from distap.data.streams import Cursor, SequentialShards, Stream, StreamedImage
@@ -211,16 +210,9 @@ class StreamedImages:
             steps,
             chunk,
         )
-        loader = DataLoader(
-            images,
-            batch_size=None,
-            num_workers=workers,
-            # Chunks are smaller by the number of workers, which make one of the rank's together.
-            prefetch_factor=settings.prefetch * workers if workers else None,
-            collate_fn=_as_it_is,
-            worker_init_fn=partial(begin_worker, os.getpid()),
-        )
-        handed = handed_over(loader)
+        # Chunks are smaller by the number of workers, which make one of the rank's together.
+        prefetch = settings.prefetch * workers
+        handed = handed_over(images, workers, prefetch, batch_size=None, collate_fn=_as_it_is)
         try:
             for _ in range(len(steps) * -(-len(slots) // (together * chunk))):
                 parts = list(islice(handed, together))

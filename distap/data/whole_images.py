@@ -1,19 +1,16 @@
 """Images in their own shapes: how they are brought to size, and batches of one shape that stay large."""
 
-import os
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from distap.data.decoding import Box, DamagedImageError, EncodedImage
-from distap.data.loader_workers import begin_worker
-from distap.data.loading import handed_over
+from distap.data.loader_workers import handed_over
 from distap.data.transforms import central_box
 from distap.errors import DistapError
 
@@ -149,15 +146,7 @@ def sized_chunks(
         requests: numbers of images that one worker reads and hands over at once.
         workers: processes that read; 0 reads in this one.
     """
-    loader: DataLoader[Any] = DataLoader(
-        images,
-        batch_sampler=requests,
-        num_workers=workers,
-        prefetch_factor=PREFETCH if workers else None,
-        collate_fn=_chunk,
-        worker_init_fn=partial(begin_worker, os.getpid()),
-    )
-    return handed_over(loader)
+    return handed_over(images, workers, PREFETCH, batch_sampler=requests, collate_fn=_chunk)
 
 
 def batches_of_one_shape(

@@ -30,10 +30,11 @@ def started(folder, workers=2, steps=STEPS, settings=PixelSettings()):  # noqa: 
 # A rank with two workers, which tells their process ids and waits.
 RANK = """
 import sys
-from multiprocessing import active_children
+from multiprocessing import active_children, set_start_method
 from pathlib import Path
 from test_loader_workers import started
 
+set_start_method("forkserver")  # Python's own way from 3.14 on
 shares, _ = started(Path(sys.argv[1]))
 print(*(worker.pid for worker in active_children()), flush=True)
 sys.stdin.read()
