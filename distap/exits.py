@@ -53,6 +53,14 @@ def recorded_outcomes(folder: Path) -> dict[int, int]:
     return {int(file.name): int(file.read_text()) for file in folder.iterdir() if file.name.isdecimal()}
 
 
+def status_of(outcomes: dict[int, int]) -> int:
+    """The exit status of a host whose ranks did not all finish; one without an outcome crashed."""
+    if MISTAKE in outcomes.values():
+        return MISTAKE
+    # One that was asked to stop and could not wait for the others has left them without it.
+    return RESTART if RESTART in outcomes.values() else FAILED
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it dies, from now on."""
     if sys.platform == "linux":

@@ -125,6 +125,15 @@ def leave_when_asked() -> None:
     signal.signal(TRACE_SIGNAL, _left_to_the_thread)
 
 
+def go_deaf() -> None:
+    """Once no rank is left, a request to stop would only take the place of the status that says how they left.
+
+    Ranks leave together, and the launchers of other hosts may be asked a moment later.
+    """
+    for number in (*SIGNALS, TRACE_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(RESTART)
 

@@ -9,8 +9,8 @@ from hosts import Hosts
 from launching import Job, started
 from trainings import Run
 
+from distap.agent import LEAVE_SECONDS
 from distap.exits import FAILED
-from distap.launcher import LEAVE_SECONDS
 from distap.watchdog import LEAVE_SECONDS as RANK_LEAVES_SECONDS
 
 TIMEOUT_SECONDS = 5

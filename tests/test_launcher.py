@@ -8,11 +8,25 @@ import pytest
 import torch
 from launching import launcher, started
 
+from distap.agent import free_lock
 from distap.errors import DistapError
-from distap.exits import FAILED, FINISHED, MISTAKE, RESTART
-from distap.launcher import free_lock, launch, launch_training, status_of
+from distap.exits import FAILED, FINISHED, MISTAKE, RESTART, status_of
+from distap.launcher import launch, launch_training
 from distap.stopping import TRACE_SIGNAL
 
+ASKED_WHILE_TORCH_IS_READ = """
+import os, signal, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Finder)
+from distap.launcher import main
+main()
+"""
 TWO = "--standalone --nproc-per-node=2"
 
 
@@ -45,6 +59,11 @@ def test_ranks_that_stop_on_request_give_status_75_and_are_not_started_again(tmp
         assert job.status() == RESTART
         assert job.left() == []
         assert not (tmp_path / "0.1").exists()
+
+
+def test_a_signal_in_the_first_seconds_is_heard():
+    early = subprocess.run([sys.executable, "-c", ASKED_WHILE_TORCH_IS_READ], capture_output=True, text=True)
+    assert (early.returncode, early.stderr) == (RESTART, "")
 
 
 def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path):

@@ -3,9 +3,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 
 import pytest
-from launching import OF_JOBS, launcher, started
+from launching import OF_JOBS, Job, launcher, started
 from servers import free_ports
 
 from distap.exits import FINISHED, RESTART
@@ -50,6 +51,25 @@ def test_a_host_that_waits_for_another_can_be_stopped(tmp_path):
         job.wait_until(lambda: "nobody answers" in job.said)
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.status(seconds=10) == RESTART
+
+
+@pytest.mark.slow
+def test_a_host_that_waits_for_one_that_was_lost_can_be_stopped(tmp_path):
+    port, kept = free_ports(1), tmp_path / "kept"
+    kept.mkdir()
+
+    def started_host(name: str, is_host: int) -> AbstractContextManager[Job]:
+        patient = f"{options(port, f'is_host={is_host},join_timeout=600')} --max-restarts=3"
+        return started(launcher(patient, "go_on", tmp_path), tmp_path / name, TMPDIR=str(kept))
+
+    with started_host("one", 1) as one:
+        with started_host("other", 0) as other:
+            for rank in range(2):
+                one.wait_until((tmp_path / f"step-{rank}").exists)
+            other.process.kill()
+        one.wait_until(lambda: one.left() == [one.process.pid] and not list(kept.glob("distap-outcomes-*/*")))
+        os.kill(one.process.pid, signal.SIGTERM)
+        assert one.status() == RESTART, one.said
 
 
 @pytest.mark.skipif(
