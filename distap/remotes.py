@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 PASSING = (408, 425, 429)  # statuses of 400 to 499 that another attempt may mend
 MISTAKES = (TypeError, AttributeError, NotImplementedError)  # of options: file systems look at some of them late
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
+SECRET = re.compile("secret|password|token|authorization|cookie", re.IGNORECASE)  # names of options
 T = TypeVar("T")
 
 
@@ -29,8 +31,7 @@ class RemoteSettings:
     attempts: int = 5  # at the same bytes before it has failed
     timeout_seconds: float = 60.0  # of one attempt, which asks for 8 MiB at most beside single images
     backoff_seconds: float = 0.5  # before the second attempt, doubled before each further one
-    # By scheme, passed to its fsspec file system: {s3: {endpoint_url: ...}}. Secrets belong into the environment,
-    # where boto and gcsfs look for them: a recipe is written into the run's folder.
+    # By scheme, passed to its fsspec file system: {s3: {endpoint_url: ...}}; a recipe's may hold no secret.
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -41,6 +42,35 @@ class RemoteSettings:
         unknown = sorted(set(self.options) - set(EXTRAS))
         if unknown:
             raise ValueError(f"options: {unknown[0]!r} is no scheme; expected http, https, s3 or gs")
+
+
+def of_recipe(settings: RemoteSettings) -> RemoteSettings:
+    """The same settings, which anybody may read: a recipe is written into the run's folder.
+
+    Raises:
+        ValueError: an option is a secret.
+    """
+    secret = _secret_in(settings.options, "options")
+    if secret is not None:
+        raise ValueError(
+            f"{secret} is a secret, and a recipe is written into the run's folder. Give it where the package looks "
+            "for it by itself: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
+            "GOOGLE_APPLICATION_CREDENTIALS; ~/.netrc for http, with {client_kwargs: {trust_env: true}}"
+        )
+    return settings
+
+
+def _secret_in(options: Mapping[str, Any], place: str) -> str | None:
+    for name, value in options.items():
+        # The token of gcsfs may also be a way to find one, or a file that holds it.
+        is_way = (
+            name == "token" and isinstance(value, str) and place == "options.gs" and not value.startswith("ya29.")
+        )
+        if SECRET.search(name) and not is_way:
+            return f"{place}.{name}"
+        if isinstance(value, Mapping) and (found := _secret_in(value, f"{place}.{name}")) is not None:
+            return found
+    return None
 
 
 class MissingFileError(DistapError):

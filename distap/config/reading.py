@@ -88,7 +88,9 @@ def _problem(error: dict[str, Any]) -> str:
     expected = str(error["msg"]).removeprefix("Value error, ")
     if not where:
         return expected
-    return f"{where}: {error['input']!r}: {expected[:1].lower()}{expected[1:]}"
+    # Of a whole section the words name the key; its values may be long, or not for everybody's eyes.
+    value = "" if isinstance(error["input"], dict) else f"{error['input']!r}: "
+    return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"
 
 
 def _resolve(loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

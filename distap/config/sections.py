@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -32,7 +33,7 @@ from distap.ranking import (
     SupAP,
     TieAwareAP,
 )
-from distap.remotes import RemoteSettings
+from distap.remotes import RemoteSettings, of_recipe
 from distap.store_urls import checked_url
 from distap.telemetry.loggers import LOGGERS, LoggerSettings, MLflow, TensorBoard, WeightsAndBiases
 
@@ -41,6 +42,9 @@ class Section(BaseModel):
     """Closed to unknown keys, and not changed after it has been read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Remote = Annotated[RemoteSettings, AfterValidator(of_recipe)]
 
 
 class DataSection(Section):
@@ -54,7 +58,7 @@ class DataSection(Section):
         "indexed", description="image by image, or shard by shard, which promises less: see distap/data/streaming.py"
     )
     allow_pipes: bool = Field(False, description="run train as a shell command where it is `pipe:COMMAND`")
-    remote: RemoteSettings = Field(RemoteSettings(), description="how often and how long reading is tried")
+    remote: Remote = Field(RemoteSettings(), description="how often and how long reading is tried")
     cache: CacheSettings | None = Field(None, description="shards kept on each host's own disk; none keeps none")
     unseen_classes: bool = Field(True, description="refuse a validation set that shares a class with training")
     image_size: PositiveInt = Field(224, description="width and height of the network's input, pixels")
@@ -249,7 +253,7 @@ class CheckpointSection(Section):
     store: str | None = Field(
         None, description="URL of a folder to keep them in, such as s3://bucket/run; run may then be each host's own"
     )
-    remote: RemoteSettings | None = Field(None, description="how the store is reached; none takes data.remote")
+    remote: Remote | None = Field(None, description="how the store is reached; none takes data.remote")
 
     @field_validator("store")
     @classmethod
