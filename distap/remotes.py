@@ -44,13 +44,16 @@ class RemoteSettings:
             raise ValueError(f"options: {unknown[0]!r} is no scheme; expected http, https, s3 or gs")
 
 
-def of_recipe(settings: RemoteSettings) -> RemoteSettings:
+Settings = TypeVar("Settings", bound=RemoteSettings | None)
+
+
+def of_recipe(settings: Settings) -> Settings:
     """The same settings, which anybody may read: a recipe is written into the run's folder.
 
     Raises:
         ValueError: an option is a secret.
     """
-    secret = _secret_in(settings.options, "options")
+    secret = None if settings is None else _secret_in(settings.options, "options")
     if secret is not None:
         raise ValueError(
             f"{secret} is a secret, and a recipe is written into the run's folder. Give it where the package looks "

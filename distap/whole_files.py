@@ -36,9 +36,19 @@ def write_whole(path: Path, data: bytes | str) -> None:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
+def sync_file(file: Path) -> None:
+    """Bring a file that was written, and its name, to the disk."""
+    _sync(file)
+    sync_folder(file.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -14,6 +14,7 @@ from fsspec.callbacks import Callback as Progress
 
 from distap.remotes import MissingFileError, RemoteSettings, UnreachableError, file_system, is_permanent, retried
 from distap.store_urls import checked_url
+from distap.whole_files import sync_file
 
 KEY = "checkpoint.store"
 PART = 16 * 2**20  # bytes of a file that are sent at once
@@ -37,6 +38,7 @@ class Store:
         self.settings, self.key = settings, key
         scheme = self.url.partition("://")[0]
         self._files = file_system(scheme, settings, key)
+        self._is_folder = scheme == "file"
         self._base = str(self._files._strip_protocol(self.url)).rstrip("/")
         self._until = float("inf")
         self._parts = {"chunksize": PART} if scheme in ("s3", "gs") else {}
@@ -76,7 +78,12 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file; a bucket shows it when it is whole."""
-        self._retried(lambda: self._answer("pipe_file", self._path(name), data), name, "written")
+
+        def written() -> None:
+            self._answer("pipe_file", self._path(name), data)
+            self._sync(name)
+
+        self._retried(written, name, "written")
 
     def upload(self, path: Path, name: str) -> None:
         """Send a file of any size."""
@@ -85,6 +92,7 @@ class Store:
             moved = Progress()
             if not self._files.async_impl:
                 self._files.put_file(str(path), self._path(name))
+                self._sync(name)
                 return
             transfer = self._files._put_file(str(path), self._path(name), callback=moved, **self._parts)
             sync(self._files.loop, self._watched, transfer, moved)
@@ -110,9 +118,14 @@ class Store:
     def _remove(self, name: str) -> None:
         with suppress(MissingFileError):
             self._retried(lambda: self._answer("rm_file", self._path(name)), name, "removed")
-        if self.url.startswith("file://"):  # a bucket has no folders that could stay behind
+        if self._is_folder:  # a bucket has none that could stay behind
             with suppress(OSError):
                 Path(self._path(name)).parent.rmdir()
+
+    def _sync(self, name: str) -> None:
+        """What was written outlasts a loss of power, and other hosts see it; a bucket sees to that by itself."""
+        if self._is_folder:
+            sync_file(Path(self._path(name)))
 
     def _download(self, name: str, path: Path) -> None:
         def fetched() -> None:

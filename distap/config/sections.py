@@ -44,9 +44,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Remote = Annotated[RemoteSettings, AfterValidator(of_recipe)]
-
-
 class DataSection(Section):
     """Where the images are and how they are read."""
 
@@ -58,7 +55,9 @@ class DataSection(Section):
         "indexed", description="image by image, or shard by shard, which promises less: see distap/data/streaming.py"
     )
     allow_pipes: bool = Field(False, description="run train as a shell command where it is `pipe:COMMAND`")
-    remote: Remote = Field(RemoteSettings(), description="how often and how long reading is tried")
+    remote: Annotated[RemoteSettings, AfterValidator(of_recipe)] = Field(
+        RemoteSettings(), description="how often and how long reading is tried"
+    )
     cache: CacheSettings | None = Field(None, description="shards kept on each host's own disk; none keeps none")
     unseen_classes: bool = Field(True, description="refuse a validation set that shares a class with training")
     image_size: PositiveInt = Field(224, description="width and height of the network's input, pixels")
@@ -253,7 +252,9 @@ class CheckpointSection(Section):
     store: str | None = Field(
         None, description="URL of a folder to keep them in, such as s3://bucket/run; run may then be each host's own"
     )
-    remote: Remote | None = Field(None, description="how the store is reached; none takes data.remote")
+    remote: Annotated[RemoteSettings | None, AfterValidator(of_recipe)] = Field(
+        None, description="how the store is reached; none takes data.remote"
+    )
 
     @field_validator("store")
     @classmethod
