@@ -38,6 +38,7 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     Raises:
         DistapError: the recipe is wrong, or does not fit the options; no rank was started.
     """
+    leave_when_asked()
     from distap.config import load_recipe
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
@@ -109,7 +110,7 @@ def _early_signals() -> Iterator[None]:
 def main() -> None:
     """Launch what the command line says."""
     leave_when_asked()
-    # Imported here and above, so that a signal is heard from the first moment on: torch takes seconds.
+    # Imported late, as everything heavy here, so that a signal is heard from the first moment on.
     from torch.distributed import run as torchrun
 
     settings = torchrun.get_args_parser().parse_args()
