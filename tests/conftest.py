@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,13 @@ torch.set_flush_denormal(True)
 # CI tries the same cases every time; on other machines hypothesis goes on looking for new ones.
 settings.register_profile("ci", derandomize=True)
 settings.load_profile("ci" if "CI" in os.environ else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that wait for networks come first, then those of many slow tests: none is left alone at the end."""
+    waiting = {item.path for item in items if item.get_closest_marker("cluster")}
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path not in waiting, -slow[item.path]))
 
 
 def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: int = 0) -> Path:
