@@ -216,16 +216,14 @@ class ShardCache:
 
     def _has_room(self, size: int, part: Path) -> bool:
         """Whether there is room, if need be without data sets that nobody reads, the oldest first."""
-        used = sum(
-            entry.stat().st_size for folder in self._folders() for entry in _files(folder) if entry.path != str(part)
-        )
+        used = sum(_size(entry) for folder in self._folders() for entry in _files(folder) if entry.path != str(part))
         others = [folder for folder in self._folders() if folder != self.folder]
         for folder in sorted(others, key=lambda folder: (folder / IN_USE).stat().st_mtime):
             if used + size <= self.max_bytes:
                 break
             in_use = _opened(folder / IN_USE)
             if _try_lock(in_use):
-                freed = sum(entry.stat().st_size for entry in _files(folder))
+                freed = sum(_size(entry) for entry in _files(folder))
                 shutil.rmtree(folder)
                 used -= freed
             os.close(in_use)
@@ -303,3 +301,11 @@ def _give_up(part: Path, file: int) -> None:
 def _files(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    """In bytes; none of a file that was dropped since the folder was looked through."""
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0

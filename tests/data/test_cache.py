@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from servers import web_server
 
+from distap.data import cache
 from distap.data.cache import IN_USE, LOCK, CacheSettings
 from distap.data.index import load_index
 from distap.data.indexing import index_shards
@@ -162,6 +163,25 @@ def test_a_kept_shard_of_another_size_is_not_read(shards, folder):
     assert [second.data(sample) for sample in range(9)] == expected
     second.cache.wait()
     assert sorted(path.stat().st_size for path in kept(folder)) == sorted(first.index.shard_size.tolist())
+
+
+def test_a_kept_shard_may_be_dropped_while_room_for_another_is_looked_for(shards, folder, monkeypatch, caplog):
+    read_all(reader(shards, folder))
+    first, *_, last = kept(folder)
+    look_through = cache._files
+
+    def dropped_meanwhile(looked_through):
+        entries = look_through(looked_through)
+        first.unlink(missing_ok=True)
+        return entries
+
+    second = reader(shards, folder)
+    second.cache.wait()
+    last.unlink()
+    monkeypatch.setattr(cache, "_files", dropped_meanwhile)
+    read_all(second)
+    assert last in kept(folder)
+    assert "no more shards are kept" not in caplog.text
 
 
 def test_a_shard_that_is_not_the_one_that_was_indexed_is_not_kept(shards, folder, caplog):
