@@ -74,3 +74,9 @@ def test_a_secret_in_a_recipe_is_refused_and_not_repeated(tmp_path, section, opt
         recipe(tmp_path, [tmp_path], **{f"{section}__remote": {"options": options}})
     assert f"{section}.remote: options.{place} is a secret" in str(refused.value)
     assert "ya29" not in str(refused.value)
+
+
+def test_the_signature_of_an_address_is_not_repeated(tmp_path):
+    with pytest.raises(DistapError, match=r"data\.train: 'https://host/a\.tar': .*a query") as refused:
+        recipe(tmp_path, [tmp_path], data__train="https://host/a.tar?X-Amz-Signature=ya29")
+    assert "ya29" not in str(refused.value)

@@ -18,6 +18,7 @@ from distap.config.sections import (
     Term,
 )
 from distap.errors import DistapError
+from distap.public_text import without_secrets
 from distap.ranking import (
     suggestion,
 )
@@ -88,9 +89,9 @@ def _problem(error: dict[str, Any]) -> str:
     expected = str(error["msg"]).removeprefix("Value error, ")
     if not where:
         return expected
-    # Of a whole section the words name the key; its values may be long, or not for everybody's eyes.
+    # Of a whole section the words name the key; its values may be long, or secret.
     value = "" if isinstance(error["input"], dict) else f"{error['input']!r}: "
-    return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"
+    return without_secrets(f"{where}: {value}{expected[:1].lower()}{expected[1:]}")
 
 
 def _resolve(loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
