@@ -50,6 +50,8 @@ class Trainer:
         self.endpoint.watchdog = world.watchdog
         self.tracer = Tracer(recipe.run / TRACES, world.rank)
         self.endpoint.ask_trace = self.tracer.ask
+        # First of all, so that a start that takes long or fails again and again is seen.
+        self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
         self.images = images_of(recipe, world, self.stopwatch)
         self._check()
@@ -61,7 +63,6 @@ class Trainer:
         self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
         memory = CrossBatchMemory(recipe.memory.size)
         self.step = step_of(recipe, self.engine, world, self.images.size, describer, memory, self.stopwatch)
-        self.report = RunReport(recipe, world, self.images.size, self.endpoint)
         self.state = RunState(recipe, world, self.images, self.engine, memory, self.schedule)
         self.done = 0  # steps behind the present state
         self.not_finite = 0  # steps in a row that were not applied

@@ -333,6 +333,14 @@ def test_every_rank_answers_with_its_metrics_and_rank_0_with_the_global_ones(tmp
     assert "distap_loss_ratio" not in second[1]
 
 
+def test_a_start_that_fails_early_has_been_seen(tmp_path):
+    endpoint = Endpoint()
+    with pytest.raises(DistapError, match=r"no index\.npz"):
+        Trainer(recipe(tmp_path / "run", [tmp_path]), World(), endpoint)
+    seen = endpoint.registry.get_sample_value
+    assert (seen("distap_planned_steps"), seen("distap_world_size_ranks"), seen("distap_step")) == (10, 1, 0)
+
+
 def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shards):
     train(World(), tmp_path, training_shards, steps=2)
     for entry in read_run_log(tmp_path):
