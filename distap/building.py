@@ -41,7 +41,6 @@ from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 
 PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
-LOADER_CHUNK = 16  # images that a worker hands over at once, where micro-batches find their size themselves
 logger = logging.getLogger("distap")
 
 
@@ -50,7 +49,7 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
     data = recipe.data
     transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
     settings = LoaderSettings(
-        next((size for size in (recipe.describe.size, recipe.replay.size) if isinstance(size, int)), LOADER_CHUNK),
+        recipe.loader_chunk,
         data.workers,
         data.prefetch,
         pinned=world.device.type == "cuda",

@@ -42,6 +42,7 @@ from distap.ranking import (
 )
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
+LOADER_CHUNK = 16  # images that a worker hands over at once, where micro-batches find their size themselves
 
 
 class Recipe(Section):
@@ -96,6 +97,11 @@ class Recipe(Section):
         if isinstance(self.loss, SumOfLosses):
             return WeightedSum(tuple((term.weight, term.loss) for term in self.loss.terms.values()))
         return self.loss
+
+    @property
+    def loader_chunk(self) -> int:
+        """Images that a loader worker hands over at once: where that is known, as many as the network asks for."""
+        return next((size for size in (self.describe.size, self.replay.size) if isinstance(size, int)), LOADER_CHUNK)
 
     @property
     def run_id(self) -> str:
