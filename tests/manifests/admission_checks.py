@@ -46,7 +46,7 @@ def _exit_codes_are_in_order(parts: Parts) -> None:
 
 def _exceptions_are_inside(parts: Parts) -> None:
     policy = parts.one("NetworkPolicy")["spec"]
-    blocks = [peer["ipBlock"] for rule in policy["egress"] for peer in rule["to"] if "ipBlock" in peer]
+    blocks = [peer["ipBlock"] for rule in policy["egress"] for peer in rule.get("to", []) if "ipBlock" in peer]
     assert blocks
     for block in blocks:
         whole = ip_network(block["cidr"])

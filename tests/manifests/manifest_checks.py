@@ -32,6 +32,8 @@ API_VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2"} | dict.fromkeys(
 # At these, clouds hand out the credentials of a machine: AWS, GCP, Azure (two), Alibaba, Oracle, ECS, EKS; IPv6.
 METADATA = ["169.254.169.254", "168.63.129.16", "100.100.100.200", "192.0.0.192", "169.254.170.2", "169.254.170.23"]
 METADATA += ["fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fe80::a9fe:a9fe"]
+# DNS: a Service, NodeLocal DNSCache, the server of Google's and Amazon's networks, an OpenShift pod, IPv6.
+NAME_SERVERS = ["10.96.0.10", "169.254.20.10", "169.254.169.254", "169.254.169.253", "10.128.0.5", "fd00::a"]
 OUTSIDE = ["52.216.0.1", "2600:1fa0::1"]  # of an object store
 Check = Callable[[Parts], None]
 
@@ -263,8 +265,10 @@ def the_network_is_closed(parts: Parts) -> None:
     among, scraping = policy["ingress"]
     assert "ports" not in among and set(among["from"][0]) == {"podSelector"}
     assert set(scraping["from"][0]) == {"namespaceSelector"}
-    resolving = [rule for rule in policy["egress"] if {port["port"] for port in rule.get("ports", [])} == {53}]
-    assert {port["protocol"] for port in resolving[0]["ports"]} == {"TCP", "UDP"}
+    for address in NAME_SERVERS:
+        for protocol in ("UDP", "TCP"):
+            assert _lets_out(policy, address, 53, protocol), f"{address} {protocol}"
+    assert not _lets_out(policy, OUTSIDE[0], 443, "UDP")
 
 
 def runtimes_are_what_the_operator_expects(parts: Parts) -> None:
@@ -329,7 +333,7 @@ def _peers(policy: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for rule in policy["ingress"]:
         yield from rule["from"]
     for rule in policy["egress"]:
-        yield from rule["to"]
+        yield from rule.get("to", [])
 
 
 def _mount(parts: Parts, path: str) -> dict[str, Any] | None:
@@ -338,11 +342,13 @@ def _mount(parts: Parts, path: str) -> dict[str, Any] | None:
     return parts.mounts[max(below, key=len)] if below else None
 
 
-def _lets_out(policy: dict[str, Any], address: str, port: int) -> bool:
-    """Whether a pod may connect there."""
+def _lets_out(policy: dict[str, Any], address: str, port: int, protocol: str = "TCP") -> bool:
+    """Whether a pod may connect there, wherever that is."""
     for rule in policy["egress"]:
-        if port not in [one["port"] for one in rule.get("ports", [{"port": port}])]:
+        if "ports" in rule and {"protocol": protocol, "port": port} not in rule["ports"]:
             continue
+        if "to" not in rule:
+            return True
         for block in (peer["ipBlock"] for peer in rule["to"] if "ipBlock" in peer):
             inside = [ip_address(address) in ip_network(cidr) for cidr in (block["cidr"], *block.get("except", []))]
             if inside[0] and not any(inside[1:]):

@@ -185,6 +185,11 @@ BROKEN: list[tuple[checks.Check, str, Breaking]] = [
     ),
     (checks.the_network_is_closed, JOB, of_one("NetworkPolicy", ["Ingress"], "spec", "policyTypes")),
     (
+        checks.the_network_is_closed,
+        JOB,
+        of_one("NetworkPolicy", [{"ipBlock": {"cidr": "10.96.0.0/16"}}], "spec", "egress", 1, "to"),
+    ),
+    (
         checks.runtimes_are_what_the_operator_expects,
         TRAIN_JOB,
         of_one("TrainJob", "other", "spec", "runtimeRef", "name"),
