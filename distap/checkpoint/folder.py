@@ -21,8 +21,9 @@ from distap.checkpoint.manifest import STATE_FILE, DamagedCheckpointError, Manif
 from distap.checkpoint.tensors import read_tensors
 from distap.distributed import World
 from distap.errors import DistapError
+from distap.whole_files import sync_folder
 
-NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")  # with an ending where it was copied out of a store
+NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")  # with an ending where it was copied out of a store, or replaces one
 UNFINISHED, DAMAGED = ".step-", "damaged-"
 LISTING_SECONDS = 60.0  # for which a network file system may go on showing what a folder held before
 logger = logging.getLogger("distap")
@@ -132,6 +133,19 @@ def best_checkpoint(folder: Path) -> Path | None:
         if score is not None:
             scores.append((score, path))
     return max(scores)[1] if scores else None
+
+
+def put_in_place(written: Path, path: Path) -> None:
+    """Give a whole checkpoint its name; until then an earlier one of its step is there, however it ends."""
+    earlier = [old for old in list_checkpoints(path.parent) if old.name.startswith(path.name)]
+    if earlier:  # a run that was started again from an older checkpoint
+        written = written.rename(f"{path}.{uuid.uuid4().hex[:8]}")
+        sync_folder(path.parent)
+    superfluous = [old.rename(path.with_name(f".{old.name}.old-{uuid.uuid4().hex[:8]}")) for old in earlier]
+    written.rename(path)
+    sync_folder(path.parent)
+    for old in superfluous:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_old(folder: Path, keep: int, keep_best: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from distap.checkpoint.folder import UNFINISHED, remove_old, remove_unfinished
+from distap.checkpoint.folder import UNFINISHED, put_in_place, remove_old, remove_unfinished
 from distap.checkpoint.manifest import (
     METADATA_FILE,
     STATE_FILE,
@@ -30,7 +30,7 @@ from distap.distributed import World
 from distap.errors import DistapError
 from distap.remotes import UnreachableError
 from distap.watchdog import is_of_the_network
-from distap.whole_files import sync_folder, write_whole
+from distap.whole_files import write_whole
 
 STORE_SHARE, TIDY_SHARE = 0.8, 0.1  # of the time-out, for a checkpoint to be in the store, and for what is old there
 T = TypeVar("T")
@@ -218,10 +218,7 @@ class CheckpointWriter:
 
     def _publish(self, aside: Path, path: Path, manifest: Manifest, keep: int) -> None:
         write_manifest(aside, manifest)  # with it the names of all files are on the disk
-        if path.exists():  # a run that was started again from an older checkpoint
-            shutil.rmtree(path)
-        aside.rename(path)
-        sync_folder(self.folder)
+        put_in_place(aside, path)
         try:
             remove_old(self.folder, keep, self.keep_best)
         except OSError as error:  # the new one is there all the same

@@ -1,10 +1,12 @@
 import json
 import pickle
 import re
+import shutil
 import threading
 import types
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,6 +112,31 @@ def test_an_unfinished_checkpoint_is_no_checkpoint_and_the_next_one_removes_it(t
     assert names(tmp_path) == ["step-00000001"]
     save(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_step_that_is_written_again_is_there_at_every_moment(tmp_path, monkeypatch):
+    save(tmp_path, 3, keep=1)
+    (tmp_path / "step-00000003").rename(tmp_path / "step-00000003.0123abcd")  # as an interruption leaves one
+    save(tmp_path, 3, keep=1)
+    there = []
+
+    def watched(change):
+        def changed(*arguments, **options):
+            there.append(names(tmp_path))
+            result = change(*arguments, **options)
+            there.append(names(tmp_path))
+            newest_checkpoint(tmp_path, World())[0].tensors()
+            return result
+
+        return changed
+
+    monkeypatch.setattr(Path, "rename", watched(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", watched(shutil.rmtree))
+    assert save(tmp_path, 3, keep=1, tensors={"network.a": torch.ones(2)}).error is None
+    assert len(there) > 4 and all(there)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000003"] and len(list(tmp_path.iterdir())) == 1
+    assert newest_checkpoint(tmp_path, World())[0].tensors()["network.a"].equal(torch.ones(2))
 
 
 def test_thirty_flipped_bits_are_found_and_the_checkpoint_before_is_used(tmp_path, caplog):
