@@ -19,6 +19,7 @@ from distap.manifests.sizes import GIB, OWN_RUN, TEMPORARY, Sizes, sizes_of
 from distap.meeting import C10D_PORT
 
 HEAD = "# Written by `distap k8s render`, which writes the whole folder anew: change its options, not these files.\n"
+WRITTEN = ("kustomization.yaml", "base", "components", "training")
 KILL_SECONDS = 30  # for the container to end, once the launcher has killed ranks that were late
 FIRST_METRICS_PORT = 9400
 SCRAPER = "/spec/ingress/1/from/0/namespaceSelector/matchLabels"  # of the NetworkPolicy in k8s/base
@@ -31,7 +32,7 @@ def render(manifests: Path, output: Path, request: Request, recipe: Path, overri
 
     Args:
         manifests: k8s/.
-        output: the folder; one that an earlier call wrote is replaced.
+        output: the folder; one that an earlier call wrote is replaced, unless something was put beside it.
         request: what was asked for.
         recipe: the file.
         overrides: changes to it.
@@ -88,6 +89,12 @@ def _check_output(output: Path) -> None:
     ours = output / "kustomization.yaml"
     if not (ours.is_file() and ours.read_text().startswith(HEAD)):
         raise DistapError(f"--output {output}: something else is there; name a new folder")
+    foreign = sorted(path.name for path in output.iterdir() if path.name not in WRITTEN)
+    if foreign:
+        raise DistapError(
+            f"--output {output}: {', '.join(foreign)} would be lost, since the whole folder is written anew; move it "
+            "elsewhere, such as into a kustomization around this folder, or name a new one"
+        )
 
 
 def _components(request: Request) -> list[str]:

@@ -233,6 +233,18 @@ def test_a_folder_of_something_else_is_left_alone_and_an_own_one_replaced(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "own", "recipe.yaml"]
 
 
+@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "trainjob"])
+def test_what_somebody_put_into_a_rendered_folder_is_named_and_not_lost(tmp_path, recipe, kind):
+    own = rendered_folder(tmp_path / "own", recipe, kind=kind, gpus=1)
+    rendered_folder(own, recipe, kind=kind, gpus=1)
+    (own / "patches").mkdir()
+    (own / "notes.md").write_text("mine")
+    before = {path: path.read_text() for path in own.rglob("*") if path.is_file()}
+    with pytest.raises(DistapError, match=r"notes\.md, patches would be lost"):
+        rendered_folder(own, recipe, kind=kind, gpus=2)
+    assert {path: path.read_text() for path in own.rglob("*") if path.is_file()} == before
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, recipe):
     (tmp_path / "file").write_text("")
     with pytest.raises(DistapError, match=r"--output .*/file/out: cannot be written"):
