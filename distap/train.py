@@ -24,7 +24,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     """Train on this process's rank: alone, or as one of those that torchrun starts.
 
     The run goes on from its newest checkpoint where it has one. Asked to stop by SIGTERM or SIGINT, it finishes the
-    step, writes a checkpoint and leaves with status 75: start it again. Other statuses: 0 all steps are done, 2 a
+    step or breaks off the evaluation, writes a checkpoint and leaves with status 75: start it again. Other statuses: 0 all steps are done, 2 a
     mistake that needs a person, 1 a failure.
     """
     leave_when_asked()

@@ -1,6 +1,7 @@
 """The loop around the step: data, schedule, checkpoints, evaluation, requests to stop."""
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from distap.distributed import World
 from distap.errors import DistapError
 from distap.evaluation import refuse_seen_classes
 from distap.exits import FINISHED, RESTART
+from distap.extraction import BrokenOffError
 from distap.optimisation import LinearDecay
 from distap.ranking import CrossBatchMemory
 from distap.remotes import UnreachableError
@@ -82,10 +84,14 @@ class Trainer:
                 return FINISHED
             self.startup.reached("checkpoint")
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
-                if owes_evaluation:  # a request to stop came before it
-                    self._save_if_due(self._evaluate())
-                if self.done == 0 and self.recipe.evaluation.every and self.recipe.evaluation.at_start:
-                    self._evaluate()
+                at_start = self.recipe.evaluation.at_start and self.recipe.evaluation.every > 0
+                if owes_evaluation or (self.done == 0 and at_start):
+                    score = self._evaluate(stop)
+                    if score is None:
+                        logger.warning("stopped before the evaluation after step %d was done", self.done)
+                        return RESTART
+                    if owes_evaluation:  # a request to stop came before it
+                        self._save_if_due(score)
                 self.startup.reached("evaluation")
                 return self._train(stop)
 
@@ -103,10 +109,14 @@ class Trainer:
             self._report(share, result, time.perf_counter() - lap)
             self.tracer.step_done(self.done)
             self._refuse_numbers_that_stay_not_finite(share, result)
+            score = None
+            if self._owes_evaluation() and not stopping:
+                score = self._evaluate(stop)
+                stopping = score is None  # the evaluation is made up for after the restart
             if stopping:
                 self._save(score=None)
                 break
-            self._save_if_due(self._evaluate() if self._owes_evaluation() else None)
+            self._save_if_due(score)
             if self.done < self.recipe.steps:
                 self.tracer.begin(self.done)  # an evaluation before the traced steps is none of them
             lap = time.perf_counter()
@@ -205,13 +215,19 @@ class Trainer:
                 "Usual causes: too high a learning rate, or damaged weights"
             )
 
-    def _evaluate(self) -> float:
-        """mAP on the validation set."""
+    def _evaluate(self, stop: StopRequest) -> float | None:
+        """The mAP on the validation set; none where a rank was asked to stop in the midst of it."""
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")
         self._agree_on_statistics()
-        with self.engine.describing():
-            described = {name: images.describe(how()) for name, (images, how) in self.evaluations.items()}
+        try:
+            with self.engine.describing():
+                described = {
+                    name: images.describe(replace(how(), is_asked_to_stop=lambda: stop.requested))
+                    for name, (images, how) in self.evaluations.items()
+                }
+        except BrokenOffError:
+            return None
         evaluated = {name: one.evaluate() for name, one in described.items()}
         validation, *_ = evaluated.values()
         self.report.keep_evaluation(self.done, validation)

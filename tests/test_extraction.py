@@ -16,7 +16,7 @@ from distap.data.packing import pack
 from distap.data.whole_images import Sizing
 from distap.distributed import World
 from distap.errors import DistapError
-from distap.extraction import describer_of, extract_descriptors
+from distap.extraction import BrokenOffError, describer_of, extract_descriptors, parts
 from distap.extraction.part_files import PartFiles
 from distap.retrieval.descriptor_files import read_descriptors
 
@@ -316,3 +316,17 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
     for _, descriptors, left_out in (first, second):
         assert np.array_equal(descriptors, alone.descriptors)
         assert list(left_out) == [damaged] and "not an image" in left_out[damaged]
+
+
+def break_off_on_a_rank(world, source, waiting):
+    """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on together."""
+    parts.MEETING_SECONDS = 600 if world.rank == waiting else 0
+    maker = describer("original", batch_pixels=4 * 40 * 40)
+    with pytest.raises(BrokenOffError):
+        extract_descriptors(maker, open_images(source), world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
+    return world.all_same(7)
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_ranks_break_off_together(photos, waiting):
+    assert on_ranks(2, break_off_on_a_rank, photos, waiting) == [True, True]

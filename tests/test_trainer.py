@@ -2,6 +2,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from distap.data.packing import pack
 from distap.distributed import World
 from distap.errors import DistapError
 from distap.exits import FINISHED, RESTART
+from distap.extraction import ImageDescriber
 from distap.saved_evaluations import folder_of_step, read_evaluation, saved_steps
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
@@ -175,6 +177,30 @@ def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_pat
     Trainer(recipe(tmp_path, training_shards, **settings), World()).train()
     assert [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry] == evaluated
     assert find_checkpoint(tmp_path, best=True).step == 2
+
+
+@pytest.mark.parametrize(("steps", "checkpoints"), [(2, ["step-00000002"]), (0, [])])
+def test_a_request_in_an_evaluation_breaks_it_off(tmp_path, training_shards, monkeypatch, caplog, steps, checkpoints):
+    evaluation = {"every": 2, "at_start": steps == 0}
+    settings = {"steps": 4, "data__validation": str(training_shards[1]), "evaluation": evaluation}
+    describe, described = ImageDescriber.__call__, []
+
+    def asked_at_the_first_batch(describer, pixels):
+        described.append(len(pixels))
+        if len(described) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while "stopping after this step" not in caplog.text:
+                threading.Event().wait(0.01)
+        return describe(describer, pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageDescriber, "__call__", asked_at_the_first_batch)
+        assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == RESTART
+    assert len(described) == 1
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == checkpoints
+    assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == FINISHED
+    evaluated = [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry]
+    assert evaluated == sorted({0 if steps == 0 else 2, 2, 4})
 
 
 def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):

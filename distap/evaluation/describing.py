@@ -1,7 +1,7 @@
 """How an evaluation comes by the descriptors of a data set's images."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Describing:
         kept_in: folder where descriptors are kept, and found again by the next evaluation of the same network; None
             keeps them in memory only.
         shown: whether rank 0 shows a progress bar.
+        is_asked_to_stop: whether this rank is to break off what is described in memory, on all ranks.
     """
 
     describer: ImageDescriber
@@ -36,6 +37,7 @@ class Describing:
     workers: int = 2
     kept_in: Path | None = None
     shown: bool = False
+    is_asked_to_stop: Callable[[], bool] = lambda: False
 
     def folder(self, name: str) -> Path | None:
         """Where the descriptors of that name are kept."""
@@ -51,13 +53,20 @@ class Describing:
             name: of the folder that they are kept in.
             boxes: by key: the part of an image that counts, pixels.
         Raises:
+            BrokenOffError: a rank was asked to stop.
             DistapError: none can be described, the network gives a descriptor that is not finite, or the folder
                 holds other descriptors.
         """
         folder = self.folder(name)
         if folder is None:
             extracted = extract_descriptors(
-                self.describer, images, self.world, boxes, workers=self.workers, shown=self.shown
+                self.describer,
+                images,
+                self.world,
+                boxes,
+                workers=self.workers,
+                shown=self.shown,
+                is_asked_to_stop=self.is_asked_to_stop,
             )
             self._tell({str(images.keys[number]): reason for number, reason in extracted.left_out.items()}, images)
             return extracted.samples, extracted.descriptors

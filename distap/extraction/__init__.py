@@ -9,12 +9,13 @@ from distap.extraction.describer import (
     refuse_foreign_whitening,
 )
 from distap.extraction.in_memory import Extracted, extract_descriptors
-from distap.extraction.parts import NOT_FINITE
+from distap.extraction.parts import NOT_FINITE, BrokenOffError
 from distap.extraction.to_folder import DType, Written, extract_to_folder, left_out_of
 
 __all__ = [
     "BATCH_PIXELS",
     "NOT_FINITE",
+    "BrokenOffError",
     "DType",
     "Extracted",
     "ImageDescriber",

@@ -1,6 +1,6 @@
 """Descriptors of a whole data set in the memory of every rank, for evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,7 @@ def extract_descriptors(
     *,
     workers: int = 2,
     shown: bool = False,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Extracted:
     """Describe every image of a data set; every rank gets all descriptors.
 
@@ -59,7 +60,9 @@ def extract_descriptors(
         boxes: by key: the part of an image that counts, pixels; the whole of the others.
         workers: processes a rank that read; 0 reads in the rank itself.
         shown: whether rank 0 shows a progress bar.
+        is_asked_to_stop: whether this rank is to break it off, on all ranks.
     Raises:
+        BrokenOffError: one was.
         DistapError: the ranks see different images, a box is of no image, or no image can be described.
     """
     require_same_images(images, world)
@@ -67,7 +70,7 @@ def extract_descriptors(
     plan = plan_parts(images, describer, numbered, part_size(len(images)), world)
     mine = world.slots(len(plan.parts))
     with counting(f"describing {images.name}", len(images), shown=shown and world.rank == 0) as show:
-        meetings = Meetings(world, show)
+        meetings = Meetings(world, show, is_asked_to_stop)
         parts = list(describe_parts(describer, images, plan, mine, numbered, workers, meetings.report))
         meetings.finish()
     samples = np.concatenate([np.empty(0, np.int64), *(part.samples for part in parts)])

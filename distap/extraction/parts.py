@@ -127,6 +127,10 @@ def describe_parts(
         chunks.close()
 
 
+class BrokenOffError(Exception):
+    """A rank was asked to stop: all ranks have stopped describing, after the same meeting."""
+
+
 class Meetings:
     """The ranks tell each other how far they are, every few seconds.
 
@@ -136,18 +140,21 @@ class Meetings:
     Args:
         world: the ranks.
         show: is told on rank 0 how many images are done by all ranks.
+        is_asked_to_stop: whether this rank is.
+    Raises:
+        BrokenOffError: a rank is, from `report` and `finish` of all.
     """
 
-    def __init__(self, world: World, show: Callable[[int], None]) -> None:
-        self._world, self._show = world, show
+    def __init__(
+        self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._world, self._show, self._is_asked_to_stop = world, show, is_asked_to_stop
         self._images, self._last = 0, time.monotonic()
 
     def report(self, images: int) -> None:
         """This rank has done so many more."""
         self._images += images
-        if self._world.size == 1:
-            self._show(self._images)
-        elif time.monotonic() - self._last > MEETING_SECONDS:
+        if self._world.size == 1 or time.monotonic() - self._last > MEETING_SECONDS:
             self._meet(finished=False)
 
     def finish(self) -> None:
@@ -156,8 +163,11 @@ class Meetings:
             pass
 
     def _meet(self, finished: bool) -> bool:
-        counts = torch.tensor([self._images, int(finished)], dtype=torch.int64, device=self._world.device)
-        images, done = self._world.sum(counts).tolist()
+        mine = [self._images, int(finished), int(self._is_asked_to_stop())]
+        counts = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
+        images, done, asked = self._world.sum(counts).tolist()
+        if asked:
+            raise BrokenOffError
         self._show(images)
         self._last = time.monotonic()
         return bool(done == self._world.size)
