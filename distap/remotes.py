@@ -16,6 +16,11 @@ from distap.exits import FAILED
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 PASSING = (408, 425, 429)  # statuses of 400 to 499 that another attempt may mend
+PASSING_CODES = (  # of S3's and its kin's, which come with other statuses of 400 to 499
+    *("RequestTimeout", "RequestTimeoutException", "PriorRequestNotComplete", "OperationAborted"),
+    *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),  # of what was changed or cut short on its way
+    *("SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded"),
+)
 MISTAKES = (TypeError, AttributeError, NotImplementedError)  # of options: file systems look at some of them late
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 SECRET = re.compile("secret|password|token|authorization|cookie", re.IGNORECASE)  # names of options
@@ -116,8 +121,8 @@ def retried(
         except DistapError:
             raise
         except Exception as error:  # each file system raises its own
-            reason = str(error) or type(error).__name__
-            if isinstance(error, TimeoutError):
+            reason = str(error) or str(error.__cause__ or "") or type(error).__name__
+            if isinstance(error, TimeoutError) and not _answer_to_boto(error)[0]:
                 reason = f"no answer within {settings.timeout_seconds:g} s"
             if isinstance(error, FileNotFoundError):
                 raise MissingFileError(f"{where}: there is no such file") from error
@@ -177,11 +182,14 @@ def file_system(scheme: str, settings: RemoteSettings, key: str | None = "data.r
 
 def is_permanent(error: Exception) -> bool:
     """Whether another attempt at a remote would fail as this one did."""
+    code, status_of_boto = _answer_to_boto(error)
+    if code in PASSING_CODES:
+        return False
     if isinstance(error, (*PERMANENT, *MISTAKES)) or type(error).__name__ in LACKS_CREDENTIALS:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of this host, where a file is downloaded to
         return True
-    status = getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
+    status = getattr(error, "status", None) or getattr(error, "code", None) or status_of_boto
     if status == 401 and "Invalid Credentials" in str(error):  # Google's word for a token that has run out
         return False
     if isinstance(status, int) and 400 <= status < 500:
@@ -189,7 +197,12 @@ def is_permanent(error: Exception) -> bool:
     return str(error).startswith("Forbidden")  # what gcsfs makes of 403
 
 
-def _status_of_boto(error: Exception) -> int | None:
-    """The HTTP status behind an error that s3fs made of one of boto's."""
-    answer = getattr(error.__cause__, "response", None)
-    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+def _answer_to_boto(error: Exception) -> tuple[str, int | None]:
+    """Error code and HTTP status of the answer that s3fs made an error of; none where there was no answer."""
+    cause = error.__cause__
+    if isinstance(cause, TimeoutError):  # fsspec wraps it once more
+        cause = cause.__cause__
+    answer = getattr(cause, "response", None)
+    if not isinstance(answer, dict):
+        return "", None
+    return str(answer.get("Error", {}).get("Code", "")), answer.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -23,7 +23,7 @@ from distap.distributed import World
 from distap.errors import DistapError
 from distap.whole_files import sync_folder
 
-NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")  # with an ending where it was copied out of a store, or replaces one
+NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")  # an ending where it left a store, or replaces one
 UNFINISHED, DAMAGED = ".step-", "damaged-"
 LISTING_SECONDS = 60.0  # for which a network file system may go on showing what a folder held before
 logger = logging.getLogger("distap")

@@ -110,6 +110,20 @@ def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
     assert storage.meter.take() == (600, 2, 0, 0)
 
 
+@pytest.mark.parametrize(
+    "fault", ["400 RequestTimeout", "400 BadDigest", "400 IncompleteBody", "409 OperationAborted"]
+)
+def test_a_fault_that_s3_says_will_pass_is_retried_whatever_its_status(web, shards, fault):
+    web.faults = [fault, fault]
+    assert over("s3", web).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+
+
+def test_s3s_word_for_a_slow_request_is_not_taken_for_silence(web):
+    web.faults = ["400 RequestTimeout"] * 3
+    with pytest.raises(UnreachableError, match="3 attempts failed, the last with: RequestTimeout it is"):
+        over("s3", web).read("000000.tar", 0, 600)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_fewer_bytes_at_the_end_of_a_file_are_no_fault(web, shards, scheme):
     storage, whole = over(scheme, web), (shards / "000000.tar").read_bytes()
