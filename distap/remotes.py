@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from distap.errors import DistapError
 from distap.exits import FAILED
+from distap.public_text import without_secrets
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -23,7 +24,13 @@ PASSING_CODES = (  # of S3's and its kin's, which come with other statuses of 40
 )
 MISTAKES = (TypeError, AttributeError, NotImplementedError)  # of options: file systems look at some of them late
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
-SECRET = re.compile("secret|password|token|authorization|cookie", re.IGNORECASE)  # names of options
+SECRET_NAME = re.compile(  # of an option; the `key` of s3 is but the name of one
+    r"secret|pass(w|phrase)|token|auth(orization)?$|cookie|credential|private|(api|customer|encryption)[-_]?key",
+    re.IGNORECASE,
+)
+SECRET_TEXT = re.compile(
+    r'"(private_key|refresh_token|client_secret)"\s*:|PRIVATE KEY-----|^ya29\.|^(Basic|Bearer)\s', re.IGNORECASE
+)
 T = TypeVar("T")
 
 
@@ -68,17 +75,24 @@ def of_recipe(settings: Settings) -> Settings:
     return settings
 
 
-def _secret_in(options: Mapping[str, Any], place: str) -> str | None:
-    for name, value in options.items():
-        # The token of gcsfs may also be a way to find one, or a file that holds it.
-        is_way = (
-            name == "token" and isinstance(value, str) and place == "options.gs" and not value.startswith("ya29.")
-        )
-        if SECRET.search(name) and not is_way:
-            return f"{place}.{name}"
-        if isinstance(value, Mapping) and (found := _secret_in(value, f"{place}.{name}")) is not None:
-            return found
-    return None
+def _secret_in(value: Any, place: str, name: str = "") -> str | None:
+    """Where the first secret among options is, told by the name of an option or by how its value looks."""
+    if not value or value is True:
+        return None
+    # The token of gcsfs may also be a way to find one, or a file that holds it.
+    is_way = place == "options.gs.token" and isinstance(value, str)
+    if SECRET_NAME.search(name) and not is_way:
+        return place
+    if isinstance(value, str):
+        return place if SECRET_TEXT.search(value) or without_secrets(value) != value else None
+    within: list[tuple[str, str, Any]] = []  # name, place, value
+    if isinstance(value, Mapping):
+        within = [(str(key), f"{place}.{key}", inner) for key, inner in value.items()]
+    elif isinstance(value, list | tuple):
+        is_pair = len(value) == 2 and isinstance(value[0], str)  # as headers may be given
+        names = ["", value[0]] if is_pair else [""] * len(value)
+        within = [(names[at], f"{place}.{at}", inner) for at, inner in enumerate(value)]
+    return next((found for name, at, inner in within if (found := _secret_in(inner, at, name)) is not None), None)
 
 
 class MissingFileError(DistapError):

@@ -67,6 +67,36 @@ def test_a_wrong_source_remote_or_cache_is_named_by_its_key(tmp_path, changes, m
             "s3.client_kwargs.aws_secret_access_key",
         ),
         ("checkpoint", {"gs": {"token": "ya29.x"}}, "gs.token"),
+        ("checkpoint", {"gs": {"token": '{"type": "service_account", "private_key": "ya29"}'}}, "gs.token"),
+        ("checkpoint", {"gs": {"token": {"private_key": "ya29"}}}, "gs.token"),
+        (
+            "checkpoint",
+            {"s3": {"s3_additional_kwargs": {"SSECustomerKey": "ya29"}}},
+            "s3.s3_additional_kwargs.SSECustomerKey",
+        ),
+        ("data", {"s3": {"endpoint_url": "https://me:ya29@host"}}, "s3.endpoint_url"),
+        (
+            "data",
+            {"s3": {"config_kwargs": {"proxies": {"https": "http://me:ya29@proxy:1"}}}},
+            "s3.config_kwargs.proxies.https",
+        ),
+        (
+            "data",
+            {"https": {"client_kwargs": {"headers": {"X-Api-Key": "ya29"}}}},
+            "https.client_kwargs.headers.X-Api-Key",
+        ),
+        (
+            "data",
+            {"https": {"client_kwargs": {"headers": [["X-Api-Key", "ya29"]]}}},
+            "https.client_kwargs.headers.0.1",
+        ),
+        (
+            "data",
+            {"https": {"client_kwargs": {"headers": {"X-Mine": "Bearer ya29"}}}},
+            "https.client_kwargs.headers.X-Mine",
+        ),
+        ("data", {"https": {"client_kwargs": {"auth": ["me", "ya29"]}}}, "https.client_kwargs.auth"),
+        ("data", {"https": {"mirrors": ["https://a", "https://ya29@b"]}}, "https.mirrors.1"),
     ],
 )
 def test_a_secret_in_a_recipe_is_refused_and_not_repeated(tmp_path, section, options, place):
@@ -74,6 +104,20 @@ def test_a_secret_in_a_recipe_is_refused_and_not_repeated(tmp_path, section, opt
         recipe(tmp_path, [tmp_path], **{f"{section}__remote": {"options": options}})
     assert f"{section}.remote: options.{place} is a secret" in str(refused.value)
     assert "ya29" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"https": {"client_kwargs": {"cookie_jar": None, "trust_env": True, "headers": {"Accept": "image/*"}}}},
+        {"s3": {"key": "AKIA", "endpoint_url": "https://host:9000", "anon": False, "use_token": True}},
+        {"s3": {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "arn:aws:kms:a:1:key/b"}}},
+        {"gs": {"token": "google_default"}},
+        {"gs": {"token": "/run/secrets/private_key.json"}},
+    ],
+)
+def test_what_anybody_may_read_stays_in_a_recipe(tmp_path, options):
+    assert recipe(tmp_path, [tmp_path], data__remote={"options": options}).data.remote.options == options
 
 
 def test_the_signature_of_an_address_is_not_repeated(tmp_path):
