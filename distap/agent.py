@@ -9,7 +9,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -36,18 +36,23 @@ PROBE_SECONDS = 1.0
 logger = logging.getLogger("distap")
 
 
-def require_ranks(given: str) -> None:
-    """Refuse what --nproc-per-node says where it cannot be.
+def require_possible(settings: Namespace) -> None:
+    """Refuse torchrun's settings where there can be no such hosts or ranks.
 
     Raises:
-        DistapError: it is no number of ranks.
+        DistapError: there cannot.
     """
     try:
-        ranks = torchrun.determine_local_world_size(given)
+        ranks = torchrun.determine_local_world_size(settings.nproc_per_node)
     except ValueError as error:
-        raise DistapError(f"--nproc-per-node {given}: {error}") from error
+        raise DistapError(f"--nproc-per-node {settings.nproc_per_node}: {error}") from error
     if ranks < 1:
-        raise DistapError(f"--nproc-per-node {given}: expected one rank at least on this host")
+        raise DistapError(f"--nproc-per-node {settings.nproc_per_node}: expected one rank at least on this host")
+    with suppress(ValueError, RuntimeError):
+        least, most = torchrun.parse_min_max_nnodes(settings.nnodes)
+        if 0 < least <= most:
+            return
+    raise DistapError(f"--nnodes {settings.nnodes}: expected a number of hosts, or MIN:MAX")
 
 
 def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int:
@@ -73,7 +78,7 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int
         if not recorded_outcomes(outcomes):
             return RESTART  # ranks that were still starting die of the signal: there was nothing to save
     except RendezvousError as error:
-        logger.error("the hosts did not meet: %s", error)
+        logger.error("the hosts did not meet: %s", error or "one of them has ended the meeting of all")
     finally:
         returned.set()
     return status_of(recorded_outcomes(outcomes))
@@ -140,9 +145,13 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _shutdown(self, *arguments: Any, **more: Any) -> None:
+        """Ask the ranks to stop, and kill those that are late, whatever torch would ask and when it would kill.
+
+        It passes SIGHUP and SIGQUIT on, and has half a minute for ranks that it stops since new hosts have come.
+        """
         for process in self._processes():
             free_lock(process)
-        super()._shutdown(*arguments, **more)
+        super()._shutdown(signal.SIGTERM, self._shutdown_timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._has_failed():
@@ -160,7 +169,9 @@ class Agent(LocalElasticAgent):
         They know why to leave. Torch's SIGTERM would be a second request to stop for one that is about to leave with
         status 75, and nothing to one that is stopped, which it gives half a minute.
         """
-        deadline = time.monotonic() + LEAVE_SECONDS
+        # Ranks that stop on request leave at the end of their grace time, whatever they still have to close.
+        has_stopped = RESTART in recorded_outcomes(self._outcomes).values()
+        deadline = time.monotonic() + (self._shutdown_timeout if has_stopped else LEAVE_SECONDS)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes()):
             time.sleep(POLL_SECONDS)
         if self._pcontext is not None:

@@ -17,12 +17,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from distap.errors import DistapError
 from distap.exits import FOLDER, LAUNCHER
 from distap.startup import STARTED, process_started
-from distap.stopping import TRACE_SIGNAL, go_deaf, leave_when_asked
+from distap.stopping import TRACE_SIGNAL, end_when_asked, go_deaf
 
 MARGIN_SECONDS = 15  # beyond the grace time, before torchrun kills a rank
 LONGEST_LINGER_SECONDS = 60.0
@@ -38,7 +39,6 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     Raises:
         DistapError: the recipe is wrong, or does not fit the options; no rank was started.
     """
-    leave_when_asked()
     from distap.config import load_recipe
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
@@ -55,6 +55,8 @@ def launch(
 ) -> int:
     """Run `python -m module arguments...` on each rank of this host; returns the exit status.
 
+    This process hears no signals after it: all that is left to do is to leave with that status.
+
     Args:
         options: torchrun's.
         module: calls `exits.record_outcome`.
@@ -64,11 +66,14 @@ def launch(
     """
     from torch.distributed import run as torchrun
 
-    from distap.agent import require_ranks, run_ranks
+    from distap.agent import require_possible, run_ranks
 
     settings = torchrun.get_args_parser().parse_args([*options, module, *arguments])
     settings.module = True
-    require_ranks(settings.nproc_per_node)
+    require_possible(settings)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # torch would hear it in spite of nohup
+        heeded = [name for name in settings.signals_to_handle.split(",") if name != signal.SIGHUP.name]
+        settings.signals_to_handle = ",".join(heeded)
     needed = int(grace_seconds + MARGIN_SECONDS)
     if settings.shutdown_timeout is None:
         settings.shutdown_timeout = needed
@@ -77,7 +82,7 @@ def launch(
             f"--shutdown-timeout {settings.shutdown_timeout}: ranks would be killed in their grace time of "
             f"{grace_seconds:g} s (stop.grace_seconds); give at least {needed}"
         )
-    with _outcomes() as outcomes, _early_signals():
+    with _outcomes() as outcomes, _early_signals(outcomes):
         return run_ranks(settings, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS))
 
 
@@ -96,9 +101,9 @@ def _outcomes() -> Iterator[Path]:
 
 
 @contextmanager
-def _early_signals() -> Iterator[None]:
+def _early_signals(outcomes: Path) -> Iterator[None]:
     """Until torch takes the signals over with the first ranks, there is nothing to lose."""
-    leave_when_asked()
+    end_when_asked(partial(shutil.rmtree, outcomes, ignore_errors=True))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it
     try:
         yield
@@ -109,7 +114,7 @@ def _early_signals() -> Iterator[None]:
 
 def main() -> None:
     """Launch what the command line says."""
-    leave_when_asked()
+    end_when_asked()
     # Imported late, as everything heavy here, so that a signal is heard from the first moment on.
     from torch.distributed import run as torchrun
 

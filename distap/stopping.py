@@ -1,4 +1,4 @@
-"""A request to stop, by SIGTERM or SIGINT.
+"""A request to stop, by SIGTERM or SIGINT, or by SIGHUP where a terminal is closed.
 
 Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
 with the others, which only the ranks together can decide; this is the ear of one of them.
@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 
 from distap.exits import RESTART, record_outcome
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACE_SIGNAL = signal.SIGUSR1
 ONE_REQUEST_SECONDS = 1.0  # a launcher passes on what its whole process group was sent: that is no second request
 logger = logging.getLogger("distap")
@@ -48,7 +48,7 @@ class StopRequest:
         os.set_blocking(outbox, False)
         self._outbox = outbox
         self._wakeup_before = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in _heeded():
             self._handlers[number] = signal.signal(number, _left_to_the_thread)
         signal.signal(TRACE_SIGNAL, _left_to_the_thread)
         # A launcher starts its ranks with it blocked, since it would end one that does not listen yet.
@@ -106,32 +106,50 @@ class StopRequest:
         """A loader worker, forked off, must not speak for this rank: the pipe is shared."""
         if self._handlers and os.getpid() != self._pid:
             signal.set_wakeup_fd(-1)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(TRACE_SIGNAL, signal.SIG_IGN)
+            go_deaf()
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
     """Take the signal without dying of it."""
 
 
-def leave_when_asked() -> None:
-    """Until a StopRequest listens there is nothing to save: a signal ends the process, to be started again.
+def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
+    """Until a StopRequest listens there is nothing to save: a signal ends the process at once, to be started again.
 
-    One that asks for a trace, of which there is nothing yet, does not end it.
+    It does so without an exception, which would get lost in imports, and would have torch end the meeting of all
+    hosts. A signal that asks for a trace, of which there is nothing yet, does not end it.
+
+    Args:
+        tidy: is called before the end.
     """
-    for number in SIGNALS:
+
+    def end(number: int, frame: FrameType | None) -> None:
+        try:
+            tidy()
+        finally:
+            _end(RESTART)
+
+    for number in _heeded():
+        signal.signal(number, end)
+    signal.signal(TRACE_SIGNAL, _left_to_the_thread)
+
+
+def leave_when_asked() -> None:
+    """The same for what has files to close: a signal raises SystemExit, once everything is imported."""
+    for number in _heeded():
         signal.signal(number, _leave)
     signal.signal(TRACE_SIGNAL, _left_to_the_thread)
 
 
 def go_deaf() -> None:
-    """Once no rank is left, a request to stop would only take the place of the status that says how they left.
-
-    Ranks leave together, and the launchers of other hosts may be asked a moment later.
-    """
+    """Once it is settled how a process leaves, a request to stop would only take the place of that status."""
     for number in (*SIGNALS, TRACE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _heeded() -> list[signal.Signals]:
+    """Those that are not ignored, as `nohup` has it."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

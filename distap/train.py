@@ -10,7 +10,7 @@ import typer
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, record_outcome
 from distap.startup import Startup
-from distap.stopping import leave_when_asked
+from distap.stopping import end_when_asked, go_deaf
 from distap.telemetry.loggers.outlet import end_if_hanging
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
@@ -24,10 +24,10 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     """Train on this process's rank: alone, or as one of those that torchrun starts.
 
     The run goes on from its newest checkpoint where it has one. Asked to stop by SIGTERM or SIGINT, it finishes the
-    step or breaks off the evaluation, writes a checkpoint and leaves with status 75: start it again. Other statuses: 0 all steps are done, 2 a
-    mistake that needs a person, 1 a failure.
+    step or breaks off the evaluation, writes a checkpoint and leaves with status 75: start it again. Other statuses:
+    0 all steps are done, 2 a mistake that needs a person, 1 a failure.
     """
-    leave_when_asked()
+    end_when_asked()
     startup = Startup()
     # Imported here, so that --help does not wait for torch.
     from distap.config import load_recipe
@@ -47,6 +47,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     ):
         startup.reached("joining")
         status = Trainer(recipe, world, endpoint, startup).train()
+        go_deaf()
     sys.exit(status)
 
 
@@ -57,6 +58,7 @@ def run(command: typer.Typer, name: str) -> None:
         command(prog_name=name)
         status = FINISHED
     except DistapError as error:
+        go_deaf()
         from distap.telemetry.terminal import print_error
 
         print_error(error)

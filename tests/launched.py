@@ -66,6 +66,7 @@ def stop_when_asked(world: World, folder: Path, attempt: int) -> int:
         exchange(world, step)
         (folder / f"step-{world.rank}").write_text(str(step))
         if not world.all_agree(not asked):
+            (folder / f"stopped-{world.rank}").touch()
             return RESTART
         time.sleep(0.02)
     return FINISHED

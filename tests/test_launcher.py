@@ -3,12 +3,14 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
-from launching import launcher, started
+from launching import LAUNCH, launcher, started
+from servers import free_ports
 
-from distap.agent import free_lock
+from distap.agent import Agent, free_lock
 from distap.errors import DistapError
 from distap.exits import FAILED, FINISHED, MISTAKE, RESTART, status_of
 from distap.launcher import launch, launch_training
@@ -20,12 +22,20 @@ import os, signal, sys
 class Finder:
     @staticmethod
     def find_spec(name, *_):
-        if name == "torch":
+        if name == sys.argv[1]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 sys.meta_path.insert(0, Finder)
 from distap.launcher import main
 main()
+"""
+MEETS = """
+from distap.agent import Agent
+meet = Agent._rendezvous
+def said_to_meet(agent, group):
+    print("meeting", flush=True)
+    meet(agent, group)
+Agent._rendezvous = said_to_meet
 """
 TWO = "--standalone --nproc-per-node=2"
 
@@ -61,9 +71,55 @@ def test_ranks_that_stop_on_request_give_status_75_and_are_not_started_again(tmp
         assert not (tmp_path / "0.1").exists()
 
 
-def test_a_signal_in_the_first_seconds_is_heard():
-    early = subprocess.run([sys.executable, "-c", ASKED_WHILE_TORCH_IS_READ], capture_output=True, text=True)
+@pytest.mark.parametrize("package", ["torch", "numpy"])  # torch takes an error of numpy's for its absence
+def test_a_signal_in_the_first_seconds_is_heard(package):
+    command = [sys.executable, "-c", ASKED_WHILE_TORCH_IS_READ, package]
+    early = subprocess.run(command, capture_output=True, text=True)
     assert (early.returncode, early.stderr) == (RESTART, "")
+
+
+def test_a_host_that_leaves_the_meeting_does_not_end_it_for_the_others(tmp_path):
+    where = f"--nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_ports(1)} --rdzv-id=m"
+    conf = "--rdzv-conf=join_timeout=600,is_host="
+    first, second = ([sys.executable, "-c", MEETS + LAUNCH, f"{where} {conf}{is_host}"] for is_host in (1, 0))
+    of_ranks = ["launched", f"finish {tmp_path} 5", "5"]
+    with (
+        started([*first, *of_ranks], tmp_path / "one") as one,
+        started([*second, *of_ranks], tmp_path / "two") as two,
+    ):
+        for job in (one, two):
+            job.wait_until(lambda job=job: "meeting" in job.said)
+        two.process.terminate()
+        assert two.status() == RESTART
+        with started([*second, *of_ranks], tmp_path / "two again") as again:
+            again.wait_until(lambda: "meeting" in again.said)
+            assert one.process.poll() is None, one.said
+            one.process.terminate()
+            assert one.status() == RESTART, one.said
+
+
+def test_a_terminal_that_is_closed_asks_ranks_to_stop(tmp_path):
+    with started(launcher(f"{TWO} --max-restarts=3", "stop_when_asked", tmp_path), tmp_path) as job:
+        job.wait_for_step(1, 5)
+        os.kill(job.process.pid, signal.SIGHUP)
+        assert job.status() == RESTART
+        assert all((tmp_path / f"stopped-{rank}").exists() for rank in range(2)), job.said
+
+
+def test_ranks_that_stop_for_new_hosts_have_the_grace_time():
+    asked = []
+    agent = Agent.__new__(Agent)
+    agent._worker_watchdog = agent._health_check_server = None
+    agent._shutdown_timeout = 123
+    agent._pcontext = SimpleNamespace(subprocess_handlers={}, close=lambda *how: asked.append(how))
+    agent._stop_workers(None)
+    assert asked == [(signal.SIGTERM, 123)]
+
+
+@pytest.mark.parametrize("hosts", ["3:2", "0", "two", "1:2:3"])
+def test_a_number_of_hosts_that_cannot_be_is_refused(hosts):
+    with pytest.raises(DistapError, match=f"--nnodes {hosts}: expected a number of hosts"):
+        launch([f"--nnodes={hosts}"], "launched", [], 20, 5)
 
 
 def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path):

@@ -21,7 +21,9 @@ def train_command(
         train(config, overrides)
         return
     from distap.launcher import launch_training
+    from distap.stopping import end_when_asked
 
+    end_when_asked()
     status = launch_training(["--standalone", f"--nproc-per-node={ranks}"], config, overrides or [])
     raise typer.Exit(status)
 

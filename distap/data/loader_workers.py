@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from distap.data.parallel import forking_context
 from distap.errors import DistapError
 from distap.exits import FAILED, die_with_parent
+from distap.stopping import go_deaf
 
 
 class LostWorkerError(DistapError):
@@ -86,8 +87,7 @@ def _begin(rank: int, _: int) -> None:
     # What the rank had is not for this process to clean up: a loader of the rank that was collected here would end
     # its workers, and looking at shared memory would copy it.
     gc.freeze()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    go_deaf()
     die_with_parent()
     if os.getppid() != rank:  # it had ended before it was asked to take its workers along
         os._exit(FAILED)
