@@ -19,35 +19,38 @@ def write_whole(path: Path, data: bytes | str) -> None:
     Raises:
         UnwritableError: it cannot be written; what was there before is there still.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with aside.open("wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace_file(path, data.encode() if isinstance(data, str) else data)
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def sync_file(file: Path) -> None:
-    """Bring a file that was written, and its name, to the disk."""
-    _sync(file)
-    sync_folder(file.parent)
+def replace_file(path: Path, data: bytes) -> None:
+    """The same for bytes, with the system's own errors, of which some are worth another attempt."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    make_folder(path.parent)
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    _sync(folder)
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, where they are missing; their names are on the disk then."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_path(folder.parent)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Bring what is in a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

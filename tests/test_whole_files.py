@@ -4,7 +4,7 @@ import stat
 import pytest
 
 from distap.errors import DistapError
-from distap.whole_files import sync_folder, write_whole
+from distap.whole_files import sync_path, write_whole
 
 
 def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path):
@@ -47,4 +47,4 @@ def test_a_file_system_that_cannot_sync_folders_does(tmp_path, monkeypatch):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    sync_folder(tmp_path)
+    sync_path(tmp_path)

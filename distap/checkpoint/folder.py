@@ -21,7 +21,7 @@ from distap.checkpoint.manifest import STATE_FILE, DamagedCheckpointError, Manif
 from distap.checkpoint.tensors import read_tensors
 from distap.distributed import World
 from distap.errors import DistapError
-from distap.whole_files import sync_folder
+from distap.whole_files import sync_path
 
 NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")  # an ending where it left a store, or replaces one
 UNFINISHED, DAMAGED = ".step-", "damaged-"
@@ -140,10 +140,10 @@ def put_in_place(written: Path, path: Path) -> None:
     earlier = [old for old in list_checkpoints(path.parent) if old.name.startswith(path.name)]
     if earlier:  # a run that was started again from an older checkpoint
         written = written.rename(f"{path}.{uuid.uuid4().hex[:8]}")
-        sync_folder(path.parent)
+        sync_path(path.parent)
     superfluous = [old.rename(path.with_name(f".{old.name}.old-{uuid.uuid4().hex[:8]}")) for old in earlier]
     written.rename(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
     for old in superfluous:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -14,7 +14,7 @@ from fsspec.callbacks import Callback as Progress
 
 from distap.remotes import MissingFileError, RemoteSettings, UnreachableError, file_system, is_permanent, retried
 from distap.store_urls import checked_url
-from distap.whole_files import sync_file
+from distap.whole_files import make_folder, replace_file, sync_path
 
 KEY = "checkpoint.store"
 PART = 16 * 2**20  # bytes of a file that are sent at once
@@ -77,22 +77,26 @@ class Store:
         return bytes(self._retried(lambda: self._answer("cat_file", self._path(name)), name, "read"))
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file; a bucket shows it when it is whole."""
+        """Write a small file, which is seen when it is whole and outlasts a loss of power."""
 
         def written() -> None:
-            self._answer("pipe_file", self._path(name), data)
-            self._sync(name)
+            if self._is_folder:
+                replace_file(Path(self._path(name)), data)
+            else:
+                self._answer("pipe_file", self._path(name), data)
 
         self._retried(written, name, "written")
 
     def upload(self, path: Path, name: str) -> None:
-        """Send a file of any size."""
+        """Send a file of any size; when this returns it outlasts a loss of power."""
 
         def sent() -> None:
             moved = Progress()
+            if self._is_folder:
+                self._copy(path, Path(self._path(name)))
+                return
             if not self._files.async_impl:
                 self._files.put_file(str(path), self._path(name))
-                self._sync(name)
                 return
             transfer = self._files._put_file(str(path), self._path(name), callback=moved, **self._parts)
             sync(self._files.loop, self._watched, transfer, moved)
@@ -122,10 +126,11 @@ class Store:
             with suppress(OSError):
                 Path(self._path(name)).parent.rmdir()
 
-    def _sync(self, name: str) -> None:
-        """What was written outlasts a loss of power, and other hosts see it; a bucket sees to that by itself."""
-        if self._is_folder:
-            sync_file(Path(self._path(name)))
+    def _copy(self, path: Path, there: Path) -> None:
+        make_folder(there.parent)
+        self._files.put_file(str(path), str(there))
+        sync_path(there)
+        sync_path(there.parent)
 
     def _download(self, name: str, path: Path) -> None:
         def fetched() -> None:

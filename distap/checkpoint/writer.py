@@ -30,7 +30,7 @@ from distap.distributed import World
 from distap.errors import DistapError
 from distap.remotes import UnreachableError
 from distap.watchdog import is_of_the_network
-from distap.whole_files import write_whole
+from distap.whole_files import make_folder, write_whole
 
 STORE_SHARE, TIDY_SHARE = 0.8, 0.1  # of the time-out, for a checkpoint to be in the store, and for what is old there
 T = TypeVar("T")
@@ -204,7 +204,7 @@ class CheckpointWriter:
         return sum(identity.bytes for identity in files.values())
 
     def _make(self, aside: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         remove_unfinished(self.folder, but=aside)
         aside.mkdir(exist_ok=True)
 

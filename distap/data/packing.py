@@ -25,7 +25,7 @@ from distap.data.shard_writing import Entry, Packed, ShardJob, entry_bytes, read
 from distap.data.sources import ImageFile, list_images
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.whole_files import UnwritableError, sync_folder, write_whole
+from distap.whole_files import UnwritableError, sync_path, write_whole
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.json"
@@ -107,9 +107,9 @@ def _pack(
             packing = _Packing(aside, layout, workers, track)
             skipped = packing.write(_sized(images, layout.shuffle, track), groups)
             index, undecodable = packing.index()
-            sync_folder(packing.shards)
+            sync_path(packing.shards)
             packing.shards.replace(output)
-            sync_folder(output.parent)
+            sync_path(output.parent)
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, UnwritableError) as error:
         reason = getattr(error, "strerror", None) or error

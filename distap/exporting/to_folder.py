@@ -51,7 +51,7 @@ from distap.model import RetrievalNetwork
 from distap.model.multiscale import required_size
 from distap.resuming import BESIDE
 from distap.retrieval.whitening import Whitening, load_whitening
-from distap.whole_files import UnwritableError, sync_folder
+from distap.whole_files import UnwritableError, sync_path
 
 ABOUT_FILE, PROGRAM_FILE, ONNX_FILE, BACKBONE_FILE = "export.json", "model.pt2", "model.onnx", "backbone.safetensors"
 VERSION = 1
@@ -232,12 +232,12 @@ def _put_in_place(output: Path) -> Iterator[Path]:
         for path in aside.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        sync_folder(aside)
+        sync_path(aside)
         if output.exists():
             output.rename(old)
         aside.rename(output)
         shutil.rmtree(old, ignore_errors=True)
-        sync_folder(output.parent)
+        sync_path(output.parent)
     except OSError as error:
         raise UnwritableError(f"{output}: cannot be written: {error.strerror or error}") from error
     finally:

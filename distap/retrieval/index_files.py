@@ -32,7 +32,7 @@ from distap.retrieval.descriptor_files import (
 )
 from distap.retrieval.index_kinds import BuiltIndex
 from distap.retrieval.nearest import as_float32, bounded_threads
-from distap.whole_files import sync_folder, write_whole
+from distap.whole_files import sync_path, write_whole
 
 INDEX_FILE = "index.faiss"
 FILES = (INDEX_FILE, KEYS_FILE, CLASSES_FILE)
@@ -158,7 +158,7 @@ def write_index(
             aside.unlink(missing_ok=True)
         save_array(folder / KEYS_FILE, descriptors.keys)
         save_array(folder / CLASSES_FILE, descriptors.classes)
-        sync_folder(folder)
+        sync_path(folder)
         identities = {name: asdict(file_identity(folder / name)) for name in FILES}
     except (OSError, RuntimeError) as error:
         raise DistapError(f"{folder}: the index cannot be written: {error}") from error

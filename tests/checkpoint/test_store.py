@@ -1,6 +1,8 @@
+import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from fsspec.registry import _registry
@@ -94,6 +96,30 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_a_url_where_nothing_can_be_kept_is_refused(url, message):
     with pytest.raises(DistapError, match=message):
         checked_url(url)
+
+
+def test_a_folder_is_on_the_disk_with_the_names_of_all_folders_that_were_made(tmp_path, store, monkeypatch):
+    (tmp_path / "file").write_bytes(b"data")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    for name, send in (
+        ("a/b/sent", lambda name: store.upload(tmp_path / "file", name)),
+        ("c/d/written", lambda name: store.write(name, b"data")),
+    ):
+        send(name)
+        path = tmp_path / "store" / name
+        assert store.read(name) == b"data"
+        assert {path.parent, path.parent.parent, tmp_path / "store"} <= set(synced)
+        assert any(one.parent == path.parent for one in synced)
+        synced.clear()
+
+
+def test_what_a_folder_has_no_room_for_leaves_what_was_there(small_disk):
+    store = stored_at(f"file://{small_disk('64k')}/store").store
+    store.write("file", b"before")
+    with pytest.raises(DistapError, match=r"file: cannot be written: .*No space left on device"):
+        store.write("file", bytes(100_000))
+    assert store.read("file") == b"before"
 
 
 def test_a_missing_file_is_told_from_an_empty_one(store):
