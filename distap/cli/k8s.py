@@ -106,13 +106,16 @@ def render_command(
         runtime=runtime,
     )
     if parsed_image(image).digest is None:
-        typer.echo(
-            f"warning: --image {image}: a tag can change between the pods of a training and its restarts; "
-            "better NAME@sha256:DIGEST",
-            err=True,
+        _warn(
+            f"--image {image}: a tag can change between the pods of a training and its restarts; better "
+            "NAME@sha256:DIGEST"
         )
     if str(output) == "-":
-        typer.echo(rendered(manifests_folder(), request, config, overrides or []), nl=False)
+        typer.echo(rendered(manifests_folder(), request, config, overrides or [], _warn), nl=False)
         return
-    render(manifests_folder(), output, request, config, overrides or [])
+    render(manifests_folder(), output, request, config, overrides or [], _warn)
     typer.echo(f"{output}: kubectl apply -k {output}")
+
+
+def _warn(what: str) -> None:
+    typer.echo(f"warning: {what}", err=True)

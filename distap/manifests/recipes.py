@@ -1,14 +1,16 @@
 """The recipe of a rendered training, and what of it cannot run in a pod."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
 
 from distap.config import Recipe, load_recipe
 from distap.errors import DistapError
 from distap.manifests.request import Request, claim_of, quantity_bytes
+from distap.public_text import without_secrets
 
 RECIPE = "/etc/distap/recipe.yaml"
-ALWAYS_MOUNTED = ("/runs", "/spool", "/tmp")
 SET_HERE = {  # keys that the manifests rely on, and what they are
     "run": "set by --name",
     "metrics.port": "9400, where probes and Prometheus look",
@@ -16,6 +18,7 @@ SET_HERE = {  # keys that the manifests rely on, and what they are
     "data.pixels.spool_folder": "/spool, a volume",
     "checkpoint.store": "set by --checkpoints",
 }
+ALL_ADDRESSES = "::"  # of IPv6, where a cluster has no other; in YAML a text only within quotes
 
 
 def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides: Sequence[str]) -> list[str]:
@@ -29,8 +32,7 @@ def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides:
     Raises:
         DistapError: an override changes what the manifests rely on, or the recipe is wrong.
     """
-    for override in overrides:
-        _check_override(override)
+    overrides = [_checked_override(override, request) for override in overrides]
     runs = claim_of(request.checkpoints, "--checkpoints")
     folder = "/".join(filter(None, ("/runs", runs.folder if runs else "", request.name)))
     start = [f"run={folder}" if argument.startswith("run=") else argument for argument in base]
@@ -65,8 +67,32 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
     return recipe
 
 
-def _check_override(override: str) -> None:
-    key = override.partition("=")[0]
+def cautions(recipe: Recipe) -> Iterator[str]:
+    """What keeps the recipe from running, unless somebody has seen to it outside of the manifests."""
+    for key, text in _texts(recipe.model_dump(mode="json")):
+        scheme, port = _web_port(text)
+        if scheme and port != 443:
+            yield (
+                f"{key}: {without_secrets(text)}: pods may connect to port 443 only; this needs a NetworkPolicy that "
+                f"selects their label app.kubernetes.io/instance, with an egress rule for TCP port {port}"
+            )
+    if recipe.step.compile:
+        yield (
+            "step.compile: the image of launch/container/Dockerfile has no C++ compiler, without which no rank "
+            "starts; take one with g++ and python3-dev on top (launch/README.md says how)"
+        )
+
+
+def _checked_override(override: str, request: Request) -> str:
+    key, _, given = override.partition("=")
+    if key == "metrics.address" and given.strip("'\"") == ALL_ADDRESSES:
+        return f'{key}="{ALL_ADDRESSES}"'
+    for name, option, asked in (
+        ("data.train", "--data", request.data),
+        ("data.validation", "--validation", request.validation),
+    ):
+        if key == name and asked is not None:
+            raise DistapError(without_secrets(f"{override}: {option} {asked} says this already; leave one out"))
     for one, value in SET_HERE.items():
         if one == key:
             raise DistapError(f"{override}: in a pod {key} is {value}; leave it out")
@@ -75,6 +101,7 @@ def _check_override(override: str) -> None:
                 f"{override}: takes the place of the whole section {key}, of which {one} is {value}; give the keys "
                 f"one by one, as {key}.KEY=VALUE"
             )
+    return override
 
 
 def _read(path: Path, arguments: Sequence[str]) -> Recipe:
@@ -135,10 +162,38 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _check_path(key: str, text: str, request: Request) -> None:
     if text.startswith("pipe:") or ("://" in text and not text.startswith("file://")):
         return
-    path = text.removeprefix("file://")
-    folders = ALWAYS_MOUNTED + (("/data",) if claim_of(request.data, "--data") else ())
-    if not any(path == folder or path.startswith(f"{folder}/") for folder in folders):
+    path = PurePosixPath(text.removeprefix("file://"))
+    claims = {
+        "/data": claim_of(request.data, "--data"),
+        "/runs": claim_of(request.checkpoints, "--checkpoints"),
+    }
+    filled = [folder for folder, claim in claims.items() if claim]
+    if ".." in path.parts or not any(path.is_relative_to(folder) for folder in filled):
+        below = f"a path without .. below {' or '.join(filled)}, or a URL" if filled else "a URL"
         raise DistapError(
-            f"{key}: {text} is a path that pods do not see; expected a URL, or a path below {', '.join(folders)} "
-            "(--data pvc://CLAIM/FOLDER mounts a claim at /data)"
+            f"{key}: {text} is a path where pods see nothing; expected {below} (--data pvc://CLAIM/FOLDER mounts a "
+            "claim at /data; /spool, /tmp and what is in no volume are each pod's own, and empty)"
         )
+
+
+def _texts(content: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a tree, with its key."""
+    if isinstance(content, str):
+        yield key, content
+    entries = (
+        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    )
+    for name, inner in entries:
+        yield from _texts(inner, f"{key}.{name}".lstrip("."))
+
+
+def _web_port(text: str) -> tuple[str | None, int | None]:
+    """Scheme and port of the address of a web server; twice None where it is none."""
+    scheme = text.partition("://")[0].lower()
+    if scheme not in ("http", "https"):
+        return None, None
+    try:
+        port = urlsplit(text).port
+    except ValueError:  # a pattern where the port is
+        return None, None
+    return scheme, port or (443 if scheme == "https" else 80)

@@ -1,8 +1,9 @@
 """A folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and what fills them in."""
 
+import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from distap.config import Recipe
 from distap.errors import DistapError
 from distap.launcher import MARGIN_SECONDS
 from distap.manifests.building import built
-from distap.manifests.recipes import arguments_of, checked_recipe
+from distap.manifests.recipes import arguments_of, cautions, checked_recipe
 from distap.manifests.request import Request, claim_of, parsed_image, quantity_bytes
 from distap.manifests.sizes import GIB, OWN_RUN, TEMPORARY, Sizes, sizes_of
 from distap.meeting import C10D_PORT
@@ -24,10 +25,18 @@ KILL_SECONDS = 30  # for the container to end, once the launcher has killed rank
 FIRST_METRICS_PORT = 9400
 SCRAPER = "/spec/ingress/1/from/0/namespaceSelector/matchLabels"  # of the NetworkPolicy in k8s/base
 BEFORE_THE_TRAINING = ["NetworkPolicy", "ConfigMap", "Service", "TrainingRuntime", "ClusterTrainingRuntime"]
+logger = logging.getLogger("distap")
 COMPONENT = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
 
 
-def render(manifests: Path, output: Path, request: Request, recipe: Path, overrides: Sequence[str] = ()) -> None:
+def render(
+    manifests: Path,
+    output: Path,
+    request: Request,
+    recipe: Path,
+    overrides: Sequence[str] = (),
+    warn: Callable[[str], None] = logger.warning,
+) -> None:
     """Write the folder.
 
     Args:
@@ -36,6 +45,7 @@ def render(manifests: Path, output: Path, request: Request, recipe: Path, overri
         request: what was asked for.
         recipe: the file.
         overrides: changes to it.
+        warn: is told what somebody has to see to, so that the training can run.
     Raises:
         DistapError: options and recipe do not fit, or the folder cannot be written; nothing was.
     """
@@ -43,6 +53,8 @@ def render(manifests: Path, output: Path, request: Request, recipe: Path, overri
     arguments = arguments_of(_container(base)["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
     _check_output(output)
+    for caution in cautions(checked):
+        warn(caution)
     output = output.resolve()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -56,14 +68,20 @@ def render(manifests: Path, output: Path, request: Request, recipe: Path, overri
         raise DistapError(f"--output {output}: cannot be written: {error.strerror or error}") from error
 
 
-def rendered(manifests: Path, request: Request, recipe: Path, overrides: Sequence[str] = ()) -> str:
+def rendered(
+    manifests: Path,
+    request: Request,
+    recipe: Path,
+    overrides: Sequence[str] = (),
+    warn: Callable[[str], None] = logger.warning,
+) -> str:
     """The manifests themselves, as YAML; the arguments are those of `render`.
 
     Raises:
         DistapError: options and recipe do not fit, or kubectl is missing.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        render(manifests, Path(scratch, request.name), request, recipe, overrides)
+        render(manifests, Path(scratch, request.name), request, recipe, overrides, warn)
         return built(Path(scratch, request.name))
 
 

@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from launching import OF_JOBS
 from manifest_parts import parts_of
 
 from distap.cli import main
+from distap.config import load_recipe
 from distap.errors import DistapError
 from distap.exits import MISTAKE
 from distap.manifests.rendering import render, rendered
@@ -204,6 +206,21 @@ UNFIT = [
     (["model.weights={name: file, path: weights.pt}"], {}, "model.weights.path: weights.pt"),
     (["data.validation=shards/test"], {"validation": None}, "data.validation (--validation): shards/test"),
     (["data.train=/data/train"], {"data": None, "validation": None}, "data.train (--data): /data/train"),
+    (["data.train=/spool/shards"], {"data": None, "validation": None}, "data.train (--data): /spool/shards"),
+    (
+        ["data.train=file:///tmp/shards"],
+        {"data": None, "validation": None},
+        "data.train (--data): file:///tmp/shards",
+    ),
+    (
+        ["data.validation=/runs/shards"],
+        {"validation": None, "checkpoints": "s3://bucket/runs"},
+        "data.validation (--validation): /runs/shards",
+    ),
+    (["data.validation=/data/../tmp"], {"validation": None}, "expected a path without .. below /data or /runs"),
+    (["data.train=s3://other/train"], {}, "data.train=s3://other/train: --data pvc://shards/train says this already"),
+    (["data.validation=s3://other/test"], {}, "--validation pvc://shards/test says this already"),
+    (["metrics.address=127.0.0.1"], {}, "metrics.address is 0.0.0.0"),
     (["engine={name: deepspeed, config: zero.json}"], {}, "engine.config: zero.json"),
     (
         ["data.reading=streamed", "sampling={name: streams, batch_size: 64, streams: 16}"],
@@ -219,6 +236,40 @@ def test_a_recipe_that_cannot_run_in_these_pods_is_refused(tmp_path, recipe, ove
         rendered_folder(tmp_path / "out", recipe, *overrides, **options)
     assert said in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("written", ["::", '"::"', "'::'"])
+def test_a_cluster_without_ipv4_has_its_metrics_on_all_addresses_of_ipv6(tmp_path, recipe, written):
+    arguments = job_of(rendered_folder(tmp_path / "out", recipe, f"metrics.address={written}"))["containers"][0][
+        "args"
+    ]
+    assert load_recipe(recipe, arguments[arguments.index("/etc/distap/recipe.yaml") + 1 :]).metrics.address == "::"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "said"),
+    [
+        ([], {"data": "http://shards.example/{000..009}.tar"}, "data.train: http://.* egress rule for TCP port 80"),
+        (
+            [],
+            {"data": "https://shards.example:8443/{000..009}.tar"},
+            "data.train: .* egress rule for TCP port 8443",
+        ),
+        (
+            ["data.remote.options={s3: {client_kwargs: {endpoint_url: 'http://minio.storage:9000'}}}"],
+            {},
+            "data.remote.options.s3.client_kwargs.endpoint_url: http://minio.storage:9000: .* TCP port 9000",
+        ),
+        (["step.compile=true", "model.batchnorm=frozen"], {}, "step.compile: .* no C\\+\\+ compiler"),
+        ([], {"data": "https://shards.example/{000..009}.tar"}, None),
+        (["data.remote.options={s3: {endpoint_url: 'https://store.example:443'}}"], {}, None),
+    ],
+)
+def test_what_needs_somebody_beside_the_manifests_is_said(tmp_path, recipe, overrides, options, said):
+    told: list[str] = []
+    asked = request(**{**CLAIMS, **({"validation": None} if options else {}), **options})
+    render(K8S, tmp_path / "out", asked, recipe, overrides, told.append)
+    assert [bool(re.match(said, one)) for one in told] == [True] if said else not told
 
 
 def test_a_folder_of_something_else_is_left_alone_and_an_own_one_replaced(tmp_path, recipe):
