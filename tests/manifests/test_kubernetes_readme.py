@@ -1,5 +1,6 @@
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -43,6 +44,20 @@ def test_the_train_job_of_the_readme_fits_the_runtime():
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     assert container["name"] == runtime.container["name"]
+
+
+def test_the_network_policy_of_the_readme_selects_the_pods_of_its_train_job():
+    (command,) = re.findall(r"    (sed .*) \\\n +\| kubectl apply", README)
+    words = shlex.split(command.replace("k8s/base", str(K8S / "base")))
+    policy = yaml.safe_load(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (patch,) = yaml.safe_load(text)["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["metadata"]["labels"]
+    shared = {"app.kubernetes.io/name": "distap", "app.kubernetes.io/component": "trainer"}
+    selectors = [policy["spec"]["podSelector"], policy["spec"]["ingress"][0]["from"][0]["podSelector"]]
+    assert selectors == [{"matchLabels": shared | pod}] * 2
+    assert policy["metadata"]["name"] == "emoji"
 
 
 def test_the_readme_names_what_there_is():
