@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from distap.config import load_recipe
 from distap.config.sections import StopSection
+from distap.data.parallel import usable_cores
 from distap.launcher import MARGIN_SECONDS
 
 FOLDER = Path(__file__).parents[1] / "launch" / "compose"
@@ -110,6 +111,22 @@ def test_the_training_starts_with_arguments_that_it_has_and_time_to_stop(service
     grace = read.stop.grace_seconds
     assert grace == StopSection().grace_seconds
     assert int(service["stop_grace_period"].removesuffix("s")) > grace + MARGIN_SECONDS
+
+
+@pytest.mark.parametrize(("given", "ranks", "threads"), [("", "1", None), ("", "1000", "1"), ("3", "2", "3")])
+def test_the_ranks_share_the_cores_unless_somebody_has_said_otherwise(services, given, ranks, threads):
+    service = services["train"]
+    assert service["environment"] == {"RANKS": 2, "OMP_NUM_THREADS": ""}
+    tini, dashes, *shell, script, name = service["entrypoint"]
+    assert [tini, dashes, name] == ["tini", "--", "sh"]
+    start = 'exec python -m distap.launcher "$@"'
+    assert script.endswith(start + "\n")
+    environment = {"PATH": "/usr/bin:/bin", "RANKS": ranks, "OMP_NUM_THREADS": given}
+    shown = script.replace(start, 'echo "$OMP_NUM_THREADS" "$@"')
+    done = subprocess.run(
+        [*shell, shown, name, "--standalone"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [threads or str(usable_cores()), "--standalone"]
 
 
 def test_prometheus_takes_its_settings_with_the_rules_and_targets_that_the_service_writes(services, tmp_path):
