@@ -15,7 +15,7 @@ from distap.exits import FAILED
 from distap.public_text import without_secrets
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
-PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 PASSING = (408, 425, 429)  # statuses of 400 to 499 that another attempt may mend
 PASSING_CODES = (  # of S3's and its kin's, which come with other statuses of 400 to 499
     *("RequestTimeout", "RequestTimeoutException", "PriorRequestNotComplete", "OperationAborted"),
