@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -51,11 +51,10 @@ class Slurm:
         )
         return done.stdout.strip()
 
-    def submit(self, script: Path, arguments: Sequence[str], **environment: str) -> tuple[str, Path]:
-        """Number and log of a new job, whose nodes are this machine."""
+    def submit(self, *arguments: str, **environment: str) -> tuple[str, Path]:
+        """Number and log of a new job of one node, this machine; the arguments are sbatch's."""
         log = str(self.folder / "%j.log")
-        options = ["--parsable", "--nodes=1", f"--output={log}"]
-        number = self.call("sbatch", *options, str(script), *arguments, **environment)
+        number = self.call("sbatch", "--parsable", "--nodes=1", f"--output={log}", *arguments, **environment)
         return number, self.folder / f"{number}.log"
 
     def wait_until(self, holds: Callable[[], bool], log: Path, seconds: float = 90) -> None:

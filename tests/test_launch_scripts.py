@@ -50,6 +50,31 @@ def test_pauses_between_failures_double(tmp_path):
     assert said.index("starting again in 1 s") < said.index("starting again in 2 s"), said
 
 
+@pytest.mark.parametrize(
+    ("statuses", "left"),
+    [
+        ([75] * 7 + [1, 0], [0] * 9),  # stops and the loss of a node count for nothing
+        ([1, 1, 1, 1, 1], [0, 0, 0, 0, 1]),
+        ([1, 1, 75, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]),  # failures in a row count
+        ([1, 1, 1, 1, 2, 1], [0, 0, 0, 0, 2, 0]),
+    ],
+)
+def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(tmp_path, statuses, left):
+    """With stand-ins for the commands of Slurm; tests/test_slurm.py has a real one."""
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).write_text(f'#!/bin/sh\n[ {name} = scontrol ] || exit "$STATUS"\n')
+        (tmp_path / name).chmod(0o755)
+    known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
+    known |= os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    seen = []
+    with (tmp_path / "log").open("a") as log:
+        for start, status in enumerate(statuses):
+            environment = known | {"SLURM_RESTART_COUNT": str(start), "STATUS": str(status)}
+            command = ["bash", LAUNCH / "slurm/train.sbatch", "recipe.yaml"]
+            seen.append(subprocess.run(command, env=environment, stdout=log, stderr=log).returncode)
+    assert seen == left, (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_the_command_once_and_it_is_not_started_again(tmp_path, number):
     program = "trap 'echo heard >> heard; exit 75' TERM INT; touch ready; while true; do read -t 0.1 <> <(:); done"

@@ -1,6 +1,7 @@
 """The batch script on a real Slurm."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from launching import OF_JOBS, TESTS
@@ -9,7 +10,15 @@ from trainings import Run
 
 from distap.exits import MISTAKE
 
-SCRIPT = TESTS.parent / "launch" / "slurm" / "train.sbatch"
+SCRIPT = str(TESTS.parent / "launch" / "slurm" / "train.sbatch")
+
+
+def interpreter(folder: Path, line: str) -> str:
+    """An interpreter that runs this line of shell instead of the launcher."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\n{line}\n")
+    file.chmod(0o755)
+    return str(file)
 
 
 @pytest.mark.slow
@@ -17,7 +26,7 @@ def test_a_job_that_is_preempted_is_queued_again_and_goes_on_and_a_mistake_is_no
     run = Run(tmp_path / "job", training_shards, steps=100_000)
     environment = OF_JOBS | {"PYTHON": sys.executable}
     with one_node(tmp_path) as slurm:
-        number, log = slurm.submit(SCRIPT, [str(run.config)], **environment)
+        number, log = slurm.submit(SCRIPT, str(run.config), **environment)
         slurm.wait_until(lambda: log.exists() and "step 3/" in log.read_text(), log)
         slurm.call("scancel", "--signal=TERM", number)  # to the launchers, as pre-emption and --signal do
         slurm.wait_until(lambda: slurm.about(number)["Restarts"] == "1", log)
@@ -28,7 +37,16 @@ def test_a_job_that_is_preempted_is_queued_again_and_goes_on_and_a_mistake_is_no
         assert f"job {number}, start 2:" in log.read_text()
         slurm.call("scancel", "--full", "--signal=KILL", number)
 
-        number, log = slurm.submit(SCRIPT, [str(run.config), "no.such.key=1"], **environment)
+        number, log = slurm.submit(SCRIPT, str(run.config), "no.such.key=1", **environment)
         slurm.wait_until(lambda: slurm.about(number)["JobState"] == "FAILED", log)
         assert slurm.about(number)["ExitCode"] == f"{MISTAKE}:0"
         assert slurm.about(number)["Restarts"] == "0"
+
+
+@pytest.mark.slow
+def test_a_job_whose_launchers_failed_is_queued_again_and_its_failures_are_kept_beside_its_log(tmp_path):
+    python = interpreter(tmp_path, "exit 1")
+    with one_node(tmp_path) as slurm:
+        number, log = slurm.submit(SCRIPT, "recipe.yaml", PYTHON=python)
+        slurm.wait_until(lambda: slurm.about(number)["Restarts"] == "1", log)
+        assert (tmp_path / f"slurm-{number}.failures").read_text().count("status 1") == 1
