@@ -112,6 +112,7 @@ def hosts_meet(parts: Parts) -> None:
     launch = parts.launch
     port = OPERATORS_PORT if parts.is_train_job else str(parts.ports["rendezvous"])
     assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("c10d", f"{parts.first_host}:{port}")
+    assert ("rendezvous" in parts.ports) != parts.is_train_job
     assert launch.rdzv_id == parts.name
     assert int(launch.nnodes) == parts.hosts
     assert launch.max_restarts > 0
