@@ -27,11 +27,11 @@ SlurmdPidFile={folder}/slurmd.pid
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} CpuBind=core State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

@@ -1,5 +1,6 @@
 """The batch script on a real Slurm."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -41,6 +42,22 @@ def test_a_job_that_is_preempted_is_queued_again_and_goes_on_and_a_mistake_is_no
         slurm.wait_until(lambda: slurm.about(number)["JobState"] == "FAILED", log)
         assert slurm.about(number)["ExitCode"] == f"{MISTAKE}:0"
         assert slurm.about(number)["Restarts"] == "0"
+
+
+def test_the_launcher_gets_all_cores_that_were_asked_for(tmp_path):
+    cores = os.cpu_count()
+    python = interpreter(tmp_path, 'echo "threads: $OMP_NUM_THREADS"; exit 2')
+    with one_node(tmp_path) as slurm:
+        number, log = slurm.submit(
+            f"--cpus-per-task={cores}",
+            SCRIPT,
+            "recipe.yaml",
+            PYTHON=python,
+            OMP_NUM_THREADS="",
+            CUDA_VISIBLE_DEVICES="",
+        )
+        slurm.wait_until(lambda: slurm.about(number)["JobState"] == "FAILED", log)
+        assert f"threads: {cores}\n" in log.read_text()
 
 
 @pytest.mark.slow
