@@ -19,10 +19,13 @@ from distap.stopping import TRACE_SIGNAL
 ASKED_WHILE_TORCH_IS_READ = """
 import os, signal, sys
 
+asked = []
+
 class Finder:
     @staticmethod
     def find_spec(name, *_):
-        if name == sys.argv[1]:
+        if name == sys.argv[1] and not asked:
+            asked.append(name)
             os.kill(os.getpid(), signal.SIGTERM)
 
 sys.meta_path.insert(0, Finder)
