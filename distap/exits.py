@@ -5,7 +5,8 @@
 | 0      | FINISHED | all steps are done                                                 | nothing is left to do    |
 | 1      | FAILED   | a crash, a rank that was lost or hung, a broken network            | yes, a few times         |
 | 2      | MISTAKE  | a DistapError: recipe, data or machine need a person               | no, it would fail again  |
-| 75     | RESTART  | stopped on request, behind a checkpoint (EX_TEMPFAIL of sysexits)  | yes, as often as needed  |
+| 75     | RESTART  | stopped on request, behind a checkpoint of what was done, if the   | yes, as often as needed  |
+|        |          | grace time was long enough for one (EX_TEMPFAIL of sysexits)       |                          |
 
 torchrun's own status is 1 whatever its workers' are, so each rank also leaves its status in a file of the folder
 that `distap.launcher` names in the environment.

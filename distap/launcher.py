@@ -1,8 +1,8 @@
 """`python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`: a host's ranks, by torchrun's own machinery.
 
 It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in four things:
-- its exit status is one of `distap.exits`: 75 when all ranks of this host stopped behind a checkpoint, 2 when one
-  met a mistake that a person must mend, 0 when all finished, or else 1;
+- its exit status is one of `distap.exits`: 2 when a rank of this host met a mistake that a person must mend, or else
+  75 when one stopped on request, 0 when all finished, 1 when they did not;
 - ranks that left with 75 or 2 are not started again, whatever --max-restarts says;
 - after a signal the ranks have the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds;
 - it never lingers. Once a rank has failed, or none is left, and the rendezvous cannot be reached for

@@ -175,7 +175,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(monkeypatch, ranks, why):
         launch(["--standalone", f"--nproc-per-node={ranks}"], "launched", [], grace_seconds=20, timeout_seconds=5)
 
 
-def test_a_rank_without_an_outcome_has_crashed():
+def test_a_mistake_of_one_rank_goes_before_a_request_to_another_and_that_before_a_crash():
     assert status_of({0: RESTART, 1: RESTART}) == RESTART
     assert status_of({0: RESTART, 1: FAILED}) == RESTART
     assert status_of({}) == status_of({0: FAILED}) == FAILED

@@ -8,9 +8,9 @@ As JSON, one object a line, for a log collector; `rank` is null in the launcher,
 
     {"time": "...", "level": "warning", "run": "emoji", "rank": 1, "step": 12, "logger": "distap", "message": "..."}
 
-An exception is the field `exception`; a step's figures are fields of their own. What other packages log, Python's
-warnings and uncaught exceptions are such lines too. What C++ code prints is not: TORCH_CPP_LOG_LEVEL and NCCL_DEBUG
-say how much of that there is.
+An exception is the field `exception`; a step's figures are fields of their own. There what other packages log,
+Python's warnings and uncaught exceptions are such lines too; as text each has its own form. What C++ code prints is
+not: TORCH_CPP_LOG_LEVEL and NCCL_DEBUG say how much of that there is.
 """
 
 import json
