@@ -62,7 +62,9 @@ class RunState:
         self.recipe, self.world, self.images = recipe, world, images
         self.engine, self.memory, self.schedule = engine, memory, schedule
         self.folder = recipe.run / "checkpoints"
-        self.best = float("-inf")  # highest validation mAP of a checkpoint
+        # Highest validation mAP of a checkpoint, and that without the last one, which may yet fail.
+        self.best = self._best_before = float("-inf")
+        self._has_failed = False  # the last checkpoint
         self.score: float | None = None  # of the checkpoint that the run goes on from
         section = recipe.checkpoint
         self._stored: StoredRun | None = None
@@ -143,12 +145,17 @@ class RunState:
 
     def save(self, step: int, score: float | None = None) -> Written | None:
         """Start to write a checkpoint; what became of the one before, unless `poll` has told."""
-        if score is not None:
-            self.best = max(self.best, score)
         recipe = self.recipe.model_dump(mode="json")
         state = {"step": step, "identity": self._identity(), "may_change": self._may_change(), "recipe": recipe}
         about = {"configuration": _hash(recipe), "data": self.images.fingerprint}
-        return self._writer.save(step, self._tensors(), state, about, score)
+        before = self._noted(self._writer.save(step, self._tensors(), state, about, score))
+        # Only now do all ranks know of the one before, and they must agree on which of the next ones is better.
+        if not self.world.all_agree(not self._has_failed):
+            self.best = self._best_before
+        self._best_before = self.best
+        if score is not None:
+            self.best = max(self.best, score)
+        return before
 
     def send_beside(self) -> None:
         """Bring what rank 0 has written to the store, where there is one, though no checkpoint comes with it."""
@@ -162,11 +169,16 @@ class RunState:
 
     def poll(self) -> Written | None:
         """What became of the last checkpoint, once, when it is known."""
-        return self._writer.poll()
+        return self._noted(self._writer.poll())
 
     def wait(self) -> Written | None:
         """Wait for the checkpoint that is being written; what became of it."""
-        return self._writer.wait()
+        return self._noted(self._writer.wait())
+
+    def _noted(self, written: Written | None) -> Written | None:
+        if written is not None:
+            self._has_failed = written.error is not None
+        return written
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = {f"{part}.{name}": t for part, of in self._parts() for name, t in of.state_dict().items()}
