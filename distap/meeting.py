@@ -16,6 +16,8 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
+from distap.errors import DistapError
+
 C10D_PORT = 29400  # torchrun's default
 JOIN_SECONDS = 600  # torchrun's default of join_timeout
 PROBE_SECONDS = 1.0
@@ -30,15 +32,15 @@ def await_meeting_point(settings: Namespace) -> None:
 
     Args:
         settings: torchrun's; its rdzv_conf gets is_host=1 where the endpoint is the beginning of this machine's name.
+    Raises:
+        DistapError: the endpoint or the configuration cannot be read.
     """
     if settings.standalone or settings.rdzv_backend != "c10d" or not settings.rdzv_endpoint:
         return
-    configured = _parse_rendezvous_config(settings.rdzv_conf)
-    is_host = configured.get("is_host")
+    host, port = _endpoint(settings.rdzv_endpoint)
+    join_seconds, is_host = _configured(settings.rdzv_conf)
     if str(is_host).lower() in ("1", "true", "t", "yes", "y"):
         return
-    host, port = parse_rendezvous_endpoint(settings.rdzv_endpoint, C10D_PORT)
-    join_seconds = int(configured.get("join_timeout", JOIN_SECONDS))
     deadline = time.monotonic() + join_seconds
     has_said = False
     while not answers(host, port):
@@ -62,6 +64,28 @@ def answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """Host and port."""
+    try:
+        return parse_rendezvous_endpoint(text, C10D_PORT)
+    except ValueError as error:
+        raise DistapError(
+            f"--rdzv-endpoint {text}: expected HOST or HOST:PORT with a port from 0 to 65535: {error}"
+        ) from error
+
+
+def _configured(text: str) -> tuple[int, str | None]:
+    """The join_timeout in seconds, and is_host where it is given."""
+    try:
+        configured = _parse_rendezvous_config(text)
+    except ValueError as error:
+        raise DistapError(f"--rdzv-conf {text}: expected KEY=VALUE,KEY=VALUE: {error}") from error
+    given = configured.get("join_timeout", str(JOIN_SECONDS))
+    if not given.isdecimal() or int(given) < 1:
+        raise DistapError(f"--rdzv-conf {text}: join_timeout {given}: expected whole seconds, 1 or more")
+    return int(given), configured.get("is_host")
 
 
 def _is_this_machine(host: str) -> bool:

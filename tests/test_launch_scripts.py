@@ -157,6 +157,10 @@ def test_several_hosts_meet_where_they_are_told_to():
         ("train-multi-node", ["--nodes", "2", "recipe.yaml"], "--host: at which host"),
         ("train-multi-node", ["--nodes", "2-4", "--host", "h", "recipe.yaml"], "--nodes 2-4: N or MIN:MAX"),
         ("train-multi-node", ["--nodes", "2", "--host", "h", "--is-host", "1", "r"], "--is-host 1: yes or no"),
+        ("train-multi-node", ["--nodes", "3:2", "--host", "h", "r"], "--nodes 3:2: MIN:MAX is expected"),
+        ("train-multi-node", ["--nodes", "2", "--host", "h:abc", "r"], "--host h:abc: the port is no number"),
+        ("train-multi-node", ["--nodes", "2", "--host", "h:65536", "r"], "--host h:65536: the port is no number"),
+        ("train-multi-node", ["--nodes", "2", "--host", "fe80::1", "r"], "--host fe80::1: HOST, HOST:PORT or"),
         ("again", ["--attempts", "many", "true"], "whole numbers are expected"),
     ],
 )

@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager
 import pytest
 from launching import OF_JOBS, Job, launcher, started
 from servers import free_ports
+from torch.distributed.run import get_args_parser
 
-from distap.exits import FINISHED, RESTART
+from distap.errors import DistapError
+from distap.exits import FINISHED, MISTAKE, RESTART
+from distap.meeting import await_meeting_point
 
 # A pod's own /etc/hosts knows its full name; the one that the others use comes from the name server.
 HOSTS = """127.0.0.1 localhost
@@ -85,6 +88,24 @@ def test_a_pod_that_knows_its_own_name_needs_no_second_answer_of_the_name_server
     )
     # Several launchers may be at localhost: torch finds out which of them it is.
     assert done.stdout.split() == ["join_timeout=9,is_host=1", "join_timeout=9"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "reason"),
+    [
+        ("node:abc", "is_host=1", "--rdzv-endpoint node:abc: expected HOST or HOST:PORT"),
+        ("node:70000", "join_timeout=9", "--rdzv-endpoint node:70000: expected HOST or HOST:PORT"),
+        ("node", "join_timeout=abc", "join_timeout abc: expected whole seconds, 1 or more"),
+        ("node", "join_timeout=0,is_host=1", "join_timeout 0: expected whole seconds, 1 or more"),
+        ("node", "join_timeout", "--rdzv-conf join_timeout: expected KEY=VALUE"),
+    ],
+)
+def test_a_meeting_point_that_cannot_be_read_is_a_mistake(endpoint, conf, reason):
+    given = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}", "any"]
+    with pytest.raises(DistapError) as raised:
+        await_meeting_point(get_args_parser().parse_args(given))
+    assert raised.value.status == MISTAKE
+    assert reason in str(raised.value)
 
 
 def test_hosts_meet_as_an_operator_tells_them_by_the_environment(tmp_path):
