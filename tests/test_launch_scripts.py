@@ -146,6 +146,11 @@ def test_several_hosts_meet_where_they_are_told_to():
     assert "--rdzv-conf=join_timeout=600,is_host=1" in own
 
 
+def test_the_address_of_a_host_may_be_a_name():
+    line = told("train-multi-node", "--nodes", "2", "--host", "127.0.0.1", "--address", "localhost", "--ranks", "1")
+    assert {"--local-addr=127.0.0.1", "--local-addr=::1"} & set(line)
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "reason"),
     [
@@ -157,6 +162,12 @@ def test_several_hosts_meet_where_they_are_told_to():
         ("train-multi-node", ["--nodes", "2", "recipe.yaml"], "--host: at which host"),
         ("train-multi-node", ["--nodes", "2-4", "--host", "h", "recipe.yaml"], "--nodes 2-4: N or MIN:MAX"),
         ("train-multi-node", ["--nodes", "2", "--host", "h", "--is-host", "1", "r"], "--is-host 1: yes or no"),
+        (
+            "train-multi-node",
+            ["--nodes", "2", "--host", "h", "--address", "a.invalid", "r"],
+            "--address a.invalid: this",
+        ),
+        ("train-multi-node", ["--nodes", "2", "--host", "h", "--address", "localhost", "r"], "no other host reaches"),
         ("train-multi-node", ["--nodes", "3:2", "--host", "h", "r"], "--nodes 3:2: MIN:MAX is expected"),
         ("train-multi-node", ["--nodes", "2", "--host", "h:abc", "r"], "--host h:abc: the port is no number"),
         ("train-multi-node", ["--nodes", "2", "--host", "h:65536", "r"], "--host h:65536: the port is no number"),
