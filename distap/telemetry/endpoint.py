@@ -134,7 +134,8 @@ class Endpoint:
         if reason:
             return HTTPStatus.CONFLICT, {"error": f"there are no steps to trace: {reason}"}
         self.ask_trace(steps)
-        return HTTPStatus.ACCEPTED, {"status": f"every rank traces {steps} steps, from the next one on"}
+        which = "from the next one on, or behind a trace that is under way"
+        return HTTPStatus.ACCEPTED, {"status": f"every rank traces {steps} steps, {which}"}
 
 
 class _Server(ThreadingMixIn, WSGIServer):

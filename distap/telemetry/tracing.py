@@ -1,12 +1,13 @@
 """Traces of the next steps on demand, by torch's profiler: where a slow step spends its time.
 
 Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing show. The stages
-stand in it by their names, over what they called.
+stand in it by their names, over what they called. Whatever the profiler does, the training goes on.
 """
 
 import json
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,11 +30,11 @@ class Tracer:
         self._folder, self._rank = folder, rank
         self._asked = self._agreed = 0  # steps, by someone and then by all ranks
         self._profiler: profile | None = None
-        self._first = self._last = 0
+        self._first = self._last = 0  # step of the trace, the same on all ranks
 
     def ask(self, steps: int = STEPS) -> None:
         """Have the next `steps` steps traced; it may come from any thread, and the ranks then agree on it."""
-        self._asked = steps
+        self._asked = max(self._asked, steps)
 
     def asked(self) -> int:
         """Steps that this rank was asked to trace since the last call, 0 for none."""
@@ -41,23 +42,26 @@ class Tracer:
         return steps
 
     def agreed(self, steps: int) -> None:
-        """All ranks are to trace so many steps, from the next one on; a trace that is under way goes on as it is."""
-        if self._profiler is None:
-            self._agreed = steps
+        """All ranks are to trace so many steps: the next ones, or where these are traced already, those after."""
+        self._agreed = max(self._agreed, steps)
 
     def begin(self, done: int) -> None:
         """Trace the steps that follow the `done` ones, where the ranks have agreed on that."""
-        steps, self._agreed = self._agreed, 0
-        if not steps:
+        if not self._agreed or done < self._last:
             return
         # Its library would report to the terminal that it begins and ends, and as an error that there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._first, self._last = done + 1, done + steps
-        self._profiler = profile(activities=activities, acc_events=True)
-        self._profiler.start()
+        self._first, self._last, self._agreed = done + 1, done + self._agreed, 0
+        try:
+            profiler = profile(activities=activities, acc_events=True)
+            profiler.start()
+        except Exception as error:
+            logger.warning("rank %d does not trace step %d to %d: %s", self._rank, self._first, self._last, error)
+            return
+        self._profiler = profiler
         if self._rank == 0:
             logger.info("tracing step %d to %d", self._first, self._last)
 
@@ -66,23 +70,31 @@ class Tracer:
         if self._profiler is not None and done >= self._last:
             self._write(self._profiler, done)
 
+    def interrupt(self, done: int) -> None:
+        """Something other than a step comes now: the steps that are left get a trace of their own after it."""
+        left, self._last = self._last - done, min(self._last, done)
+        if left > 0:
+            self.agreed(left)
+        self.close(done)
+
     def close(self, done: int) -> None:
-        """Write what there is of a trace that the end of training cuts short."""
+        """Write what there is of a trace that is cut short, as by the end of training."""
         if self._profiler is not None:
             self._write(self._profiler, done)
 
     def _write(self, profiler: profile, last: int) -> None:
         self._profiler = None
-        profiler.stop()
         path = self._folder / f"step-{self._first}.rank-{self._rank}.json.gz"
         draft = path.with_name(f".{os.getpid()}.{path.name}")
         try:
+            profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, last]}))
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
-        except (OSError, RuntimeError) as error:  # a full disk costs the trace, not the training
-            draft.unlink(missing_ok=True)
+        except Exception as error:  # the profiler's own, or of a full disk
+            with suppress(OSError):
+                draft.unlink()
             logger.warning("%s: the trace cannot be written: %s", path, error)
             return
         if self._rank == 0:
