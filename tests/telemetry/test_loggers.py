@@ -197,8 +197,13 @@ def test_mlflow_finds_its_run_where_the_run_folder_was_lost(tmp_path):
 class Recorder:
     """A logger that writes down what it is told, once it may, and cannot take some steps."""
 
-    def __init__(self, refused: tuple[int, ...] = (), may_log: threading.Event | None = None) -> None:
-        self.refused, self.may_log = refused, may_log
+    def __init__(
+        self,
+        refused: tuple[int, ...] = (),
+        may_log: threading.Event | None = None,
+        error: type[BaseException] = OSError,
+    ) -> None:
+        self.refused, self.may_log, self.error = refused, may_log, error
         self.steps: list[int] = []
         self.taken = threading.Semaphore(0)
 
@@ -212,7 +217,7 @@ class Recorder:
         if self.may_log is not None:
             self.may_log.wait()
         if step in self.refused:
-            raise OSError(f"no step {step}\nfor a long reason")
+            raise self.error(f"no step {step}\nfor a long reason")
         self.steps.append(step)
         self.taken.release()
 
@@ -220,12 +225,13 @@ class Recorder:
         pass
 
 
-def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path, caplog):
-    recorder = Recorder(refused=(2, 3))
+@pytest.mark.parametrize("error", [OSError, SystemExit])  # packages end the process where a key is missing
+def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path, caplog, error):
+    recorder = Recorder(refused=(2, 3), error=error)
     assert log_steps({"one": recorder}, logged_run(tmp_path), [1, 2, 3, 4]) == ["one", "one"]
     assert recorder.steps == [1, 4]
     assert caplog.messages == [
-        "loggers.one: figures are lost: OSError: no step 2; training goes on",
+        f"loggers.one: figures are lost: {error.__name__}: no step 2; training goes on",
         "loggers.one: 2 lines were lost; they are in the run folder's log",
     ]
 

@@ -72,6 +72,7 @@ class Outlet:
             logger.warning("loggers.%s: %d lines were lost; they are in the run folder's log", self.name, self.lost)
 
     def _work(self) -> None:
+        # Packages raise SystemExit as well, which would end this thread without a word, and the lines that wait.
         opened = self._opened()
         while (line := self._queue.get()) is not None:
             if opened is None:
@@ -79,13 +80,13 @@ class Outlet:
             else:
                 try:
                     opened.log(line.step, line.time, line.figures)
-                except Exception as error:
+                except BaseException as error:
                     self._lose(_told(error))
             self._done += 1
         if opened is not None:
             try:
                 opened.close(self._outcome)
-            except Exception as error:
+            except BaseException as error:
                 self._warn(f"it cannot be closed: {_told(error)}")
 
     def _opened(self) -> Logger | None:
@@ -93,7 +94,7 @@ class Outlet:
         while True:
             try:
                 return self._settings.open(self._run)
-            except Exception as error:
+            except BaseException as error:
                 self._warn(f"it cannot be opened: {_told(error)}")
             if self._closing.wait(OPEN_AGAIN_SECONDS):
                 return None
@@ -125,6 +126,6 @@ def end_if_hanging(status: int) -> None:
     os._exit(status)
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     first, _, _ = str(error).strip().partition("\n")
     return without_secrets(f"{type(error).__name__}: {first[:300]}")
