@@ -111,6 +111,7 @@ class Trainer:
             self._refuse_numbers_that_stay_not_finite(share, result)
             score = None
             if self._owes_evaluation() and not stopping:
+                self.tracer.interrupt(self.done)
                 score = self._evaluate(stop)
                 stopping = score is None  # the evaluation is made up for after the restart
             if stopping:
@@ -118,7 +119,7 @@ class Trainer:
                 break
             self._save_if_due(score)
             if self.done < self.recipe.steps:
-                self.tracer.begin(self.done)  # an evaluation before the traced steps is none of them
+                self.tracer.begin(self.done)
             lap = time.perf_counter()
         self.tracer.close(self.done)
         self._finish_checkpoint()

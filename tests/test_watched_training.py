@@ -66,10 +66,10 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
     assert told and float(told[1]) > 0, job.said
 
 
-def traced(run, shards, **changes) -> Path:
-    """The folder of traces of a training that was asked for one before its first step."""
+def traced(run, shards, traced_steps=STEPS, **changes) -> Path:
+    """The folder of traces of a training that was asked for them before its first step."""
     trainer = Trainer(recipe(run, shards, **changes), World())
-    trainer.tracer.ask()
+    trainer.tracer.ask(traced_steps)
     trainer.train()
     return run / "traces"
 
@@ -82,6 +82,19 @@ def test_an_evaluation_between_the_request_and_the_traced_step_is_not_in_the_tra
         assert trace.name == "step-2.rank-0.json.gz"
         counts.append(sum(event.get("name") == "aten::conv2d" for event in events_of(trace)))
     assert counts[0] == counts[1] > 0
+
+
+def test_an_evaluation_between_traced_steps_is_in_no_trace(tmp_path, training_shards):
+    evaluated = {"data__validation": str(training_shards[1]), "evaluation": {"every": 2}}
+    counts = {}
+    for name, changes in (("with", evaluated), ("without", {})):
+        traces = traced(tmp_path / name, training_shards, traced_steps=2, steps=3, **changes)
+        counts[name] = {
+            trace.name: sum(event.get("name") == "aten::conv2d" for event in events_of(trace))
+            for trace in traces.iterdir()
+        }
+    assert sorted(counts["with"]) == ["step-2.rank-0.json.gz", "step-3.rank-0.json.gz"]
+    assert sum(counts["with"].values()) == sum(counts["without"].values()) > 0
 
 
 def test_a_trace_that_is_asked_for_in_the_last_step_is_not_begun(tmp_path, training_shards):
