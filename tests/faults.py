@@ -23,6 +23,7 @@ from distap.checkpoint import CheckpointWriter
 from distap.distributed import World
 from distap.resuming import RunState
 from distap.step import Batch, StepResult, ThreeStageStep
+from distap.stopping import StopRequest
 from distap.train import main
 from distap.trainer import Trainer
 
@@ -89,9 +90,9 @@ def inject(faults: list[Fault]) -> None:
         act(self.world, "checkpoint", job.manifest.step - 1)  # the step that is being done may be a later one
         return finish_files(self, aside, job)
 
-    def faulty_evaluation(self: Trainer) -> float:
+    def faulty_evaluation(self: Trainer, stop: StopRequest) -> float | None:
         act(self.world, "evaluation")
-        return evaluate(self)
+        return evaluate(self, stop)
 
     def faulty_resume(self: RunState) -> int:
         act(self.world, "start")
