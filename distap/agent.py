@@ -78,7 +78,7 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int
         if not recorded_outcomes(outcomes):
             return RESTART  # ranks that were still starting die of the signal: there was nothing to save
     except RendezvousError as error:
-        logger.error("the hosts did not meet: %s", error or "one of them has ended the meeting of all")
+        logger.error("the hosts did not meet: %s", str(error) or "one of them has ended the meeting of all")
     finally:
         returned.set()
     return status_of(recorded_outcomes(outcomes))

@@ -39,6 +39,7 @@ def record_outcome(status: int, error: BaseException | None = None) -> None:
     # A full disk, or a folder that was tidied away, must not keep a rank from leaving.
     with suppress(OSError):
         if folder is not None and "RANK" in os.environ:
+            Path(folder).mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
             # All at once, so that the launcher never reads half of it.
             draft = Path(folder, f"{os.environ['RANK']}.draft")
             draft.write_text(str(status))
@@ -49,9 +50,12 @@ def record_outcome(status: int, error: BaseException | None = None) -> None:
 
 def recorded_outcomes(folder: Path) -> dict[int, int]:
     """The exit statuses that ranks have left, by rank; none where the folder was tidied away."""
-    if not folder.is_dir():
-        return {}
-    return {int(file.name): int(file.read_text()) for file in folder.iterdir() if file.name.isdecimal()}
+    outcomes: dict[int, int] = {}
+    with suppress(FileNotFoundError):  # also while those of an earlier round are removed
+        for file in folder.iterdir():
+            if file.name.isdecimal():
+                outcomes[int(file.name)] = int(file.read_text())
+    return outcomes
 
 
 def status_of(outcomes: dict[int, int]) -> int:

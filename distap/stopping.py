@@ -82,15 +82,15 @@ class StopRequest:
         if not self.requested:
             self._first = time.monotonic()
             self.requested = True
+            self._limit = threading.Timer(self.grace_seconds, self._out_of_time)
+            self._limit.daemon = True
+            self._limit.start()
             logger.warning(
                 "%s: stopping after this step, with a checkpoint, within %.0f s; a second %s stops at once",
                 number.name,
                 self.grace_seconds,
                 number.name,
             )
-            self._limit = threading.Timer(self.grace_seconds, self._out_of_time)
-            self._limit.daemon = True
-            self._limit.start()
         elif time.monotonic() - self._first >= ONE_REQUEST_SECONDS:
             logger.warning("%s again: stopping at once; what came after the last checkpoint is lost", number.name)
             _end(128 + number)
