@@ -1,6 +1,18 @@
-"""The exceptions that are meant for a person."""
+"""The exceptions that are meant for a person, and the exit statuses of every distap process.
 
-from distap.exits import FAILED, MISTAKE
+| status | name     | meaning                                                            | start it again?          |
+|--------|----------|--------------------------------------------------------------------|--------------------------|
+| 0      | FINISHED | all steps are done                                                 | nothing is left to do    |
+| 1      | FAILED   | a crash, a rank that was lost or hung, a broken network            | yes, a few times         |
+| 2      | MISTAKE  | a DistapError: recipe, data or machine need a person               | no, it would fail again  |
+| 75     | RESTART  | stopped on request, behind a checkpoint of what was done, if the   | yes, as often as needed  |
+|        |          | grace time was long enough for one (EX_TEMPFAIL of sysexits)       |                          |
+"""
+
+FINISHED = 0
+FAILED = 1
+MISTAKE = 2
+RESTART = 75
 
 
 class DistapError(Exception):

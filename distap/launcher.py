@@ -1,7 +1,7 @@
 """`python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`: a host's ranks, by torchrun's own machinery.
 
 It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in four things:
-- its exit status is one of `distap.exits`: 2 when a rank of this host met a mistake that a person must mend, or else
+- its exit status is one of `distap.errors`: 2 when a rank of this host met a mistake that a person must mend, or else
   75 when one stopped on request, 0 when all finished, 1 when they did not;
 - ranks that left with 75 or 2 are not started again, whatever --max-restarts says;
 - after a signal the ranks have the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds;
@@ -21,11 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from distap.errors import DistapError
-from distap.exits import FOLDER, LAUNCHER
-from distap.startup import STARTED, process_started
-from distap.stopping import TRACE_SIGNAL, end_when_asked, go_deaf
+from distap.processes.exit_statuses import FOLDER, LAUNCHER
+from distap.processes.startup import STARTED, process_started
+from distap.processes.stopping import MARGIN_SECONDS, TRACE_SIGNAL, end_when_asked, go_deaf
 
-MARGIN_SECONDS = 15  # beyond the grace time, before torchrun kills a rank
 LONGEST_LINGER_SECONDS = 60.0
 
 
@@ -66,7 +65,7 @@ def launch(
     """
     from torch.distributed import run as torchrun
 
-    from distap.agent import require_possible, run_ranks
+    from distap.processes.agent import require_possible, run_ranks
 
     settings = torchrun.get_args_parser().parse_args([*options, module, *arguments])
     settings.module = True

@@ -23,13 +23,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from distap.batch import Batch
-from distap.device_copies import DeviceCopies
-from distap.distributed import World
 from distap.engine import Engine
 from distap.errors import DistapError
-from distap.exactness import drift_message, mixes_images
-from distap.micro_batches import (
+from distap.randomness import seed_for
+from distap.ranking import CrossBatchMemory, Gathered, Gathering, Loss, Mode, Ranking
+from distap.stages.batch import Batch
+from distap.stages.device_copies import DeviceCopies
+from distap.stages.micro_batches import (
     BackwardPass,
     Rows,
     backward_passes,
@@ -38,9 +38,9 @@ from distap.micro_batches import (
     padding,
     with_last,
 )
-from distap.randomness import seed_for
-from distap.ranking import CrossBatchMemory, Gathered, Gathering, Loss, Mode, Ranking
+from distap.stages.replay_drift import drift_message, mixes_images
 from distap.stopwatch import Stopwatch
+from distap.world import World
 
 DROPOUT = 1  # first word of the key that dropout's randomness is drawn with
 logger = logging.getLogger("distap")

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from distap.errors import DistapError
-from distap.exits import FAILED, FINISHED, record_outcome
-from distap.startup import Startup
-from distap.stopping import end_when_asked, go_deaf
+from distap.errors import FAILED, FINISHED, DistapError
+from distap.processes.exit_statuses import record_outcome
+from distap.processes.startup import Startup
+from distap.processes.stopping import end_when_asked, go_deaf
 from distap.telemetry.loggers.outlet import end_if_hanging
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
@@ -31,10 +31,10 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     startup = Startup()
     # Imported here, so that --help does not wait for torch.
     from distap.config import load_recipe
-    from distap.distributed import joined_world
     from distap.telemetry.endpoint import Endpoint
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
     from distap.trainer import Trainer
+    from distap.world import joined_world
 
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     set_up_early_logging(overrides or [], rank)

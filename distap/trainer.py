@@ -5,28 +5,27 @@ from dataclasses import replace
 
 import torch
 
-from distap.building import describer_of, engine_of, evaluations_of, fitting_of, images_of, network_of, step_of
 from distap.config import Recipe
-from distap.data.index import load_index
-from distap.data.loading import ShareOfBatch
-from distap.distributed import World
-from distap.errors import DistapError
+from distap.data.loading.indexed import ShareOfBatch
+from distap.data.shards.index import load_index
+from distap.engine.optimizer import LinearDecay
+from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation import refuse_seen_classes
-from distap.exits import FINISHED, RESTART
-from distap.extraction import BrokenOffError
-from distap.optimisation import LinearDecay
+from distap.evaluation.extraction import BrokenOffError
+from distap.processes.startup import Startup
+from distap.processes.stopping import StopRequest
 from distap.ranking import CrossBatchMemory
-from distap.remotes import UnreachableError
-from distap.reporting import RunReport, logger
-from distap.resuming import RunState
-from distap.startup import Startup
 from distap.step import StepResult
-from distap.stopping import StopRequest
 from distap.stopwatch import Stopwatch
+from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.logs import at_step
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.tracing import Tracer
+from distap.training.build import describer_of, engine_of, evaluations_of, fitting_of, images_of, network_of, step_of
+from distap.training.report import RunReport, logger
+from distap.training.state import RunState
+from distap.world import World
 
 TRACES = "traces"
 ALWAYS_TOLERATED = 10  # damaged images: a share of a first small batch says little

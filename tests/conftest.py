@@ -8,16 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from browser import Browser, chromium
 from hosts import Hosts, two_hosts
 from hypothesis import settings
-from PIL import Image
+from images import write_images
 
-from distap.data.packing import pack
-from distap.stopping import SIGNALS, TRACE_SIGNAL
+from distap.data.shards.packing import pack
+from distap.processes.stopping import SIGNALS, TRACE_SIGNAL
 from distap.telemetry import logs
 from distap.telemetry.loggers import outlet
 
@@ -37,19 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting = {item.path for item in items if item.get_closest_marker("cluster")}
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.path not in waiting, -slow[item.path]))
-
-
-def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: int = 0) -> Path:
-    """A folder a class of PNG images; the images of a class are one pattern with different noise."""
-    generator = np.random.default_rng(seed)
-    for name, count in classes.items():
-        pattern = generator.integers(0, 256, (4, 4, 3))
-        for number in range(count):
-            pixels = np.kron(pattern, np.ones((size // 4, size // 4, 1))) + generator.normal(0, 40, (size, size, 3))
-            path = folder / name / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
-    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

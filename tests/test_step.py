@@ -4,13 +4,13 @@ from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
 from reference import listwise_loss
 
-from distap.bench.collectives import collectives_of
-from distap.distributed import World
+from benchmarks.collectives import collectives_of
 from distap.engine import DDPEngine
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.ranking import QuantizedAP
 from distap.step import DROPOUT, ThreeStageStep
+from distap.world import World
 
 SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 2 and on 4 ranks, and fill no micro-batch of 4
 STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from distap.checkpoint.manifest import STATE_FILE, DamagedCheckpointError, Manifest, read_manifest, verify_files
 from distap.checkpoint.tensors import read_tensors
-from distap.distributed import World
 from distap.errors import DistapError
-from distap.whole_files import sync_path
+from distap.storage.atomic import sync_path
+from distap.world import World
 
 NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")  # an ending where it left a store, or replaces one
 UNFINISHED, DAMAGED = ".step-", "damaged-"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.errors import DistapError
-from distap.whole_files import write_whole
+from distap.storage.atomic import write_whole
 
 MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
 SHARE = re.compile(r"__\d+_\d+\.distcp")  # what torch.distributed.checkpoint calls a rank's file

@@ -11,8 +11,8 @@ from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.store import Store
 from distap.checkpoint.stored import FOLDER, NAME, StoredRun, step_of
 from distap.errors import DistapError
-from distap.remotes import RemoteSettings
-from distap.store_urls import is_url
+from distap.storage.remotes import RemoteSettings
+from distap.storage.store_urls import is_url
 
 logger = logging.getLogger("distap")
 

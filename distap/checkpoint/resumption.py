@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distap.checkpoint.agreeing import on_all
+from distap.checkpoint.agreement import on_all
 from distap.checkpoint.folder import UNFINISHED, Checkpoint, list_checkpoints
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest, verify_files
 from distap.checkpoint.store import KEY
 from distap.checkpoint.stored import StoredRun, step_of
-from distap.distributed import World
 from distap.errors import DistapError
-from distap.remotes import MissingFileError, UnreachableError
+from distap.storage.remotes import MissingFileError, UnreachableError
+from distap.world import World
 
 PROBES = ".probes"
 logger = logging.getLogger("distap")

@@ -12,9 +12,16 @@ from typing import Any, TypeVar
 from fsspec.asyn import sync
 from fsspec.callbacks import Callback as Progress
 
-from distap.remotes import MissingFileError, RemoteSettings, UnreachableError, file_system, is_permanent, retried
-from distap.store_urls import checked_url
-from distap.whole_files import make_folder, replace_file, sync_path
+from distap.storage.atomic import make_folder, replace_file, sync_path
+from distap.storage.remotes import (
+    MissingFileError,
+    RemoteSettings,
+    UnreachableError,
+    file_system,
+    is_permanent,
+    retried,
+)
+from distap.storage.store_urls import checked_url
 
 KEY = "checkpoint.store"
 PART = 16 * 2**20  # bytes of a file that are sent at once

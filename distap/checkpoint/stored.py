@@ -24,8 +24,8 @@ from distap.checkpoint.manifest import (
     verify_files,
 )
 from distap.checkpoint.store import Store
-from distap.remotes import MissingFileError, UnreachableError
-from distap.whole_files import write_whole
+from distap.storage.atomic import write_whole
+from distap.storage.remotes import MissingFileError, UnreachableError
 
 FOLDER, DAMAGED_MANIFEST = "checkpoints", "damaged-manifest.json"
 NAME = re.compile(r"step-(\d{8})\.[0-9a-f]{8}")

@@ -26,11 +26,11 @@ from distap.checkpoint.manifest import (
 )
 from distap.checkpoint.stored import StoredRun
 from distap.checkpoint.tensors import files_of_rank, write_tensors
-from distap.distributed import World
 from distap.errors import DistapError
-from distap.remotes import UnreachableError
-from distap.watchdog import is_of_the_network
-from distap.whole_files import make_folder, write_whole
+from distap.processes.watchdog import is_of_the_network
+from distap.storage.atomic import make_folder, write_whole
+from distap.storage.remotes import UnreachableError
+from distap.world import World
 
 STORE_SHARE, TIDY_SHARE = 0.8, 0.1  # of the time-out, for a checkpoint to be in the store, and for what is old there
 T = TypeVar("T")

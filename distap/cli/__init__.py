@@ -2,7 +2,6 @@
 
 import typer
 
-from distap.cli.bench import bench
 from distap.cli.convert import convert_command
 from distap.cli.data import data
 from distap.cli.evaluation import eval_command
@@ -10,7 +9,7 @@ from distap.cli.export import export_command
 from distap.cli.extract import extract_command
 from distap.cli.index import index_command, whiten_command
 from distap.cli.k8s import k8s
-from distap.cli.plan import network_command, plan_command
+from distap.cli.plan import plan_command
 from distap.cli.search import search_command, serve_command
 from distap.cli.training import report_command, train_command
 from distap.train import run
@@ -33,8 +32,6 @@ app.command("search")(search_command)
 app.command("serve")(serve_command)
 app.command("report")(report_command)
 app.command("plan")(plan_command)
-bench.command("network")(network_command)
-app.add_typer(bench, name="bench")
 app.add_typer(k8s, name="k8s")
 
 

@@ -47,7 +47,7 @@ def convert_command(
 
     from distap.data.converters import DATASETS
     from distap.data.converters.converting import MISSING_FILE, convert
-    from distap.data.parallel import usable_cores
+    from distap.data.shards.parallel import usable_cores
     from distap.errors import DistapError
     from distap.telemetry.terminal import console, track
 

@@ -8,9 +8,9 @@ import typer
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
-    from distap.data.index import Index
-    from distap.data.indexing import Skipped
-    from distap.remotes import RemoteSettings
+    from distap.data.shards.index import Index
+    from distap.data.shards.indexing import Skipped
+    from distap.storage.remotes import RemoteSettings
 
 data = typer.Typer(help="Fetch, pack, index, check and count images.", no_args_is_help=True)
 fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
@@ -40,7 +40,7 @@ def fetch_emoji(
 
     Needs npm. Writes OUTPUT/{train,test}/CLASS/VENDOR.png: 795 classes to train on and 796 unseen ones to test.
     """
-    from distap.data.emoji import fetch as fetch_images
+    from distap.data.converters.emoji import fetch as fetch_images
     from distap.telemetry.terminal import console, track
 
     record = fetch_images(output, size, track)
@@ -81,8 +81,8 @@ def pack(
     are packed byte for byte. Damaged ones are left out and listed. After an interruption or a full disk the same
     command goes on from the shards that are whole.
     """
-    from distap.data.packing import pack as pack_images
-    from distap.data.parallel import usable_cores
+    from distap.data.shards.packing import pack as pack_images
+    from distap.data.shards.parallel import usable_cores
     from distap.telemetry.terminal import console, track
 
     try:
@@ -122,9 +122,9 @@ def index(
     the classes, a line each: the name and, after a tab, the super-category. Called again after an interruption, it
     goes on where it stopped.
     """
-    from distap.data.indexing import index_shards
-    from distap.data.locations import parse_source
-    from distap.data.parallel import usable_cores
+    from distap.data.shards.indexing import index_shards
+    from distap.data.shards.parallel import usable_cores
+    from distap.storage.locations import parse_source
     from distap.telemetry.terminal import track
 
     parsed = parse_source(source, path)
@@ -145,10 +145,10 @@ def check(
 
     Nothing is changed. A damaged or missing shard is listed and the check goes on.
     """
-    from distap.data.checking import check as check_source
-    from distap.data.checking import write_damage
-    from distap.data.locations import parse_source
-    from distap.data.parallel import usable_cores
+    from distap.data.shards.checking import check as check_source
+    from distap.data.shards.checking import write_damage
+    from distap.data.shards.parallel import usable_cores
+    from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console, track
 
     checked = check_source(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
@@ -179,11 +179,11 @@ def stats(
 
     Reads the index, and few images: some for their format, and those that the page shows.
     """
-    from distap.data.index import load_index
-    from distap.data.locations import parse_source
-    from distap.data.reading import Reader
-    from distap.data.statistics import statistics
-    from distap.data_report import tables, write_statistics
+    from distap.data.loading.reading import Reader
+    from distap.data.shards.index import load_index
+    from distap.data.shards.statistics import statistics
+    from distap.pages.data_set import tables, write_statistics
+    from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console
 
     parsed, settings = parse_source(source, path), _remote(remote)
@@ -202,7 +202,7 @@ def _remote(text: str | None) -> "RemoteSettings | None":
     import yaml
     from pydantic import TypeAdapter, ValidationError
 
-    from distap.remotes import RemoteSettings
+    from distap.storage.remotes import RemoteSettings
 
     if text is None:
         return None

@@ -24,9 +24,9 @@ from distap.train import OVERRIDES
 
 if TYPE_CHECKING:
     from distap.config import Recipe
-    from distap.data.locations import Source
     from distap.evaluation import Describing, EvaluationSet
     from distap.retrieval.refinement import Refinement
+    from distap.storage.locations import Source
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")  # a set's name before where it is
 
@@ -105,11 +105,11 @@ def eval_command(
     Oxford or Paris, or for Google Landmarks v2: by its ground truth. Give a recipe to evaluate the network that
     training starts from, or --checkpoint for a trained one. On several ranks: `torchrun [...] -m distap.cli eval`.
     """
-    from distap.building import describing_of, network_of, trained_network
     from distap.config import load_recipe
-    from distap.distributed import joined_world
-    from distap.extraction import refuse_foreign_whitening
+    from distap.evaluation.extraction import refuse_foreign_whitening
     from distap.telemetry.terminal import set_up_logging
+    from distap.training.build import describing_of, network_of, trained_network
+    from distap.world import joined_world
 
     if (config is None) == (checkpoint is None):
         raise DistapError("give either a recipe or --checkpoint")
@@ -180,9 +180,9 @@ def _evaluate(
 ) -> None:
     """Describe the sets on all ranks; rank them, print and write their figures on rank 0."""
     from distap.evaluation import compared
-    from distap.saved_evaluations import as_json
+    from distap.evaluation.saved import as_json
+    from distap.storage.atomic import write_whole
     from distap.telemetry.terminal import console, figures_table
-    from distap.whole_files import write_whole
 
     # All of them first: ranks that waited for rank 0 to rank would take it for lost.
     described = {name: opened.describe(describing) for name, opened in sets.items()}

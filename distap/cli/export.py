@@ -10,7 +10,7 @@ from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, described_a
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from distap.exporting import Exported
+    from distap.apps.export import Exported
 
 
 def export_command(
@@ -42,7 +42,7 @@ def export_command(
     Normalisation, pooling, whitening and L2 are inside. Each file is compared with the checkpoint's network on the
     CPU, and nothing is written where one differs by more than 1e-4.
     """
-    from distap.exporting import ExportSettings, export_to_folder, installed_formats, parse_formats
+    from distap.apps.export import ExportSettings, export_to_folder, installed_formats, parse_formats
     from distap.telemetry.terminal import console, set_up_logging
 
     set_up_logging(0)

@@ -73,14 +73,14 @@ def extract_command(
 
         options = ["--standalone", f"--nproc-per-node={ranks}"]
         raise typer.Exit(launch(options, "distap.cli", ["extract", *_arguments(context)], LEAVE_SECONDS, 600))
-    from distap.building import trained_network
-    from distap.data.image_sets import open_images
-    from distap.data.locations import parse_source
-    from distap.distributed import joined_world
-    from distap.extraction import describer_of, extract_to_folder
+    from distap.data.images.image_sets import open_images
+    from distap.evaluation.extraction import describer_of, extract_to_folder
+    from distap.processes.stopping import leave_when_asked
     from distap.retrieval.whitening import load_whitening
-    from distap.stopping import leave_when_asked
+    from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console, set_up_logging
+    from distap.training.build import trained_network
+    from distap.world import joined_world
 
     leave_when_asked()
     with joined_world() as world, _saying_that_it_goes_on(output):

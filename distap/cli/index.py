@@ -135,7 +135,7 @@ def whiten_command(
 
 
 def _table(gallery: "DescriptorSet", measured: "list[tuple[BuiltIndex, IndexFigures]]", held_out: bool) -> "Table":
-    from distap.bench.tables import figures_table
+    from benchmarks.tables import figures_table
 
     first = measured[0][1]
     asked = "held out" if held_out else "sampled, each without itself"

@@ -17,8 +17,8 @@ def rules_command(
     ] = "k8s/monitoring/RUNBOOK.md",
 ) -> None:
     """Print the recording rules and alerts as a rule file for a Prometheus without its operator."""
-    from distap.manifests import manifests_folder
-    from distap.manifests.rules import plain_rules
+    from distap.apps.k8s import manifests_folder
+    from distap.apps.k8s.rules import plain_rules
 
     typer.echo(plain_rules(manifests_folder(), runbook), nl=False)
 
@@ -81,9 +81,9 @@ def render_command(
 
     The recipe is checked as the pods will read it. Nothing is asked of a cluster.
     """
-    from distap.manifests import manifests_folder
-    from distap.manifests.rendering import render, rendered
-    from distap.manifests.request import Request, parsed_image
+    from distap.apps.k8s import manifests_folder
+    from distap.apps.k8s.rendering import render, rendered
+    from distap.apps.k8s.request import Request, parsed_image
 
     request = Request(
         name=name,

@@ -8,7 +8,7 @@ import typer
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
-    from distap.data.whole_images import Sizing
+    from distap.data.images.whole_images import Sizing
 
 BEST = Annotated[bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")]
 IMAGE_SIZE = Annotated[
@@ -29,7 +29,7 @@ WHITENING = Annotated[Path | None, typer.Option(help="What `distap whiten` wrote
 
 def sizing_of(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":
     """How images are brought to size, from the options that say so."""
-    from distap.data.whole_images import Sizing
+    from distap.data.images.whole_images import Sizing
 
     if sum((image_size is not None, max_side is not None, original)) > 1:
         raise DistapError("give one of --image-size, --max-side and --original")

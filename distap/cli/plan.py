@@ -1,4 +1,4 @@
-"""`distap plan`, what a training will cost, and `distap bench network`, a check of it between two hosts."""
+"""`distap plan`: what a training will cost."""
 
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +38,7 @@ def plan_command(
     prediction; started by torchrun (`torchrun --nproc-per-node 2 --no-python distap plan ...`) it measures the link
     between the ranks as well.
     """
-    from distap.bench.cost.planning import from_card, from_measurement
+    from distap.apps.plan.planning import from_card, from_measurement
     from distap.config import load_recipe
     from distap.telemetry.terminal import console
 
@@ -57,27 +57,3 @@ def plan_command(
     if json is not None:
         plan.write(json)
         console.print(f"{json}: written", markup=False)
-
-
-def network_command(
-    config: CONFIG,
-    overrides: OVERRIDES = None,
-    rate: Annotated[
-        list[str] | None, typer.Option(help="Of the cable, each way, such as 100Mb; repeat for several.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Images of a global batch.", min=4)] = 128,
-    keep: Annotated[int, typer.Option(help="Micro-batches of a rank that keep their graph.", min=0)] = 0,
-    steps: Annotated[int, typer.Option(help="Steps whose median counts.", min=1)] = 5,
-    rounds: Annotated[int, typer.Option(help="Rounds of what the prediction rests on.", min=1)] = 5,
-) -> None:
-    """Print the share of a step that two ranks on two hosts wait for each other, measured and as predicted.
-
-    The hosts are network namespaces of this machine, the cable between them is limited to each rate in turn; by
-    default 50 Mb, 200 Mb and 1 Gb a second. Needs root, and the tools ip and tc. Trains on random pixels.
-    """
-    from distap.bench.cost.two_hosts import measure, table
-    from distap.telemetry.terminal import console, track
-
-    rates = rate or ["50Mb", "200Mb", "1Gb"]
-    measured = measure(config, overrides or [], rates, batch, keep, steps, rounds)
-    console.print(table(list(track(measured, "rates", len(rates)))))

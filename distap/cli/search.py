@@ -11,7 +11,7 @@ from distap.cli.options import BEST
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from distap.searching import Found
+    from distap.apps.search import Found
 
 INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
 WHITENING = Annotated[
@@ -53,10 +53,10 @@ def search_command(
     An image that is searched for by its key is not among its own hits. Files that cannot be used are named, and the
     exit status is 1 where there was any.
     """
-    from distap.distributed import joined_world
-    from distap.exits import FAILED
-    from distap.searching import open_pictures, open_searcher, queries_from, write_hits
+    from distap.apps.search import open_pictures, open_searcher, queries_from, write_hits
+    from distap.errors import FAILED
     from distap.telemetry.terminal import console, set_up_logging
+    from distap.world import joined_world
 
     with joined_world() as world:
         set_up_logging(world.rank)
@@ -108,7 +108,7 @@ def serve_command(
     On SIGTERM what is under way is finished and the exit status is 0. There is no encryption and no password: put a
     proxy before it where others than you can reach it.
     """
-    from distap.serving import ServeSettings, serve
+    from distap.apps.serve import ServeSettings, serve
 
     settings = ServeSettings(
         host, port, max_upload_bytes, max_pixels, max_k, threads, queue, timeout_seconds, drain_seconds

@@ -21,7 +21,7 @@ def train_command(
         train(config, overrides)
         return
     from distap.launcher import launch_training
-    from distap.stopping import end_when_asked
+    from distap.processes.stopping import end_when_asked
 
     end_when_asked()
     status = launch_training(["--standalone", f"--nproc-per-node={ranks}"], config, overrides or [])
@@ -45,7 +45,7 @@ def report_command(
     after: Annotated[Path | None, typer.Option(help="The same after it.")] = None,
 ) -> None:
     """Write a page on one run or on several side by side: curves, time, figures, neighbours, hardest queries."""
-    from distap.run_report import report
+    from distap.pages.run_report import report
     from distap.telemetry.terminal import console, figures_table
 
     page, summary = report(runs, output, before, after)

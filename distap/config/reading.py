@@ -18,10 +18,10 @@ from distap.config.sections import (
     Term,
 )
 from distap.errors import DistapError
-from distap.public_text import without_secrets
 from distap.ranking import (
     suggestion,
 )
+from distap.storage.redact import without_secrets
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -15,13 +15,12 @@ from pydantic import (
     field_validator,
 )
 
-from distap.data.augmentation import Augmentation
-from distap.data.cache import CacheSettings
-from distap.data.locations import Source, parse_source
-from distap.data.pixels import PixelSettings
+from distap.data.images.augmentation import Augmentation
+from distap.data.loading.pixels import PixelSettings
+from distap.data.loading.shard_cache import CacheSettings
 from distap.engine import PrecisionName
+from distap.engine.optimizer import GroupSettings
 from distap.errors import DistapError
-from distap.optimisation import GroupSettings
 from distap.ranking import (
     BlackBoxAP,
     Calibration,
@@ -33,8 +32,9 @@ from distap.ranking import (
     SupAP,
     TieAwareAP,
 )
-from distap.remotes import RemoteSettings, of_recipe
-from distap.store_urls import checked_url
+from distap.storage.locations import Source, parse_source
+from distap.storage.remotes import RemoteSettings, of_recipe
+from distap.storage.store_urls import checked_url
 from distap.telemetry.loggers import LOGGERS, LoggerSettings, MLflow, TensorBoard, WeightsAndBiases
 
 
@@ -47,12 +47,13 @@ class Section(BaseModel):
 class DataSection(Section):
     """Where the images are and how they are read."""
 
-    train: str = Field(description="shards to train on: a folder, a pattern or a URL, see distap/data/locations.py")
+    train: str = Field(description="shards to train on: a folder, a pattern or a URL")
     validation: str | None = Field(None, description="shards to evaluate on; none evaluates nothing")
     train_index: Path | None = Field(None, description="index of the shards, where it does not lie beside them")
     validation_index: Path | None = Field(None, description="the same for validation")
     reading: Literal["indexed", "streamed"] = Field(
-        "indexed", description="image by image, or shard by shard, which promises less: see distap/data/streaming.py"
+        "indexed",
+        description="image by image, or shard by shard, with weaker promises",
     )
     allow_pipes: bool = Field(False, description="run train as a shell command where it is `pipe:COMMAND`")
     remote: Annotated[RemoteSettings, AfterValidator(of_recipe)] = Field(

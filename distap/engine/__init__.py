@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from distap.engine.ddp import DDPEngine, DDPSettings
-from distap.engine.deepspeed import DeepSpeedEngine
-from distap.engine.deepspeed_config import DeepSpeedSettings
+from distap.engine.deepspeed.config import DeepSpeedSettings
+from distap.engine.deepspeed.engine import DeepSpeedEngine
 from distap.engine.fsdp import FSDPEngine, FSDPSettings
 from distap.engine.precision import DTYPES, Precision, PrecisionName
 from distap.engine.protocol import BuildOptimizer, Engine

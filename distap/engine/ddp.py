@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.distributed import World
 from distap.engine.precision import Precision
 from distap.engine.protocol import BuildOptimizer
 from distap.engine.updating import Updater, network_tensors
+from distap.world import World
 
 # Buffers are frozen, or each rank's own. torch 2.15 renames the option that says so.
 _NO_BUFFER_SYNC: dict[str, Any] = {

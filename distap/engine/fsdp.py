@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from distap.distributed import World
 from distap.engine.precision import Precision
 from distap.engine.protocol import BuildOptimizer
 from distap.engine.updating import Updater, network_tensors, sharded_like
 from distap.errors import DistapError
+from distap.world import World
 
 SMALLEST_UNIT = 0.01  # of the parameters: what is less is not worth a message of its own
 

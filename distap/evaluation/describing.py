@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.image_sets import ImageSet
-from distap.distributed import World
+from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
-from distap.extraction import NOT_FINITE, ImageDescriber, extract_descriptors, extract_to_folder, left_out_of
+from distap.evaluation.extraction import (
+    NOT_FINITE,
+    ImageDescriber,
+    extract_descriptors,
+    extract_to_folder,
+    left_out_of,
+)
 from distap.retrieval.descriptor_files import read_descriptors
+from distap.world import World
 
 logger = logging.getLogger("distap")
 

@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distap.data.image_sets import ImageSet
-from distap.data.index import Index
-from distap.data.locations import Source
-from distap.data.reading import Reader
+from distap.data.images.image_sets import ImageSet
+from distap.data.loading.reading import Reader
+from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
+from distap.evaluation.saved import write_evaluation
 from distap.retrieval.decomposability import DecomposabilityGap, decomposability_gap, random_batches
 from distap.retrieval.metrics import AT, LabelledSetResult, evaluate_labelled_set
 from distap.retrieval.refinement import PLAIN, Refinement
-from distap.saved_evaluations import write_evaluation
+from distap.storage.locations import Source
 
 
 @dataclass(frozen=True)

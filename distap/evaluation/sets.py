@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from distap.data.cache import CacheSettings
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
-from distap.data.decoding import MAX_PIXELS
-from distap.data.image_sets import open_images
-from distap.data.locations import Source, parse_source
+from distap.data.images.decoding import MAX_PIXELS
+from distap.data.images.image_sets import open_images
+from distap.data.loading.shard_cache import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
-from distap.evaluation.judged import JudgedSet, read_ground_truth
+from distap.evaluation.ground_truth import JudgedSet, read_ground_truth
 from distap.evaluation.labelled import LabelledSet
-from distap.remotes import RemoteSettings
 from distap.retrieval.decomposability import DecomposabilityGap
 from distap.retrieval.refinement import Refinement
+from distap.storage.locations import Source, parse_source
+from distap.storage.remotes import RemoteSettings
 
 
 class Evaluation(Protocol):

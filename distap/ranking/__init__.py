@@ -3,19 +3,19 @@
 Tensors in, loss and gradients out. Knows no files, no configuration and no network.
 """
 
-from distap.ranking.blackbox import BlackBoxAP
-from distap.ranking.calibration import Calibration, Roadmap
 from distap.ranking.gathered import Gathered, gather
 from distap.ranking.gathering import Gathering
+from distap.ranking.losses.blackbox import BlackBoxAP
+from distap.ranking.losses.calibration import Calibration, Roadmap
+from distap.ranking.losses.metric_learning import MetricLearning
+from distap.ranking.losses.modules import ListwiseLoss
+from distap.ranking.losses.quantized import FastAP, QuantizedAP, TieAwareAP
+from distap.ranking.losses.registry import AP_LOSSES, LOSSES, PRESETS, build_loss, suggestion, with_preset
+from distap.ranking.losses.smooth import SmoothAP, SupAP
+from distap.ranking.losses.sums import WeightedSum
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.metric_learning import MetricLearning
-from distap.ranking.modules import ListwiseLoss
 from distap.ranking.protocol import Loss, Mode, Ranking
-from distap.ranking.quantized import FastAP, QuantizedAP, TieAwareAP
-from distap.ranking.registry import AP_LOSSES, LOSSES, PRESETS, build_loss, suggestion, with_preset
-from distap.ranking.smooth import SmoothAP, SupAP
-from distap.ranking.stage_two import rank, rank_descriptors
-from distap.ranking.sums import WeightedSum
+from distap.ranking.rank import rank, rank_descriptors
 
 __all__ = [
     "AP_LOSSES",

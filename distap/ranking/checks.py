@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from distap.distributed import World
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
+from distap.world import World
 
 LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 MOST_ROWS = 10

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from distap.distributed import World
+from distap.world import World
 
 
 @dataclass(frozen=True)

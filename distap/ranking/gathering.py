@@ -6,15 +6,15 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from distap.distributed import Arrival, World
 from distap.ranking.budget import Budget
 from distap.ranking.gathered import Gathered
-from distap.ranking.passes import Passes
+from distap.ranking.histogram.passes import Passes
+from distap.ranking.histogram.tiles import strips
+from distap.ranking.losses.quantized import SoftBinnedAP
 from distap.ranking.precision import full_precision
 from distap.ranking.protocol import Loss, Mode, Ranking
-from distap.ranking.quantized import SoftBinnedAP
-from distap.ranking.stage_two import rank_counted, rank_descriptors
-from distap.ranking.tiles import strips
+from distap.ranking.rank import rank_counted, rank_descriptors
+from distap.world import Arrival, World
 
 MOST_CHUNKS = 8
 LEAST_SENT = 64  # rows of a rank in a chunk

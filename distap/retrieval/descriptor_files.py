@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.errors import DistapError
-from distap.whole_files import write_whole
+from distap.storage.atomic import write_whole
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
 PARQUET_FILE = "descriptors.parquet"

@@ -32,7 +32,7 @@ from distap.retrieval.descriptor_files import (
 )
 from distap.retrieval.index_kinds import BuiltIndex
 from distap.retrieval.nearest import as_float32, bounded_threads
-from distap.whole_files import sync_path, write_whole
+from distap.storage.atomic import sync_path, write_whole
 
 INDEX_FILE = "index.faiss"
 FILES = (INDEX_FILE, KEYS_FILE, CLASSES_FILE)

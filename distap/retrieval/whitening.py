@@ -28,7 +28,7 @@ from distap.retrieval.covariances import (
     principal_directions,
 )
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
-from distap.whole_files import write_whole
+from distap.storage.atomic import write_whole
 
 WHITENING_FILE = "whitening.safetensors"  # in a run folder, or beside the descriptors it was learned from
 VERSION = 1

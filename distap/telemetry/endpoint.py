@@ -27,8 +27,8 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from distap.errors import DistapError
+from distap.processes.watchdog import Watchdog
 from distap.telemetry.tracing import MOST_STEPS, STEPS
-from distap.watchdog import Watchdog
 
 logger = logging.getLogger("distap")
 

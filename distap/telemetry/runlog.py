@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.errors import DistapError
-from distap.whole_files import write_whole
+from distap.storage.atomic import write_whole
 
 RUN_LOG, NOT_FINITE_LOG = "metrics.jsonl", "not_finite.jsonl"
 logger = logging.getLogger("distap")

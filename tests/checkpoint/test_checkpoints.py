@@ -24,8 +24,8 @@ from distap.checkpoint import (
 from distap.checkpoint.folder import set_aside
 from distap.checkpoint.manifest import file_identity, read_manifest, write_manifest
 from distap.checkpoint.tensors import write_tensors
-from distap.distributed import World
 from distap.errors import DistapError
+from distap.world import World
 
 TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "network.b": torch.tensor(7), "memory.labels": torch.arange(4)}
 STATE = {"step": 3, "names": ["x"]}

@@ -12,11 +12,10 @@ from stores import stored_at
 
 from distap.checkpoint.resumption import probe
 from distap.checkpoint.store import Store
-from distap.distributed import World
-from distap.errors import DistapError
-from distap.exits import FAILED, MISTAKE
-from distap.remotes import MissingFileError, RemoteSettings, UnreachableError
-from distap.store_urls import checked_url
+from distap.errors import FAILED, MISTAKE, DistapError
+from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
+from distap.storage.store_urls import checked_url
+from distap.world import World
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from stores import stored_at
 from distap.checkpoint import CheckpointWriter, DamagedCheckpointError
 from distap.checkpoint.resumption import newest_of_store, probe
 from distap.checkpoint.store import Store
-from distap.distributed import World
 from distap.errors import DistapError
-from distap.remotes import UnreachableError
+from distap.storage.remotes import UnreachableError
+from distap.world import World
 
 TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "memory.labels": torch.arange(4)}
 STATE = {"step": 3, "names": ["x"]}

@@ -5,16 +5,16 @@ import tarfile
 
 import numpy as np
 import pytest
-from conftest import write_images
+from images import write_images
 from PIL import Image
 from servers import web_server
 
-from distap.data.checking import check, write_damage
-from distap.data.index import load_index
-from distap.data.packing import pack
-from distap.data.reading import Reader
+from distap.data.loading.reading import Reader
+from distap.data.shards.checking import check, write_damage
+from distap.data.shards.index import load_index
+from distap.data.shards.packing import pack
 from distap.errors import DistapError
-from distap.remotes import RemoteSettings
+from distap.storage.remotes import RemoteSettings
 
 
 def listed(checked):

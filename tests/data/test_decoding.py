@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
-from distap.bench.photos import jpeg, photo
-from distap.data.decoding import FORMATS, DamagedImageError, EncodedImage, decode, image_size, reduction
-from distap.data.transforms import central_box
-from distap.exits import FAILED
+from benchmarks.photos import jpeg, photo
+from distap.data.images.decoding import FORMATS, DamagedImageError, EncodedImage, decode, image_size, reduction
+from distap.data.images.transforms import central_box
+from distap.errors import FAILED
 
 PHOTO = photo(301, 203, seed=0)
 ORIENTATION = 0x0112
@@ -290,7 +290,7 @@ def test_an_error_of_any_kind_is_damage(monkeypatch):
 IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
-from distap.data.decoding import OutOfMemoryError, decode
+from distap.data.images.decoding import OutOfMemoryError, decode
 
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + 50 * 2**20, resource.RLIM_INFINITY))

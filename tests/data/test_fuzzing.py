@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
-from distap.data.index import Index, load_index, parse_index
-from distap.data.locations import parse_source, shard_names
-from distap.data.scanning import read_samples
+from distap.data.shards.index import Index, load_index, parse_index
+from distap.data.shards.scanning import read_samples
 from distap.errors import DistapError
 from distap.randomness import permutation
+from distap.storage.locations import parse_source, shard_names
 
 quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -10,16 +10,16 @@ import webdataset
 from PIL import Image
 from servers import web_server
 
-from distap.data import scanning
-from distap.data.index import load_index
-from distap.data.indexing import index_shards
-from distap.data.locations import parse_source
-from distap.data.packing import pack_images
-from distap.data.scanning import Skipped, read_samples
-from distap.data.sources import ImageFile
-from distap.data.tar import BLOCK
+from distap.data.shards import scanning
+from distap.data.shards.index import load_index
+from distap.data.shards.indexing import index_shards
+from distap.data.shards.packing import pack_images
+from distap.data.shards.scanning import Skipped, read_samples
+from distap.data.shards.sources import ImageFile
+from distap.data.shards.tar import BLOCK
 from distap.errors import DistapError
-from distap.remotes import RemoteSettings, UnreachableError
+from distap.storage.locations import parse_source
+from distap.storage.remotes import RemoteSettings, UnreachableError
 
 FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT, "ustar": tarfile.USTAR_FORMAT}
 LONG = "a-folder-with-a-name-of-some-length/" * 3

@@ -8,31 +8,20 @@ from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
-from test_loading import slot_images
+from images import slot_images
+from loader_shares import STEPS, started
 
-from distap.data.loading import training_shares
-from distap.data.pixels import PixelSettings
+from distap.data.loading.indexed import training_shares
+from distap.data.loading.pixels import PixelSettings
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
-
-STEPS = 20
-
-
-def started(folder, workers=2, steps=STEPS, settings=PixelSettings()):  # noqa: B008 - frozen
-    """Shares that loader workers read, and the first of them with its images."""
-    images = slot_images(folder)
-    shares = training_shares(images, range(6), range(steps), 2, workers, 2, Stopwatch(), pixels=settings)
-    share = next(shares)
-    share.images(slice(0, 6))
-    return shares, share
-
 
 # A rank with two workers, which tells their process ids and waits.
 RANK = """
 import sys
 from multiprocessing import active_children, set_start_method
 from pathlib import Path
-from test_loader_workers import started
+from loader_shares import started
 
 set_start_method("forkserver")  # Python's own way from 3.14 on
 shares, _ = started(Path(sys.argv[1]))
@@ -42,7 +31,7 @@ sys.stdin.read()
 
 
 def python(code, *arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
@@ -123,10 +112,10 @@ STUCK = """
 import os, sys
 from multiprocessing import active_children
 from pathlib import Path
-from distap.data.index import load_index
-from distap.data.loading import OrderedImages, evaluation_chunks
-from distap.data.reading import Reader
-from distap.data.transforms import evaluation_transform
+from distap.data.shards.index import load_index
+from distap.data.loading.indexed import OrderedImages, evaluation_chunks
+from distap.data.loading.reading import Reader
+from distap.data.images.transforms import evaluation_transform
 
 folder = Path(sys.argv[1])
 index = load_index(folder)

@@ -1,24 +1,14 @@
 import numpy as np
 import pytest
 import torch
+from images import damage, slot_images
 
-from distap.data.augmentation import Augmentation
-from distap.data.decoding import DamagedImageError, decode
-from distap.data.index import load_index
-from distap.data.loading import NO_SAMPLE, OrderedImages, SlotImages, evaluation_chunks, training_shares
-from distap.data.plan import Classes, Plan
-from distap.data.reading import Reader
-from distap.data.sampling import RandomSampling
-from distap.data.transforms import evaluation_transform, training_transform
+from distap.data.images.decoding import DamagedImageError, decode
+from distap.data.images.transforms import evaluation_transform
+from distap.data.loading.indexed import NO_SAMPLE, OrderedImages, evaluation_chunks, training_shares
+from distap.data.loading.reading import Reader
+from distap.data.shards.index import load_index
 from distap.stopwatch import Stopwatch
-
-AUGMENTATION = Augmentation(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
-
-
-def slot_images(folder, batch_size=6, seed=0, size=16):
-    index = load_index(folder)
-    plan = Plan(Classes(index.label), RandomSampling(batch_size=batch_size), seed)
-    return SlotImages(Reader(folder, index), plan, training_transform(size, AUGMENTATION), size)
 
 
 def read(images, slots, steps, chunk=2, workers=0):
@@ -53,15 +43,6 @@ def test_an_image_is_augmented_anew_each_step(shards):
     (first, samples, _), (second, again, _) = read(images, range(9), range(2))
     assert sorted(samples) == sorted(again)
     assert not torch.equal(first[np.argsort(samples)], second[np.argsort(again)])
-
-
-def damage(folder, samples):
-    """Overwrite the first bytes of some images within their shards."""
-    index = load_index(folder)
-    for sample in samples:
-        with (folder / index.shard_name[index.shard[sample]]).open("r+b") as file:
-            file.seek(int(index.offset[sample]))
-            file.write(b"damage")
 
 
 def test_a_damaged_image_is_replaced_by_one_of_its_class_and_reported(shards):

@@ -11,13 +11,13 @@ import textwrap
 import numpy as np
 import pytest
 import webdataset
-from conftest import write_images
+from images import write_images
 from PIL import Image
 
-from distap.data.index import load_index
-from distap.data.packing import pack, pack_images
-from distap.data.reading import Reader
-from distap.data.sources import ImageFile, list_images
+from distap.data.loading.reading import Reader
+from distap.data.shards.index import load_index
+from distap.data.shards.packing import pack, pack_images
+from distap.data.shards.sources import ImageFile, list_images
 from distap.errors import DistapError
 
 
@@ -317,7 +317,7 @@ def test_two_packings_of_one_output_do_not_mix(tmp_path, image_folder):
 PACKER = """
     import os, signal, sys
     from pathlib import Path
-    from distap.data.packing import pack
+    from distap.data.shards.packing import pack
 
     def track(items, description, total):
         for number, item in enumerate(items):

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from distap.data.parallel import spread
+from distap.data.shards.parallel import spread
 from distap.errors import DistapError
 
 
@@ -44,7 +44,7 @@ def test_a_worker_that_is_killed_is_told():
 
 SPREADER = """
     import os, signal, sys, time
-    from distap.data.parallel import spread
+    from distap.data.shards.parallel import spread
 
     def work(number):
         if number:

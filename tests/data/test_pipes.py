@@ -8,15 +8,14 @@ import pytest
 from streamed import SAMPLING, STEPS, seen, streamed, write_by_webdataset
 
 from distap.config import recipe_from
-from distap.data.index import load_index
-from distap.data.locations import parse_source
-from distap.data.pipes import FailedCommandError, piped
+from distap.data.loading.pipes import FailedCommandError, piped
+from distap.data.loading.streams import SequentialShards
 from distap.data.sampling import StreamsSampling
-from distap.data.storage import Meter
-from distap.data.streams import SequentialShards
-from distap.data.tar import DamagedShardError
-from distap.errors import DistapError
-from distap.exits import FAILED
+from distap.data.shards.index import load_index
+from distap.data.shards.tar import DamagedShardError
+from distap.errors import FAILED, DistapError
+from distap.storage.locations import parse_source
+from distap.storage.reads import Meter
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +84,8 @@ def test_a_command_ends_with_its_reader(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from distap.data.pipes import piped
-from distap.data.storage import Meter
+from distap.data.loading.pipes import piped
+from distap.storage.reads import Meter
 with piped(sys.argv[1], Meter()) as pipe:
     pipe.read(1)
     sys.stdin.read()

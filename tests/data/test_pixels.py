@@ -7,20 +7,19 @@ import sys
 import pytest
 import torch
 from batches import small_network
-from conftest import write_images
+from images import damage, slot_images, write_images
 from ranks import on_ranks
-from test_loading import damage, slot_images
 
-from distap.data.index import load_index
-from distap.data.loading import NO_SAMPLE, training_shares
-from distap.data.packing import pack
-from distap.data.pixels import PixelSettings, Reread, Spool
-from distap.distributed import World
+from distap.data.loading.indexed import NO_SAMPLE, training_shares
+from distap.data.loading.pixels import PixelSettings, Reread, Spool
+from distap.data.shards.index import load_index
+from distap.data.shards.packing import pack
 from distap.engine import DDPEngine
 from distap.errors import DistapError
 from distap.ranking import QuantizedAP
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
+from distap.world import World
 
 WAYS = ("memory", "spool", "reread")
 BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 2  # 11 images are uneven on 2, 4 and 8 ranks
@@ -233,7 +232,7 @@ PEAKS = """
 import re, sys
 from pathlib import Path
 import torch
-from distap.data.pixels import Memory, Spool
+from distap.data.loading.pixels import Memory, Spool
 
 def peak(held, count):
     for start in range(0, count, 8):

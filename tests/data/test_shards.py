@@ -6,8 +6,8 @@ import pytest
 import webdataset
 from PIL import Image
 
-from distap.data.index import load_index
-from distap.data.indexing import index_shards
+from distap.data.shards.index import load_index
+from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
 
 

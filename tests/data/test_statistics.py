@@ -2,18 +2,18 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from conftest import write_images
 from hypothesis import given
 from hypothesis import strategies as st
+from images import write_images
 from PIL import Image
 
-from distap.data.index import load_index
-from distap.data.packing import pack, pack_images
+from distap.data.loading.reading import Reader
 from distap.data.plan import Classes
-from distap.data.reading import Reader
 from distap.data.sampling import PByKSampling
-from distap.data.sources import ImageFile
-from distap.data.statistics import RandomBatch, _doubling, _p_by_k, _round_bins, _with_positive, statistics
+from distap.data.shards.index import load_index
+from distap.data.shards.packing import pack, pack_images
+from distap.data.shards.sources import ImageFile
+from distap.data.shards.statistics import RandomBatch, _doubling, _p_by_k, _round_bins, _with_positive, statistics
 from distap.errors import DistapError
 
 

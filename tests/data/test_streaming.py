@@ -1,23 +1,23 @@
 import numpy as np
 import pytest
 import torch
-from conftest import write_images
+from images import write_images
 from servers import web_server
 from streamed import ALONE, CHUNK, SAMPLING, SEED, SPOILT, STEPS, TRANSFORM, png, seen, streamed, write_by_webdataset
 
-from distap.data.index import load_index
-from distap.data.loading import SlotImages
-from distap.data.packing import pack
-from distap.data.pixels import PixelSettings
+from distap.data.loading.indexed import SlotImages
+from distap.data.loading.pixels import PixelSettings
+from distap.data.loading.reading import Reader
+from distap.data.loading.training import IndexedImages, LoaderSettings
 from distap.data.plan import Classes, Plan
-from distap.data.reading import Reader
 from distap.data.sampling import StreamsSampling
-from distap.data.tar import DamagedShardError
-from distap.data.training import IndexedImages, LoaderSettings
-from distap.distributed import World
+from distap.data.shards.index import load_index
+from distap.data.shards.packing import pack
+from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
-from distap.remotes import RemoteSettings
 from distap.stopwatch import Stopwatch
+from distap.storage.remotes import RemoteSettings
+from distap.world import World
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from distap.bench.photos import jpeg, photo
-from distap.data.decoding import EncodedImage
-from distap.data.transforms import (
+from benchmarks.photos import jpeg, photo
+from distap.data.images.decoding import EncodedImage
+from distap.data.images.transforms import (
     Augmentation,
     RandomBox,
     central_box,

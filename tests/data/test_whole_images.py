@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from distap.bench.photos import jpeg, photo
-from distap.data.decoding import DamagedImageError, EncodedImage, upright_size
-from distap.data.folders import UNKNOWN, list_folder
-from distap.data.image_sets import open_images
-from distap.data.index import load_index
-from distap.data.indexing import index_shards
-from distap.data.packing import pack
-from distap.data.transforms import evaluation_transform
-from distap.data.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
+from benchmarks.photos import jpeg, photo
+from distap.data.images.decoding import DamagedImageError, EncodedImage, upright_size
+from distap.data.images.folders import UNKNOWN, list_folder
+from distap.data.images.image_sets import open_images
+from distap.data.images.transforms import evaluation_transform
+from distap.data.images.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
+from distap.data.shards.index import load_index
+from distap.data.shards.indexing import index_shards
+from distap.data.shards.packing import pack
 from distap.errors import DistapError
 
 ORIENTATION = 0x0112

@@ -9,10 +9,10 @@ import torch
 from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
 
-from distap.distributed import World
 from distap.engine import ENGINES
 from distap.ranking import QuantizedAP
 from distap.step import ThreeStageStep
+from distap.world import World
 
 IMAGES = 13
 CLIP_NORMS = [None, 1e-3]

@@ -11,13 +11,13 @@ from batches import SmallNetwork, TensorBatch, small_images
 from ranks import on_ranks
 from torch.profiler import ProfilerActivity, profile
 
-from distap.distributed import World
 from distap.engine import DDPEngine, Precision
-from distap.engine.deepspeed import DeepSpeedEngine
-from distap.engine.deepspeed_config import DeepSpeedSettings
+from distap.engine.deepspeed.config import DeepSpeedSettings
+from distap.engine.deepspeed.engine import DeepSpeedEngine
 from distap.randomness import seed_for
 from distap.ranking import SmoothAP, rank
 from distap.step import DROPOUT, ThreeStageStep
+from distap.world import World
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow  # starting the ranks

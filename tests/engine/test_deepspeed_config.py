@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distap.engine.deepspeed_config import DeepSpeedSettings, complete, merged_config
+from distap.engine.deepspeed.config import DeepSpeedSettings, complete, merged_config
 from distap.errors import DistapError
 
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
-from distap.distributed import World
 from distap.engine.fsdp import FSDPEngine, FSDPSettings, blocks
 from distap.engine.precision import Precision
 from distap.randomness import seed_for
 from distap.ranking import QuantizedAP, rank
 from distap.step import DROPOUT, ThreeStageStep
+from distap.world import World
 
 IMAGES = 13  # 7 and 6 on two ranks, so that the last micro-batch of one has a single image
 CLIP_NORM = 1e-2

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from test_trainer import losses, recipe
+from small_trainings import losses, recipe
 
-from distap.building import trained_network
-from distap.distributed import World
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
+from distap.training.build import trained_network
+from distap.world import World
 
 pytestmark = pytest.mark.slow
 HALF = Path("checkpoints") / "step-00000002"

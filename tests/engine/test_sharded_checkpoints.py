@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
 from distap.checkpoint import CheckpointWriter, newest_checkpoint
-from distap.distributed import World
 from distap.engine import DDPEngine
 from distap.engine.fsdp import FSDPEngine, FSDPSettings
+from distap.world import World
 
 ENGINES = {
     "ddp": (DDPEngine, None),

@@ -4,24 +4,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import distap
 from dataset_trees import TREES
 from ranks import on_ranks
 from retrieval_reference import average_precision, average_precision_at_100, order_of, trapezoid_average_precision
-from test_cli import distap
-from test_trainer import recipe, train
+from small_trainings import recipe, train
 
-from distap.building import describing_of, evaluations_of, network_of
 from distap.data.converters import DATASETS
 from distap.data.converters.converting import convert
-from distap.data.locations import parse_source
-from distap.data.whole_images import Sizing
-from distap.distributed import World
+from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation import compared, open_set
+from distap.evaluation.saved import read_evaluation
 from distap.retrieval.refinement import Expansion, Refinement
 from distap.retrieval.reranking import Diffusion
-from distap.saved_evaluations import read_evaluation
+from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
+from distap.training.build import describing_of, evaluations_of, network_of
+from distap.world import World
 
 
 @pytest.fixture(scope="module")

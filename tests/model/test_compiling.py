@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from distap.bench.contenders import SeededBatch
-from distap.distributed import World
+from benchmarks.contenders import SeededBatch
 from distap.engine import DDPEngine
+from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.errors import DistapError
 from distap.model import Describer, GeM, RetrievalNetwork, build_network, compile_backbone
-from distap.model.compiling import MOST_GRAPHS, CompiledBackbone
-from distap.optimisation import GroupSettings, build_optimizer
+from distap.model.speed.compiling import MOST_GRAPHS, CompiledBackbone
 from distap.ranking import QuantizedAP
 from distap.step import ThreeStageStep
+from distap.world import World
 
 # g++ takes about a second a kernel, so the network has few.
 

@@ -11,7 +11,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from monitors import dashboard, names_in, panel_expressions, rules
 
-from distap.data.decoding import REASONS
+from distap.data.images.decoding import REASONS
 from distap.telemetry.metrics import STAGES, TrainingMetrics
 
 # Of Prometheus's annotations, which the schema of dashboards leaves to the data source.

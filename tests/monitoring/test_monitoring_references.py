@@ -11,9 +11,9 @@ import yaml
 from monitors import MONITORING, dashboard, rules
 from typer.testing import CliRunner
 
+from distap.apps.k8s import manifests_folder
+from distap.apps.k8s.rules import plain_rules
 from distap.cli import app
-from distap.manifests import manifests_folder
-from distap.manifests.rules import plain_rules
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()
 VARIANTS = sorted(folder.name for folder in (manifests_folder() / "overlays").iterdir())

@@ -13,9 +13,9 @@ import pytest
 from launching import started
 from monitors import Series, dashboard, names_in, panel_expressions, prometheus, promtool, rules
 from servers import free_ports
-from test_trainer import recipe
+from small_trainings import recipe
 
-from distap.exits import RESTART
+from distap.errors import RESTART
 
 pytestmark = pytest.mark.slow
 TRAINING = "nets"

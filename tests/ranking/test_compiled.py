@@ -4,10 +4,10 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launching import HELPERS
 from problems import problem, rank_raw
 
 from distap.ranking import compiled
@@ -88,7 +88,7 @@ print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 @pytest.mark.slow
 def test_one_graph_serves_tiles_of_all_sizes():
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(HELPERS)}
     done = subprocess.run([sys.executable, "-c", COUNT_OF_GRAPHS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # Of counts, codes and slopes; and two more of counts, for positives in one column and for their mirror image.
@@ -144,7 +144,8 @@ def test_a_kernel_is_used_where_it_is_faster_and_works(kernel, said, compiling, 
 
 CHECK_OF_KERNEL = """
 import torch
-from distap.ranking import histogram, triton_kernels
+from distap.ranking.histogram import loss as histogram
+from distap.ranking.histogram import triton_kernels
 for rows, columns, bins, low in ((5, 300, 20, -1.0), (7, 129, 25, 0.0), (2, 64, 2, -1.0), (3, 500, 100, -1.0)):
     similarities = 2 * torch.rand(rows, columns) - 1
     similarities[0, 3], similarities[1, 5] = -torch.inf, 1.0

@@ -3,8 +3,8 @@ import torch
 from problems import problem
 from torch.nn.functional import normalize
 
-from distap.distributed import World
 from distap.ranking import CrossBatchMemory, gather
+from distap.world import World
 
 
 def batch(seed, images):

@@ -10,9 +10,9 @@ from ranks import on_ranks
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distap.distributed import World
 from distap.errors import DistapError
 from distap.ranking import CrossBatchMemory, Gathering, QuantizedAP, build_loss, gather, rank_descriptors
+from distap.world import World
 
 SLOTS = 23  # uneven on 2 and 3 ranks
 NAMES = ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]

@@ -10,10 +10,10 @@ from problems import problem, rank_raw
 from reference import listwise_gradient
 from torch.nn.functional import normalize
 
-from distap.distributed import World
 from distap.errors import DistapError
 from distap.ranking import CrossBatchMemory, build_loss, gather, rank
 from distap.ranking.budget import Budget
+from distap.world import World
 
 
 def hundredths(low, high):

@@ -4,9 +4,9 @@ from problems import problem, rank_raw
 from pytorch_metric_learning import losses, miners
 from torch.nn.functional import normalize
 
-from distap.distributed import World
 from distap.errors import DistapError
 from distap.ranking import CrossBatchMemory, build_loss, gather, rank
+from distap.world import World
 
 
 def their_gradient(loss, raw, labels, *arguments):

@@ -10,9 +10,9 @@ from ranks import on_ranks
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distap.distributed import World
 from distap.errors import DistapError
 from distap.ranking import CrossBatchMemory, QuantizedAP, build_loss, gather, rank, rank_descriptors
+from distap.world import World
 
 SLOTS = 23  # uneven on 2, 3 and 4 ranks
 NAMES = ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]

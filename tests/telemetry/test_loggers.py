@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_trainer import train
+from small_trainings import train
 
 from distap.config.sections import LoggersSection
-from distap.distributed import World
 from distap.errors import DistapError
 from distap.telemetry.loggers import (
     LOGGERS,
@@ -27,6 +26,7 @@ from distap.telemetry.loggers import (
 )
 from distap.telemetry.loggers.loggers import figures_of
 from distap.telemetry.runlog import read_run_log
+from distap.world import World
 
 WITH_SECRETS = "https://me:password@example.org/{0..9}.tar?signature=password"
 

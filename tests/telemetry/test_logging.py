@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from launching import started
-from test_trainer import recipe
+from small_trainings import recipe
 
-from distap.exits import MISTAKE, RESTART
+from distap.errors import MISTAKE, RESTART
 from distap.telemetry.logs import JsonLines
 
 SPEAKING = """

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from distap.data.converters.dataset import Dataset, Split
 from distap.data.converters.lists import MissingListError
-from distap.data.indexing import Skipped
-from distap.data.packing import pack_images
-from distap.data.progress import Track, untracked
-from distap.data.sources import ImageFile
+from distap.data.shards.indexing import Skipped
+from distap.data.shards.packing import pack_images
+from distap.data.shards.progress import Track, untracked
+from distap.data.shards.sources import ImageFile
 from distap.errors import DistapError
-from distap.whole_files import write_whole
+from distap.storage.atomic import write_whole
 
 RECORD_FILE = "dataset.json"
 MISSING_FILE = "missing.txt"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from distap.data.converters.dataset import Count, Dataset, Split
 from distap.data.converters.lists import list_file, read_table
-from distap.data.sources import ImageFile
+from distap.data.shards.sources import ImageFile
 
 
 def _images(classes: range) -> Callable[[Path], Iterator[ImageFile]]:

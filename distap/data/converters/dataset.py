@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distap.data.sources import ImageFile
+from distap.data.shards.sources import ImageFile
 
 GROUND_TRUTH_FILE = "ground_truth.json"  # beside the splits of a data set whose matches a list names
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, Record, Split
 from distap.data.converters.lists import Line, list_file, read_lines, read_table
-from distap.data.sources import ImageFile
+from distap.data.shards.sources import ImageFile
 
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 USAGES = ("Public", "Private", "Ignored")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from distap.data.converters.dataset import Count, Dataset, Split
 from distap.data.converters.lists import Line, list_file, read_lines
-from distap.data.sources import ImageFile
+from distap.data.shards.sources import ImageFile
 
 COLUMNS = ["image_name", "item_id", "evaluation_status"]
 STATUSES = ("train", "query", "gallery")

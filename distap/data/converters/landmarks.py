@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from distap.data.converters.dataset import Count, Dataset, Split
 from distap.data.converters.lists import Line, list_file, read_lines
-from distap.data.sources import ImageFile
+from distap.data.shards.sources import ImageFile
 
 
 def _images(name: str) -> Callable[[Path], Iterator[ImageFile]]:

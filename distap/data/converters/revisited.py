@@ -11,7 +11,7 @@ from typing import Any
 from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, Record, Split
 from distap.data.converters.lists import Line, list_file, read_table
 from distap.data.converters.pickles import integers, items, load_plain, member, names
-from distap.data.sources import IMAGE_SUFFIXES, ImageFile
+from distap.data.shards.sources import IMAGE_SUFFIXES, ImageFile
 from distap.errors import DistapError
 
 SITE = "http://cmp.felk.cvut.cz/revisitop"

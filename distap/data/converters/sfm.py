@@ -7,7 +7,7 @@ from typing import Any
 from distap.data.converters.dataset import Count, Dataset, Record, Split
 from distap.data.converters.lists import list_file
 from distap.data.converters.pickles import integers, load_plain, member, names
-from distap.data.sources import ImageFile
+from distap.data.shards.sources import ImageFile
 from distap.errors import DistapError
 
 LISTS = {

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distap.public_text import without_secrets
+from distap.storage.atomic import write_whole
+from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
-from distap.whole_files import write_whole
 
 RUN_TAG = "distap.run"
 PARAMS_AT_ONCE = 100  # that a server takes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from distap.public_text import without_secrets
+from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.protocol import LoggedRun, Logger, LoggerSettings, Outcome
 
 OPEN_AGAIN_SECONDS = 60.0

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distap.public_text import without_secrets
+from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
 
 FLUSH_SECONDS = 10

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distap.errors import DistapError
-from distap.public_text import without_secrets
+from distap.storage.atomic import write_whole
+from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
-from distap.whole_files import write_whole
 
 NO_KEY = "loggers.wandb: no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
 

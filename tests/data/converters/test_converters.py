@@ -10,8 +10,8 @@ from dataset_trees import TREES, dump, photo
 from distap.data.converters import DATASETS
 from distap.data.converters.converting import convert
 from distap.data.converters.dataset import Count
-from distap.data.index import load_index
-from distap.data.reading import Reader
+from distap.data.loading.reading import Reader
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
 GALLERY = {f"all_souls_{place:06d}": 1 for place in range(6)}

@@ -6,7 +6,7 @@ from dataset_trees import TREES, dump
 
 from distap.data.converters import DATASETS
 from distap.data.converters.converting import convert
-from distap.data.index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
 CONTENTS = {

@@ -1,0 +1,111 @@
+"""The losses as published code computes them: every pair, or triple, of the batch at once, and autograd.
+
+What the streamed forms are measured against. No memory, no ranks, uniform weights.
+"""
+
+import torch
+from torch import Tensor
+
+from distap.ranking import BlackBoxAP, Calibration, Loss, Roadmap, SmoothAP, SupAP
+from distap.ranking.losses.quantized import SoftBinnedAP
+
+VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, about
+
+
+def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4) -> int:
+    """About what `materialised_loss` and its backward take."""
+    depth = 1
+    if isinstance(loss, SoftBinnedAP):
+        depth = loss.histogram().bins
+    if isinstance(loss, (SmoothAP, SupAP, Roadmap)):
+        depth = batch
+    return VALUES_KEPT * itemsize * batch * batch * depth
+
+
+def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor:
+    """The mean over queries, differentiable.
+
+    Args:
+        loss: one of the losses that rank a batch by query.
+        descriptors: (B, C) of length 1.
+        labels: (B,) each class twice at least.
+    """
+    similarities = descriptors @ descriptors.t()
+    same_class = labels[:, None] == labels[None]
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    if isinstance(loss, SoftBinnedAP):
+        return _soft_binned(loss, similarities, same_class, itself)
+    if isinstance(loss, (SmoothAP, SupAP)):
+        return _pairwise(loss, similarities, same_class, itself)
+    if isinstance(loss, Calibration):
+        return _calibration(loss, similarities, same_class, itself)
+    if isinstance(loss, Roadmap):
+        ranking = _pairwise(loss.sup_ap(), similarities, same_class, itself)
+        scores = _calibration(loss.calibration(), similarities, same_class, itself)
+        return (1 - loss.lam) * ranking + loss.lam * scores
+    if isinstance(loss, BlackBoxAP):
+        return _blackbox(loss, similarities, same_class, itself)
+    raise TypeError(f"{type(loss).__name__} has no materialised form here")
+
+
+def _soft_binned(loss: SoftBinnedAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+    histogram = loss.histogram()
+    places = torch.arange(histogram.bins, dtype=similarities.dtype, device=similarities.device)
+    centres = histogram.high - histogram.width * places
+    inside = similarities.clamp(histogram.low, histogram.high)
+    soft = (1 - (inside[:, None] - centres[None, :, None]).abs() / histogram.width).clamp(min=0)
+    counted = same_class if loss.self_pair else same_class & ~itself
+    positives = (soft * counted[:, None]).sum(-1).cumsum(1)
+    negatives = (soft * ~same_class[:, None]).sum(-1).cumsum(1)
+    return 1 - loss.average_precision(negatives, positives).mean()
+
+
+def _pairwise(loss: SmoothAP | SupAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+    counted = same_class if loss.self_pair else same_class & ~itself
+    t = similarities[:, None, :] - similarities[:, :, None]  # of query i: s_j - s_k at [i, k, j]
+    step = torch.sigmoid(t / loss.tau)
+    of_positives = step
+    if isinstance(loss, SupAP):
+        _, rho, delta, offset = loss.parameters()
+        of_positives = (t >= 0).to(t.dtype)
+        step = torch.where(t > delta, rho * t + offset, step + 0.5 * (t > 0))
+    rank = 1 + (of_positives * (counted[:, None, :] & ~itself[None])).sum(-1)
+    before = (step * ~same_class[:, None, :]).sum(-1)
+    precision = (rank / (rank + before) * counted).sum(1) / counted.sum(1)
+    return 1 - precision.mean()
+
+
+def _calibration(loss: Calibration, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+    counted = same_class if loss.self_pair else same_class & ~itself
+    pull = (loss.alpha - similarities).clamp(min=0) * counted
+    push = (similarities - loss.beta).clamp(min=0) * ~same_class
+    return (pull.sum(1) / counted.sum(1) + push.sum(1) / (~same_class).sum(1)).mean()
+
+
+def _blackbox(loss: BlackBoxAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+    batch = len(similarities)
+    others = ~itself
+    scores = (similarities + loss.margin * (0.5 - same_class.to(similarities.dtype)))[others].view(batch, -1)
+    counted = same_class[others].view(batch, -1)
+    ranks: Tensor = _BlackBoxRanks.apply(scores, loss.lam)
+    among = _ranks(counted.to(ranks.dtype) * 2 - ranks.detach())
+    return 1 - (among / ranks * counted).sum(1).div(counted.sum(1)).mean()
+
+
+class _BlackBoxRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, lam):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(scores)
+        ctx.lam = lam
+        return _ranks(scores)
+
+    @staticmethod
+    def backward(ctx, *upstream):  # type: ignore[no-untyped-def]
+        (scores,) = ctx.saved_tensors
+        return (_ranks(scores + ctx.lam * upstream[0]) - _ranks(scores)) / ctx.lam, None
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Ranks over their number, 1 / n for the greatest."""
+    places = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return (1 + places).to(scores.dtype) / scores.shape[1]

@@ -1,0 +1,1 @@
+"""Programs around a trained network: export, search, serve, plan, Kubernetes manifests."""

@@ -1,0 +1,152 @@
+"""What was exported is held to the network itself: images of several kinds, batches and sizes through both."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, interpolate
+
+from distap.apps.export.programs import Range
+from distap.errors import DistapError
+
+TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed in float32
+BATCHES = (1, 2, 7)
+Size = tuple[int, int]  # height and width, pixels
+Describe = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Images (n, 3, height, width) uint8 and the descriptors (n, D) that the network gives for them."""
+
+    images: Tensor
+    expected: Tensor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far what was exported is from the network; `apart` is what that has to be small beside."""
+
+    batches: tuple[int, ...]
+    sizes: tuple[Size, ...]
+    largest_difference: float  # of a component
+    smallest_cosine: float  # of an image's two descriptors
+    apart: float  # greatest difference of a component between the descriptors of two of the images
+
+
+def sizes_to_try(image_size: int, ranges: tuple[Range, Range]) -> list[Size]:
+    """The usual size and, where others are allowed, an upright, a lying and the smallest one."""
+    heights, widths = ranges
+    wanted = [(image_size, image_size), (image_size * 4 // 3, image_size * 3 // 4), (1, image_size + 1), (1, 1)]
+    return list(dict.fromkeys((_within(height, heights), _within(width, widths)) for height, width in wanted))
+
+
+def cases_of(network: Describe, sizes: Sequence[Size], batches: Sequence[int] = BATCHES) -> list[Case]:
+    """Batches of every size, described by the network.
+
+    Args:
+        network: in evaluation mode.
+        sizes: of the images.
+        batches: how many at once.
+    Raises:
+        DistapError: a descriptor is not finite.
+    """
+    cases = []
+    for size in sizes:
+        for batch in batches:
+            images = example_images(batch, size)
+            if batch % 2 == 0:  # how pixels lie in memory must not matter
+                images = images.to(memory_format=torch.channels_last)
+            with torch.inference_mode():
+                expected = network(images).cpu()
+            if not expected.isfinite().all():
+                raise DistapError("the checkpoint's network gives numbers that are not finite; export an earlier one")
+            cases.append(Case(images, expected))
+    return cases
+
+
+def example_images(count: int, size: Size) -> Tensor:
+    """(count, 3, height, width) uint8: smooth ones as photographs are, noise, and of one colour."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.stack([_image(number % 4, size, generator) for number in range(count)])
+
+
+def agreement(name: str, describe: Describe, cases: Sequence[Case], tolerance: float = TOLERANCE) -> Agreement:
+    """How far `describe` is from what the network gave.
+
+    Args:
+        name: of the file, for messages.
+        describe: what was exported.
+        cases: to try.
+        tolerance: greatest difference of a component.
+    Raises:
+        DistapError: it fails on a batch, or is further away.
+    """
+    largest, smallest = 0.0, 1.0
+    for case in cases:
+        shape = tuple(case.images.shape)
+        try:
+            with torch.inference_mode():
+                found = describe(case.images)
+        except Exception as error:  # torch, ONNX Runtime: each has its own
+            raise DistapError(f"{name}: what was exported fails on images {shape}: {error}") from error
+        if found.shape != case.expected.shape or found.dtype != torch.float32:
+            raise DistapError(
+                f"{name}: what was exported gives {tuple(found.shape)} {found.dtype} for images {shape}, expected "
+                f"{tuple(case.expected.shape)} torch.float32"
+            )
+        difference = float((found - case.expected).abs().max())
+        if not difference <= tolerance:
+            raise DistapError(
+                f"{name}: for images {shape} its descriptors differ from the network's by {difference:.2g}, more "
+                f"than {tolerance:g}; nothing was written. Leave this format out, or report the network"
+            )
+        largest = max(largest, difference)
+        smallest = min(smallest, float(cosine_similarity(found.double(), case.expected.double()).min()))
+    expected = torch.cat([case.expected for case in cases])
+    shapes = [case.images.shape for case in cases]
+    return Agreement(
+        tuple(dict.fromkeys(shape[0] for shape in shapes)),
+        tuple(dict.fromkeys((shape[2], shape[3]) for shape in shapes)),
+        largest,
+        smallest,
+        float((expected.amax(dim=0) - expected.amin(dim=0)).max()),
+    )
+
+
+def program_describer(path: Path) -> Describe:
+    """What a .pt2 file computes."""
+    program: Describe = torch.export.load(path).module()
+    return program
+
+
+def onnx_describer(path: Path) -> Describe:
+    """What an .onnx file computes, by ONNX Runtime on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def describe(images: Tensor) -> Tensor:
+        (descriptors,) = session.run(["descriptors"], {"images": images.contiguous().numpy()})
+        return torch.from_numpy(descriptors)
+
+    return describe
+
+
+def _image(kind: int, size: Size, generator: torch.Generator) -> Tensor:
+    """(3, height, width) uint8: as smooth as photographs are, noise, smooth again, or of one colour."""
+    if kind == 1:
+        return torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
+    octaves = range(1 if kind == 3 else 6)
+    image = torch.zeros(1, 3, *size)
+    for octave in octaves:  # amplitudes fall with frequency, as in photographs
+        coarse = torch.rand(1, 3, 2**octave, 2**octave, generator=generator)
+        image += interpolate(coarse, size, mode="bilinear") / 2**octave
+    return (255 * image[0] / sum(2.0**-octave for octave in octaves)).to(torch.uint8)
+
+
+def _within(length: int, limits: Range) -> int:
+    smallest, largest = limits
+    return max(smallest, length if largest is None else min(length, largest))

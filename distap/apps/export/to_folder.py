@@ -1,0 +1,246 @@
+"""From a checkpoint to a folder of exports, whole or not at all, each held to the network that it is of."""
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import distap
+from distap.apps.export.backbone import BackboneFile, save_backbone
+from distap.apps.export.card import CARD_FILE, Card
+from distap.apps.export.checking import (
+    TOLERANCE,
+    Agreement,
+    agreement,
+    cases_of,
+    example_images,
+    onnx_describer,
+    program_describer,
+    sizes_to_try,
+)
+from distap.apps.export.origin import Origin, origin_of
+from distap.apps.export.programs import (
+    ONNX_MODULES,
+    OPSET,
+    SMALLEST_OPSET,
+    Format,
+    Range,
+    exportable,
+    program_of,
+    require_onnx,
+    save_onnx,
+    save_program,
+    size_ranges,
+)
+from distap.checkpoint import opened_checkpoint
+from distap.checkpoint.manifest import file_identity
+from distap.config import Recipe
+from distap.data.images.whole_images import Sizing
+from distap.errors import DistapError
+from distap.evaluation.extraction import ImageDescriber, describer_of
+from distap.model import RetrievalNetwork
+from distap.model.multiscale import required_size
+from distap.retrieval.whitening import Whitening, load_whitening
+from distap.storage.atomic import UnwritableError, sync_path
+from distap.training.build import trained_network
+from distap.training.state import BESIDE
+from distap.world import World
+
+ABOUT_FILE, PROGRAM_FILE, ONNX_FILE, BACKBONE_FILE = "export.json", "model.pt2", "model.onnx", "backbone.safetensors"
+VERSION = 1
+TELLING = 10  # times the tolerance by which images have to differ
+logger = logging.getLogger("distap")
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """What is exported.
+
+    Args:
+        formats: to write.
+        image_size: height and width of the images, pixels; None takes the recipe's.
+        dynamic_size: whether other heights and widths are taken as well.
+        scales, scale_power: see `distap.model.MultiScaleNetwork`.
+        opset: version of ONNX's operators.
+    Raises:
+        DistapError: one is no use, or packages are missing.
+    """
+
+    formats: tuple[Format, ...]
+    image_size: int | None = None
+    dynamic_size: bool = False
+    scales: tuple[float, ...] = (1.0,)
+    scale_power: float | None = None
+    opset: int = OPSET
+
+    def __post_init__(self) -> None:
+        if not self.formats:
+            raise DistapError("no format to export to: expected pt2, onnx or safetensors")
+        if self.opset < SMALLEST_OPSET:
+            raise DistapError(f"--opset {self.opset}: expected {SMALLEST_OPSET} or later, with which torch begins")
+        if "onnx" in self.formats:
+            require_onnx()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how near to the network it is."""
+
+    describer: ImageDescriber
+    programs: dict[str, Agreement]  # by file
+    backbone: BackboneFile | None
+    sizes: tuple[Range, Range]  # heights and widths that the programs take
+
+
+def installed_formats() -> tuple[Format, ...]:
+    """All formats whose packages are installed."""
+    has_onnx = all(importlib.util.find_spec(name) for name in ONNX_MODULES)
+    return ("pt2", "onnx", "safetensors") if has_onnx else ("pt2", "safetensors")
+
+
+def export_to_folder(
+    checkpoint: Path | str, output: Path, settings: ExportSettings, whitening: Path | None = None, best: bool = False
+) -> Exported:
+    """Write a checkpoint's network in several formats, a model card, and export.json on what they are.
+
+    Args:
+        checkpoint: a run folder, or one of its checkpoints; or the URL of either.
+        output: a new folder, an empty one, or that of an earlier export, which is replaced.
+        settings: what to export.
+        whitening: what `distap whiten` wrote, to be applied last.
+        best: of a run folder the best checkpoint, not the newest.
+    Raises:
+        DistapError: the checkpoint cannot be read, the network cannot be exported, what was exported differs from
+            it, or `output` holds something else; nothing is left behind then.
+    """
+    output = output.resolve()
+    _refuse_foreign(output)
+    with opened_checkpoint(checkpoint, best, BESIDE) as found:
+        # By its own name: a training may write a newer one meanwhile.
+        recipe, network = trained_network(found.path, World())
+        origin = origin_of(found, recipe)
+    learned = None if whitening is None else load_whitening(whitening)
+    with _put_in_place(output) as folder:
+        return write_export(folder, recipe, network, origin, settings, learned)
+
+
+def write_export(
+    folder: Path,
+    recipe: Recipe,
+    network: RetrievalNetwork,
+    origin: Origin,
+    settings: ExportSettings,
+    whitening: Whitening | None = None,
+) -> Exported:
+    """The same for a network in memory, on the CPU, into a folder that is there.
+
+    Raises:
+        DistapError: as `export_to_folder`; files may be left behind.
+    """
+    image_size = settings.image_size or recipe.data.image_size
+    if settings.dynamic_size and (required := required_size(network)) is not None:
+        raise DistapError(
+            f"--dynamic-size: {recipe.model.backbone} takes images of {required[1]} x {required[0]} pixels only"
+        )
+    sizing = Sizing("crop", image_size)
+    describer = describer_of(network, sizing, settings.scales, settings.scale_power, whitening)
+    about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
+    several = describer.network.eval()
+    sizes: tuple[Range, Range] = ((image_size, image_size), (image_size, image_size))
+    programs: dict[str, Agreement] = {}
+    if {"pt2", "onnx"} & set(settings.formats):
+        copied = exportable(several)
+        program = program_of(copied, image_size, settings.dynamic_size)
+        sizes = size_ranges(program, image_size)
+        cases = cases_of(several, sizes_to_try(image_size, sizes))
+        if "pt2" in settings.formats:
+            path = folder / PROGRAM_FILE
+            save_program(program, path, about)
+            programs[path.name] = agreement(path.name, program_describer(path), cases)
+        if "onnx" in settings.formats:
+            path = folder / ONNX_FILE
+            save_onnx(copied, program, path, about, settings.opset)
+            programs[path.name] = agreement(path.name, onnx_describer(path), cases)
+    for name, each in programs.items():
+        if each.apart < TELLING * TOLERANCE:
+            logger.warning(
+                "%s: the network describes all kinds of images alike (to %.1e), so that its agreement says little",
+                name,
+                each.apart,
+            )
+    backbone = None
+    if "safetensors" in settings.formats:
+        images = example_images(2, (image_size, image_size))
+        backbone = save_backbone(network, recipe.model.backbone, folder / BACKBONE_FILE, images, about)
+    exported = Exported(describer, programs, backbone, sizes)
+    (folder / CARD_FILE).write_text(Card(describer, origin, programs, backbone, sizes, whitening).text(), "utf-8")
+    (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")
+    return exported
+
+
+def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSettings) -> dict[str, object]:
+    """What export.json tells."""
+    height, width = exported.sizes
+    files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
+    return {
+        "version": VERSION,
+        "distap": distap.__version__,
+        "torch": torch.__version__,
+        "checkpoint": str(origin.checkpoint),
+        "step": origin.step,
+        "described_by": asdict(exported.describer.described_by),
+        "dimensions": exported.describer.dimensions,
+        "input": {"dtype": "uint8", "shape": ["batch", 3, list(height), list(width)], "order": "RGB"},
+        "opset": settings.opset if ONNX_FILE in files else None,
+        "tolerance": TOLERANCE,
+        "agreement": {name: asdict(each) for name, each in exported.programs.items()},
+        "backbone": None if exported.backbone is None else asdict(exported.backbone),
+        "files": files,
+    }
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Raise a DistapError where `output` holds something that no export has written."""
+    if not output.exists():
+        return
+    found = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
+    own: set[str] = set()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        own = {ABOUT_FILE, *json.loads((output / ABOUT_FILE).read_text("utf-8"))["files"]}
+    foreign = sorted(found - own)
+    if foreign:
+        raise DistapError(
+            f"{output}: holds {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which is no export's; "
+            "name a new folder"
+        )
+
+
+@contextmanager
+def _put_in_place(output: Path) -> Iterator[Path]:
+    """A new folder beside `output`, which takes its place when it is whole, and is removed otherwise."""
+    aside, old = (output.with_name(f".{output.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        for path in aside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_path(aside)
+        if output.exists():
+            output.rename(old)
+        aside.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
+        sync_path(output.parent)
+    except OSError as error:
+        raise UnwritableError(f"{output}: cannot be written: {error.strerror or error}") from error
+    finally:
+        if old.exists() and not output.exists():
+            old.rename(output)
+        shutil.rmtree(aside, ignore_errors=True)

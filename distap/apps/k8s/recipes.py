@@ -1,0 +1,199 @@
+"""The recipe of a rendered training, and what of it cannot run in a pod."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from distap.apps.k8s.request import Request, claim_of, quantity_bytes
+from distap.config import Recipe, load_recipe
+from distap.errors import DistapError
+from distap.storage.redact import without_secrets
+
+RECIPE = "/etc/distap/recipe.yaml"
+SET_HERE = {  # keys that the manifests rely on, and what they are
+    "run": "set by --name",
+    "metrics.port": "9400, where probes and Prometheus look",
+    "metrics.address": "0.0.0.0, since Prometheus is another pod",
+    "data.pixels.spool_folder": "/spool, a volume",
+    "checkpoint.store": "set by --checkpoints",
+}
+ALL_ADDRESSES = "::"  # of IPv6, where a cluster has no other; in YAML a text only within quotes
+
+
+def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """The container's arguments: torchrun's options, the recipe, and its overrides.
+
+    Args:
+        base: the arguments in k8s/base.
+        request: what was asked for.
+        recipe: the file that was given.
+        overrides: changes to it that were given.
+    Raises:
+        DistapError: an override changes what the manifests rely on, or the recipe is wrong.
+    """
+    overrides = [_checked_override(override, request) for override in overrides]
+    runs = claim_of(request.checkpoints, "--checkpoints")
+    folder = "/".join(filter(None, ("/runs", runs.folder if runs else "", request.name)))
+    start = [f"run={folder}" if argument.startswith("run=") else argument for argument in base]
+    arguments = [*start, *overrides, *_places(request)]
+    return [*arguments, *_instead(_read(recipe, arguments), request)]
+
+
+def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Recipe:
+    """The recipe as the pods will read it.
+
+    Args:
+        path: the file that was given.
+        arguments: of the container.
+        request: what was asked for.
+    Raises:
+        DistapError: the recipe is wrong, or does not fit the options or a pod.
+    """
+    recipe = _read(path, arguments)
+    _check_batch(recipe, request)
+    if recipe.precision == "fp16" and not request.gpus:
+        raise DistapError("--gpus 0: precision fp16 needs GPUs; set precision=bf16 or float32, or --gpus")
+    if recipe.engine.name == "deepspeed" and recipe.engine.config is not None:
+        _check_path("engine.config", str(recipe.engine.config), request)
+    for key, text in _local_paths(recipe):
+        _check_path(key, text, request)
+    cache = recipe.data.cache
+    if cache is not None and request.spool and quantity_bytes(request.spool, "--spool") < cache.max_bytes:
+        raise DistapError(
+            f"--spool {request.spool}: pods would be evicted once data.cache is full, at the {cache.max_bytes} bytes "
+            "of data.cache.max_bytes; make one of them fit, or leave --spool out"
+        )
+    return recipe
+
+
+def cautions(recipe: Recipe) -> Iterator[str]:
+    """What keeps the recipe from running, unless somebody has seen to it outside of the manifests."""
+    for key, text in _texts(recipe.model_dump(mode="json")):
+        scheme, port = _web_port(text)
+        if scheme and port != 443:
+            yield (
+                f"{key}: {without_secrets(text)}: pods may connect to port 443 only; this needs a NetworkPolicy that "
+                f"selects their label app.kubernetes.io/instance, with an egress rule for TCP port {port}"
+            )
+    if recipe.step.compile:
+        yield (
+            "step.compile: the image of launch/container/Dockerfile has no C++ compiler, without which no rank "
+            "starts; take one with g++ and python3-dev on top (launch/README.md says how)"
+        )
+
+
+def _checked_override(override: str, request: Request) -> str:
+    key, _, given = override.partition("=")
+    if key == "metrics.address" and given.strip("'\"") == ALL_ADDRESSES:
+        return f'{key}="{ALL_ADDRESSES}"'
+    for name, option, asked in (
+        ("data.train", "--data", request.data),
+        ("data.validation", "--validation", request.validation),
+    ):
+        if key == name and asked is not None:
+            raise DistapError(without_secrets(f"{override}: {option} {asked} says this already; leave one out"))
+    for one, value in SET_HERE.items():
+        if one == key:
+            raise DistapError(f"{override}: in a pod {key} is {value}; leave it out")
+        if one.startswith(f"{key}."):
+            raise DistapError(
+                f"{override}: takes the place of the whole section {key}, of which {one} is {value}; give the keys "
+                f"one by one, as {key}.KEY=VALUE"
+            )
+    return override
+
+
+def _read(path: Path, arguments: Sequence[str]) -> Recipe:
+    """The recipe with the overrides among the arguments of the container."""
+    return load_recipe(path, arguments[arguments.index(RECIPE) + 1 :])
+
+
+def _places(request: Request) -> Iterator[str]:
+    for key, option, text in (
+        ("data.train", "--data", request.data),
+        ("data.validation", "--validation", request.validation),
+    ):
+        claim = claim_of(text, option)
+        if claim is not None:
+            yield f"{key}=" + (f"/data/{claim.folder}" if claim.folder else "/data")
+        elif text is not None:
+            yield f"{key}={text}"
+    if claim_of(request.checkpoints, "--checkpoints") is None:
+        yield f"checkpoint.store={request.checkpoints.rstrip('/')}/{request.name}"
+
+
+def _instead(recipe: Recipe, request: Request) -> Iterator[str]:
+    """What takes the place of places that the recipe names."""
+    if recipe.data.cache is not None:
+        yield "data.cache.folder=/spool"
+    if recipe.checkpoint.store is not None and claim_of(request.checkpoints, "--checkpoints") is not None:
+        yield "checkpoint.store=null"
+
+
+def _check_batch(recipe: Recipe, request: Request) -> None:
+    batch, world = recipe.sampling.size, request.world
+    hosts = f"--nodes {request.nodes} {'--gpus' if request.gpus else '--ranks'} {request.ranks_a_host}"
+    if batch < world:
+        raise DistapError(f"{hosts}: {world} ranks, but a batch has {batch} images (sampling); take fewer ranks")
+    if recipe.sampling.name == "streams" and recipe.sampling.streams % world:
+        raise DistapError(
+            f"{hosts}: {world} ranks do not divide the {recipe.sampling.streams} streams of sampling.streams, of "
+            "which each rank reads whole ones"
+        )
+
+
+def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data = recipe.data
+    yield "data.train (--data)", data.train
+    if data.validation is not None:
+        yield "data.validation (--validation)", data.validation
+    for key, index in (("data.train_index", data.train_index), ("data.validation_index", data.validation_index)):
+        if index is not None:
+            yield key, str(index)
+    if recipe.model.weights.name == "file":
+        yield "model.weights.path", str(recipe.model.weights.path)
+    for name, other in recipe.evaluation.also.items():
+        yield f"evaluation.also.{name}.data", other.data
+        for distractors in other.distractors:
+            yield f"evaluation.also.{name}.distractors", distractors
+
+
+def _check_path(key: str, text: str, request: Request) -> None:
+    if text.startswith("pipe:") or ("://" in text and not text.startswith("file://")):
+        return
+    path = PurePosixPath(text.removeprefix("file://"))
+    claims = {
+        "/data": claim_of(request.data, "--data"),
+        "/runs": claim_of(request.checkpoints, "--checkpoints"),
+    }
+    filled = [folder for folder, claim in claims.items() if claim]
+    if ".." in path.parts or not any(path.is_relative_to(folder) for folder in filled):
+        below = f"a path without .. below {' or '.join(filled)}, or a URL" if filled else "a URL"
+        raise DistapError(
+            f"{key}: {text} is a path where pods see nothing; expected {below} (--data pvc://CLAIM/FOLDER mounts a "
+            "claim at /data; /spool, /tmp and what is in no volume are each pod's own, and empty)"
+        )
+
+
+def _texts(content: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a tree, with its key."""
+    if isinstance(content, str):
+        yield key, content
+    entries = (
+        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    )
+    for name, inner in entries:
+        yield from _texts(inner, f"{key}.{name}".lstrip("."))
+
+
+def _web_port(text: str) -> tuple[str | None, int | None]:
+    """Scheme and port of the address of a web server; twice None where it is none."""
+    scheme = text.partition("://")[0].lower()
+    if scheme not in ("http", "https"):
+        return None, None
+    try:
+        port = urlsplit(text).port
+    except ValueError:  # a pattern where the port is
+        return None, None
+    return scheme, port or (443 if scheme == "https" else 80)

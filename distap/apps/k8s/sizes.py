@@ -1,0 +1,72 @@
+"""What a host's pod asks for, from the recipe: rules of thumb, which options overrule."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from distap.apps.k8s.request import Request
+from distap.config import Recipe
+
+GIB = 2**30
+RANK_BYTES = 6 * GIB  # torch with its libraries, a network and its micro-batches on a CPU
+GPU_RANK_BYTES = 10 * GIB  # page-locked buffers, and what CUDA keeps on the host
+WORKER_BYTES = GIB  # a loader process, with the images that it decodes
+SPARE = 1.1
+TEMPORARY = 20  # GiB of /tmp: downloaded weights, compiled kernels
+OWN_RUN = 20  # GiB of /runs where it is a pod's own: the newest checkpoints, on their way to the object store
+# Of evaluations: copied from distap.evaluation.extraction and distap.data.images.whole_images, which import torch.
+EVALUATION_CHUNK, EVALUATION_PREFETCH = 16, 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a host's pod: cores, and GiB."""
+
+    cpu: int
+    memory: int
+    shared_memory: int
+    spool: int
+
+
+def sizes_of(recipe: Recipe, request: Request) -> Sizes:
+    """What the recipe needs on each host."""
+    ranks, data = request.ranks_a_host, recipe.data
+    share = ceil(recipe.sampling.size / request.world)
+    share_bytes = share * 3 * data.image_size**2
+    way = data.pixels.way(share_bytes)
+    shared = _gib(ranks * handed_over_bytes(recipe, share))
+    rank_bytes = GPU_RANK_BYTES if request.gpus else RANK_BYTES
+    rank_bytes += data.workers * WORKER_BYTES + (share_bytes if way == "memory" else 0)
+    cached_bytes = data.cache.max_bytes if data.cache else 0
+    spooled_bytes = ranks * share_bytes if way == "spool" else 0
+    return Sizes(
+        cpu=ranks * (2 + data.workers),
+        memory=_gib(ranks * rank_bytes) + shared,
+        shared_memory=shared,
+        spool=_gib(spooled_bytes + cached_bytes),
+    )
+
+
+def handed_over_bytes(recipe: Recipe, share: int) -> int:
+    """Shared memory that pixels take between a rank's loader workers and the rank.
+
+    Each worker has `prefetch` chunks ready, and one more is in use. Those of training wait while it evaluates.
+
+    Args:
+        recipe: of the training.
+        share: images of a global batch that are the rank's.
+    """
+    data, evaluation = recipe.data, recipe.evaluation
+    training = (data.prefetch + 1) * min(recipe.loader_chunk, share) * data.image_size**2
+    evaluated = 0
+    if evaluation.every and data.validation is not None:
+        of_image = [data.image_size, *(other.max_side or data.image_size for other in evaluation.also.values())]
+        of_batch = evaluation.batch_size * data.image_size**2
+        # A worker hands over no more than what is described at once, but an image at least.
+        chunk = max(min(EVALUATION_CHUNK * side**2, max(of_batch, side**2)) for side in of_image)
+        evaluated = (EVALUATION_PREFETCH + 1) * chunk
+    return data.workers * 3 * (training + evaluated)
+
+
+def _gib(size: float) -> int:
+    """GiB that hold so many bytes, with some to spare; one at least."""
+    return max(1, ceil(SPARE * size / GIB))

@@ -1,0 +1,144 @@
+"""A server as a process: it listens while the index is loaded, and stops without losing a request."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from distap.apps.search import open_pictures, open_searcher
+from distap.apps.serve.settings import ServeSettings
+from distap.errors import FINISHED, DistapError
+from distap.telemetry.terminal import console, set_up_logging
+from distap.world import lone_world
+
+try:
+    import python_multipart  # noqa: F401 - it reads forms, and only the first of them would miss it
+    import uvicorn
+
+    from distap.apps.serve.app import build_app
+    from distap.apps.serve.service import Service
+except ImportError as error:
+    raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
+
+BACKLOG = 2048
+LOADING_SECONDS = 5.0  # that loading has to come to its end when the server is to stop before
+logger = logging.getLogger("distap")
+
+
+def serve(
+    settings: ServeSettings,
+    index: Path,
+    checkpoint: Path | str,
+    whitening: Path | None = None,
+    images: str | None = None,
+    *,
+    best: bool = False,
+) -> None:
+    """Answer requests until SIGTERM or SIGINT.
+
+    Args:
+        settings: address and limits.
+        index, checkpoint, whitening, best: see `open_searcher`.
+        images: see `open_pictures`.
+    Raises:
+        DistapError: the address cannot be listened on, or something cannot be loaded.
+    """
+    world = lone_world()
+    with _listening(settings) as listener:
+        set_up_logging(world.rank)
+        # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)
+        service = Service(settings)
+
+        def load() -> None:
+            searcher = open_searcher(
+                index, checkpoint, whitening, world=world, best=best, max_pixels=settings.pixels_of
+            )
+            service.load(searcher, open_pictures(searcher.index, images, searcher.remote))
+            logger.info("ready: %s images of %s", f"{len(searcher.index):,}", searcher.index.data)
+
+        server = _Server(service, load)
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        console.print(f"serving on http://{shown}:{port}", markup=False)
+        server.run([listener])
+        service.close()
+        server.loading.join(LOADING_SECONDS)
+        if server.loading.is_alive():
+            # Python would end in a crash while a library is at work in a thread, and nothing is to be saved.
+            os._exit(FINISHED)
+        if server.failure is not None:
+            raise server.failure
+
+
+def _listening(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise DistapError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    # Connections take it over; asyncio sets it on sockets of its own only, and without it answers wait for 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which loads beside listening and drains before it closes.
+
+    Args:
+        service: to answer for.
+        load: fills it.
+    Attributes:
+        failure: why it could not be filled.
+        loading: the thread that fills it.
+    """
+
+    def __init__(self, service: Service, load: Callable[[], None]) -> None:
+        settings = service.settings
+        super().__init__(
+            uvicorn.Config(
+                build_app(service),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
+            )
+        )
+        self.failure: BaseException | None = None
+        self.loading = threading.Thread(target=self._run_load, name="loading", daemon=True)
+        self._service, self._load = service, load
+        self._asked = 0.0  # when
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and load meanwhile."""
+        await super().startup(sockets)
+        self.loading.start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to close, asked ten times a second."""
+        drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
+        if self._service.draining and drained:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a request to stop; a second one skips the draining."""
+        if self._service.draining:
+            self.should_exit = True
+        self._service.draining, self._asked = True, self._asked or time.monotonic()
+
+    def _run_load(self) -> None:
+        try:
+            self._load()
+        except BaseException as error:
+            self.failure, self.should_exit = error, True

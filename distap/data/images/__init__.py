@@ -1,0 +1,1 @@
+"""Decode, transform and batch images."""

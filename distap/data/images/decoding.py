@@ -1,0 +1,287 @@
+"""From the bytes of an image to its pixels: scaled down while decoding where a crop allows, with damage told apart.
+
+Whatever the file, pixels are 8-bit RGB and upright: EXIF's orientation is applied (and ignored where EXIF is
+broken), 16 bits are divided by 257, transparency is shown on white, CMYK is converted by the naive formula, colour
+profiles are ignored, and of an animation the first frame counts.
+"""
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from distap.errors import FAILED, DistapError
+
+Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
+REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # all others stay shut: some run programs, as EPS does
+MAX_PIXELS = 100_000_000
+MAX_SIDE = 65_535  # pixels; JPEG's own limit, beyond which lie only images made to harm
+MAX_SCANS = 100  # of a progressive JPEG as large as is allowed, more of smaller ones: each takes a tenth of a second
+FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
+
+UNNAMED = "an image"
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
+
+# By EXIF orientation: whether the stored image is to be mirrored left to right, top to bottom, and then transposed.
+UPRIGHT = {
+    1: (False, False, False),
+    2: (True, False, False),
+    3: (True, True, False),
+    4: (False, True, False),
+    5: (False, False, True),
+    6: (False, True, True),
+    7: (True, True, True),
+    8: (True, False, True),
+}
+ORIENTATION = 0x0112  # EXIF's tag
+TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
+START_OF_SCAN = b"\xff\xda"  # JPEG's marker
+END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by how a file begins
+
+
+class DamagedImageError(Exception):
+    """An image that cannot be used, and why."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class OutOfMemoryError(DistapError):
+    """An image whose size is allowed could not be decoded for lack of memory: starting again may help."""
+
+    status = FAILED
+
+
+def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Width and height in pixels, read from the header without decoding; as stored, whatever EXIF says.
+
+    Raises:
+        DamagedImageError: it is no image, or has more than `max_pixels`.
+    """
+    with _damage_told(data):
+        return _open(data, max_pixels).size
+
+
+def upright_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """The same with EXIF's orientation applied, as far as EXIF stands before the pixels.
+
+    Args:
+        data: a file, or its beginning with the whole header in it.
+        max_pixels: as in `image_size`.
+    Raises:
+        DamagedImageError: as `image_size`.
+    """
+    with _damage_told(data):
+        image = _open(data, max_pixels)
+        return image.size[::-1] if UPRIGHT[_orientation(image)][2] else image.size
+
+
+def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
+    """The image, upright and RGB; its name is for messages.
+
+    Raises:
+        DamagedImageError: it cannot be decoded, or has more than `max_pixels`.
+        OutOfMemoryError: memory does not suffice.
+    """
+    return EncodedImage(data, max_pixels, name).whole()
+
+
+def reduction(box: Box, size: int | tuple[int, int]) -> int:
+    """The greatest of FACTORS by which a box is still no smaller than `size` either way; 1 if there is none.
+
+    Args:
+        box: of the image.
+        size: of a square; or height and width.
+    """
+    height, width = (size, size) if isinstance(size, int) else size
+    across, down = box[2] - box[0], box[3] - box[1]
+    return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
+
+
+class EncodedImage:
+    """An image whose size is known, and whose pixels are decoded as far as a crop needs them.
+
+    Args:
+        data: bytes of a file.
+        max_pixels: width times height that is refused without decoding when exceeded.
+        name: for messages.
+    Attributes:
+        size: width and height in pixels, upright.
+    Raises:
+        DamagedImageError: it is no image of FORMATS, too large or, JPEG apart, cannot be decoded.
+        OutOfMemoryError: memory does not suffice; so do the methods.
+    """
+
+    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
+        self._data = data
+        self._max_pixels = max_pixels
+        self._name = name
+        with _damage_told(data):
+            self._image = _open(data, max_pixels)
+        with self._damage_told():
+            self._is_jpeg = self._image.format in ("JPEG", "MPO")
+            if not self._is_jpeg:
+                self._image.load()  # EXIF may stand after the pixels
+            self._upright = UPRIGHT[_orientation(self._image)]
+        width, height = self._image.size
+        self.size = (height, width) if self._upright[2] else (width, height)
+
+    def crop(self, box: Box, size: int | tuple[int, int], scaled: bool = True) -> Tensor:
+        """(3, height, width) uint8: a part of the image, scaled.
+
+        The part is changed, by less than a pixel of the result, to whole blocks of f x f pixels of the file, f its
+        `reduction`. JPEG is decoded at 1/f, where libjpeg makes one pixel of each block; an antialiased bilinear
+        resize does the rest.
+
+        Args:
+            box: within the upright image.
+            size: of the result, pixels: a square's side, or height and width.
+            scaled: whether JPEG is decoded at reduced scale; otherwise the resize does it all.
+        Raises:
+            DamagedImageError: it cannot be decoded.
+        """
+        height, width = (size, size) if isinstance(size, int) else size
+        factor = reduction(box, (height, width))
+        done = factor if scaled and self._is_jpeg else 1
+        left, top, right, bottom = self._stored(box)
+        with self._damage_told():
+            block = factor // done  # pixels of the decoded image
+            part = (
+                left // factor * block,
+                top // factor * block,
+                min(-(-right // factor), self._image.width // factor) * block,
+                min(-(-bottom // factor), self._image.height // factor) * block,
+            )
+            decoded = torch.from_numpy(np.array(_rgb(self._decoded(done).crop(part)))).permute(2, 0, 1)
+        across, down, transposed = self._upright
+        pixels: Tensor = F.resize(decoded, [width, height] if transposed else [height, width], antialias=True)
+        pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
+        return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
+
+    def whole(self) -> Image.Image:
+        """The image, upright and RGB.
+
+        Raises:
+            DamagedImageError: it cannot be decoded.
+        """
+        methods = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE)
+        with self._damage_told():
+            image = _rgb(self._decoded(1))
+            for method, needed in zip(methods, self._upright, strict=True):
+                image = image.transpose(method) if needed else image
+        return image
+
+    def _decoded(self, factor: int) -> Image.Image:
+        """As the file holds it, at 1/factor of its size."""
+        if not self._is_jpeg:
+            return self._image
+        image = _open(self._data, self._max_pixels)
+        image.draft(None, (image.width // factor, image.height // factor))
+        image.load()
+        return image
+
+    @contextmanager
+    def _damage_told(self) -> Iterator[None]:
+        """As the function of this name, but the size is known to be allowed: memory that lacks is no damage."""
+        with _damage_told(self._data):
+            try:
+                yield
+            except MemoryError as error:
+                width, height = self._image.size
+                raise OutOfMemoryError(
+                    f"{self._name}: decoding its {width} x {height} pixels ran out of memory: set data.workers or "
+                    "data.prefetch lower, or give the host more memory"
+                ) from error
+
+    def _stored(self, box: Box) -> Box:
+        """The same part of the image as the file holds it."""
+        across, down, transposed = self._upright
+        width, height = self._image.size
+        left, top, right, bottom = (box[1], box[0], box[3], box[2]) if transposed else box
+        if across:
+            left, right = width - right, width - left
+        if down:
+            top, bottom = height - bottom, height - top
+        return left, top, right, bottom
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    if data[:4] == b"RIFF" and data[12:16] == b"VP8X":  # Pillow makes room for the canvas before it tells its size
+        width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
+        _refuse_large(width, height, max_pixels)
+    if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit must not stand below what the caller allows
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    _refuse_large(*image.size, max_pixels)
+    if image.info.get("progressive"):
+        scans = data.count(START_OF_SCAN)
+        if scans * image.width * image.height > MAX_SCANS * max_pixels:
+            raise DamagedImageError("too_large", f"{scans} scans of {image.width} x {image.height} pixels")
+    if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
+        width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))
+        _refuse_large(width, height, max_pixels)
+    return image
+
+
+def _refuse_large(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise DamagedImageError("too_large", f"{width} x {height} pixels, the limit is {max_pixels}")
+    if max(width, height) > MAX_SIDE:
+        raise DamagedImageError("too_large", f"{width} x {height} pixels, the limit of a side is {MAX_SIDE}")
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        orientation = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # whatever Pillow makes of broken EXIF, the image itself is sound
+        return 1
+    return orientation if orientation in UPRIGHT else 1
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise DamagedImageError("decode_error", "32 bits a value, of which none is known to be white")
+    if image.has_transparency_data:
+        opaque = Image.new("RGBA", image.size, "white")
+        opaque.alpha_composite(image.convert("RGBA"))
+        image = opaque
+    return image.convert("RGB")
+
+
+@contextmanager
+def _damage_told(data: bytes) -> Iterator[None]:
+    """What goes wrong inside is the image's damage; Pillow's warnings of odd metadata are not the user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except (DamagedImageError, OutOfMemoryError):
+            raise
+        except Image.DecompressionBombError as error:
+            raise DamagedImageError("too_large", str(error)) from error
+        except Exception as error:  # each of Pillow's decoders raises its own, MemoryError among them
+            reason: Reason = "truncated" if "truncated" in str(error).lower() or _is_cut(data) else "decode_error"
+            detail = str(error) or type(error).__name__
+            if isinstance(error, UnidentifiedImageError):
+                detail = f"not an image of {', '.join(FORMATS)}"
+            raise DamagedImageError(reason, detail) from error
+
+
+def _is_cut(data: bytes) -> bool:
+    """Whether a file of known beginning lacks its end."""
+    if data[:4] == b"RIFF":
+        return len(data) < 8 + int.from_bytes(data[4:8], "little")
+    return any(data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items())

@@ -1,0 +1,1 @@
+"""Read images for training: by offset, or as a stream of shards."""

@@ -1,0 +1,1 @@
+"""WebDataset shards: write, index, check and describe them."""

@@ -1,0 +1,176 @@
+"""Evaluations as folders: what a network scored and what it retrieved, told without the network or the images."""
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distap.data.shards.columns import read_columns
+from distap.errors import DistapError
+from distap.storage.atomic import UnwritableError, write_whole
+
+FOLDER, RESULT_FILE, NEIGHBOURS_FILE, QUERIES_FILE = "evaluations", "result.json", "neighbours.npz", "queries.npz"
+NEIGHBOURS = {"sample": "int64", "neighbour": "int64"}
+QUERIES = {
+    "sample": "int64",
+    "key": "U",
+    "label": "int64",
+    "average_precision": "float64",
+    "average_precision_at_r": "float64",
+    "first_positive": "int64",
+    "class_name": "U",
+}
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What each of N images retrieved, of K classes; rows are numbered 0 to N-1."""
+
+    sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending
+    key: NDArray[np.str_]  # (N,)
+    label: NDArray[np.int64]  # (N,) class number, -1 for none
+    average_precision: NDArray[np.float64]  # (N,) NaN for what is no query
+    average_precision_at_r: NDArray[np.float64]  # (N,)
+    first_positive: NDArray[np.int64]  # (N,) rank from 1, 0 for what is no query
+    class_name: NDArray[np.str_]  # (K,)
+    neighbours: NDArray[np.int64]  # (N, k) rows, best first
+
+    def class_of(self, row: int) -> str:
+        """Name of a row's class, empty where it has none."""
+        return str(self.class_name[self.label[row]]) if self.label[row] >= 0 else ""
+
+
+@dataclass(frozen=True)
+class SavedEvaluation:
+    """A labelled set's figures, from 0 to 1, and where the rest of the evaluation lies."""
+
+    folder: Path
+    step: int | None  # of a training, where it was one
+    data: str
+    fingerprint: str
+    images: int
+    queries: int
+    figures: dict[str, float]
+    precision_at_recall: list[float]  # at recall 0, 0.01 ... 1
+    classes: dict[str, dict[str, float]]  # queries, mAP and so on of each class
+
+    def retrieved(self) -> Retrieved:
+        """What each image retrieved.
+
+        Raises:
+            DistapError: its files are missing, damaged or not of one evaluation.
+        """
+        queries: dict[str, Any] = _read(self.folder / QUERIES_FILE, lambda data: read_columns(data, QUERIES))
+        nearest: dict[str, Any] = _read(self.folder / NEIGHBOURS_FILE, lambda data: read_columns(data, NEIGHBOURS))
+        sample, neighbour = queries["sample"], nearest["neighbour"]
+        rows = len(sample)
+        whole = [len(queries[name]) == rows for name in QUERIES if name != "class_name"]
+        if not (
+            all(whole)
+            and rows == self.images
+            and np.array_equal(sample, nearest["sample"])
+            and bool((np.diff(sample) > 0).all())
+            and len(neighbour) % max(rows, 1) == 0
+            and bool(np.isin(neighbour, sample).all())
+            and bool(((queries["label"] >= -1) & (queries["label"] < len(queries["class_name"]))).all())
+        ):
+            raise DistapError(f"{self.folder}: its files are not of one evaluation; `distap eval` writes them anew")
+        neighbours = np.searchsorted(sample, neighbour).reshape(rows, -1).astype(np.int64)
+        return Retrieved(**queries, neighbours=neighbours)
+
+
+def write_evaluation(folder: Path, result: dict[str, Any], columns: dict[str, NDArray[Any]]) -> Path:
+    """Write an evaluation; until all of it is written the folder holds none.
+
+    Args:
+        folder: is made; an evaluation in it is replaced.
+        result: what SavedEvaluation holds and more, for result.json.
+        columns: those of QUERIES and NEIGHBOURS, one row an image; `neighbour` all rows in one.
+    Returns:
+        The path of result.json.
+    Raises:
+        UnwritableError: it cannot be written.
+    """
+    path = folder / RESULT_FILE
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnwritableError(f"{path}: cannot be replaced: {error.strerror or error}") from error
+    for name, of_file in ((QUERIES_FILE, QUERIES), (NEIGHBOURS_FILE, NEIGHBOURS)):
+        buffer = io.BytesIO()
+        arrays: dict[str, Any] = {column: columns[column] for column in of_file}
+        np.savez_compressed(buffer, **arrays)
+        write_whole(folder / name, buffer.getvalue())
+    write_whole(path, json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def read_evaluation(folder: Path) -> SavedEvaluation:
+    """The evaluation in a folder.
+
+    Raises:
+        DistapError: there is none, or its result.json is damaged.
+    """
+    path = folder / RESULT_FILE
+    result: Any = _read(path, json.loads)
+    try:
+        return SavedEvaluation(
+            folder=folder,
+            step=None if result.get("step") is None else int(result["step"]),
+            data=str(result["data"]),
+            fingerprint=str(result["fingerprint"]),
+            images=int(result["images"]),
+            queries=int(result["queries"]),
+            figures=_numbers(result["figures"]),
+            precision_at_recall=[float(value) for value in result.get("precision_at_recall", [])],
+            classes={str(name): _numbers(values) for name, values in result.get("classes", {}).items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DistapError(f"{path}: not the result of an evaluation: {error!r}; `distap eval` writes one") from error
+
+
+def as_json(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """Figures as JSON has them, which knows no word for what is not a number."""
+    return {name: None if math.isnan(value) else value for name, value in figures.items()}
+
+
+def folder_of_step(run: Path, step: int) -> Path:
+    """Where a training keeps its evaluation after a step."""
+    return run / FOLDER / f"step-{step:08d}"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps after which a training's network was evaluated, of the evaluations that it kept."""
+    names = [path.parent.name for path in (run / FOLDER).glob(f"step-*/{RESULT_FILE}")]
+    return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+
+
+def keep_few(run: Path, newest: int) -> None:
+    """Remove a training's evaluations but the first, the one of the highest mAP and that after step `newest`.
+
+    Those after later steps go too: they are from before the training was interrupted and went back.
+    """
+    steps = saved_steps(run)
+    past = [step for step in steps if step <= newest]
+    scores = {step: read_evaluation(folder_of_step(run, step)).figures.get("mAP", 0.0) for step in past}
+    kept = {past[0], max(past, key=lambda step: scores[step]), past[-1]} if past else set()
+    for step in set(steps) - kept:
+        shutil.rmtree(folder_of_step(run, step), ignore_errors=True)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DistapError(f"{path}: not readable: {error}; `distap eval --output {path.parent}` writes it") from error

@@ -1,6 +1,0 @@
-"""A trained network in the forms that other programs load, each held to the network before it is handed out."""
-
-from distap.exporting.programs import Format, parse_formats
-from distap.exporting.to_folder import Exported, ExportSettings, export_to_folder, installed_formats
-
-__all__ = ["ExportSettings", "Exported", "Format", "export_to_folder", "installed_formats", "parse_formats"]

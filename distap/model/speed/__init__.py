@@ -1,0 +1,1 @@
+"""Faster forward and backward passes: folded BatchNorm, torch.compile, activation checkpointing."""

@@ -1,0 +1,173 @@
+"""What a training left in its folder, as a report tells it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distap.errors import DistapError
+from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation, saved_steps
+from distap.pages.run_curves import RunLines
+from distap.telemetry.runlog import read_run_log
+
+SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
+TOLD = ("data", "loss", "model", "sampling", "steps")  # sections of a recipe that a report tells of
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training's recipe, the lines of its log, and its evaluations."""
+
+    folder: Path
+    recipe: dict[str, Any]
+    entries: list[dict[str, Any]]
+    before: SavedEvaluation | None  # of the network that the training began with
+    after: SavedEvaluation | None  # of the network as it is now
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Lines of training steps."""
+        return [entry for entry in self.entries if "loss" in entry]
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """Lines of evaluations during the training, the last of each step; and, first, that before it."""
+        lines = {entry["step"]: entry for entry in self.entries if "validation" in entry}
+        before = self.before
+        if lines and before and not before.step and before.data == str(self.recipe["data"]["validation"]):
+            lines.setdefault(0, {"step": 0, "validation": before.figures})
+        return [lines[step] for step in sorted(lines)]
+
+    @property
+    def train_seconds(self) -> float:
+        """Of all that the training did, evaluation and checkpoints too."""
+        return sum(_wall_seconds(entry["seconds"]) for entry in self.entries)
+
+    @property
+    def outside_network_share(self) -> float | None:
+        """Of a step's seconds, from 0 to 1; none without steps."""
+        whole, network = (sum(entry["seconds"][name] for entry in self.steps) for name in ("step", "network"))
+        return 1 - network / whole if whole else None
+
+    def lines(self, name: str) -> RunLines:
+        """What the curves are drawn from."""
+        return RunLines(name, self.steps, self.validations)
+
+    def facts(self) -> dict[str, str]:
+        """What is said of the run at the top."""
+        recipe, steps = self.recipe, self.steps
+        last: dict[str, Any] = steps[-1] if steps else {"images": 0, "ranks": 0}
+        share = self.outside_network_share
+        return {
+            "network": f"{recipe['model']['backbone']}, {recipe['model']['pooling']['name']} pooling",
+            "loss": _loss(recipe["loss"]),
+            "trained on": f"{recipe['data']['train']}, {recipe['data']['image_size']} px",
+            "evaluated on": "not kept" if self.after is None else _evaluated(self.after),
+            "highest validation mAP": self._best(),
+            "batch": f"{last['images']:,} images ({recipe['sampling']['name']})",
+            "steps": f"{len(steps):,} on {last['ranks']} rank{'' if last['ranks'] == 1 else 's'}",
+            "training time": f"{self.train_seconds:,.0f} s, {self._seconds_of('evaluation'):,.0f} s of it evaluation",
+            "outside the network": "–" if share is None else f"{100 * share:.1f}% of a step",
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json tells of it."""
+        evaluations = {"before": self.before, "after": self.after}
+        return {
+            **{when: each and _summary_figures(each) for when, each in evaluations.items()},
+            "train_seconds": self.train_seconds,
+            "outside_network_share": self.outside_network_share,
+        }
+
+    def evaluations(self) -> dict[str, SavedEvaluation]:
+        """Before and after the training, called after their steps where it was under way."""
+        names = {None: "", 0: "before", self.recipe["steps"]: "after"}
+        both = {"before": self.before, "after": self.after}
+        return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
+
+    def _best(self) -> str:
+        best = max(self.validations, key=lambda line: line["validation"]["mAP"], default=None)
+        return "–" if best is None else f"{100 * best['validation']['mAP']:.1f}%, after step {best['step']:,}"
+
+    def _seconds_of(self, what: str) -> float:
+        return float(sum(entry["seconds"].get(what, 0.0) for entry in self.entries))
+
+
+def read_run(folder: Path, before: Path | None = None, after: Path | None = None) -> Run:
+    """A training's folder.
+
+    Args:
+        folder: of the training.
+        before, after: evaluations to take in the place of the run's own first and newest one.
+    Raises:
+        DistapError: the folder is no run's, or an evaluation cannot be read.
+    """
+    entries = read_run_log(folder)
+    path = folder / "recipe.yaml"
+    try:
+        recipe: Any = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DistapError(f"{path}: the run's recipe cannot be read: {error}") from error
+    missing = [key for key in TOLD if not isinstance(recipe, dict) or key not in recipe]
+    if missing:
+        raise DistapError(f"{path}: no recipe of a run: {', '.join(missing)} missing; a training writes it")
+    # An evaluation that the log does not know is from before an interruption.
+    known = {entry["step"] for entry in entries if "validation" in entry}
+    own = [step for step in saved_steps(folder) if step in known]
+    first = folder_of_step(folder, own[0]) if own and (own[0] == 0 or len(own) > 1) else None
+    newest = folder_of_step(folder, own[-1]) if own and own[-1] > 0 else None
+    return Run(folder, recipe, entries, *(_evaluation(path) for path in (before or first, after or newest)))
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """What tells runs apart: the parts of their paths in which they differ."""
+    parts = [run.folder.resolve().parts for run in runs]
+    shared = 0
+    while len({part[:shared] for part in parts}) == 1 and all(len(part) > shared for part in parts):
+        shared += 1
+    names = ["/".join(part[max(shared - 1, 0) :]) for part in parts]
+    while all("/" in name for name in names) and len({name.rpartition("/")[2] for name in names}) == 1:
+        names = [name.rpartition("/")[0] for name in names]  # such as a/train and b/train
+    return names
+
+
+def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Dotted recipe keys whose values differ, but for the run's folder, with the value in each run."""
+    flat = [dict(_flat(run.recipe)) for run in runs]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    values = {key: [each.get(key, "–") for each in flat] for key in keys if key != "run"}
+    return {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
+
+
+def _flat(value: Any, key: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        return [pair for name, inner in value.items() for pair in _flat(inner, f"{key}.{name}".removeprefix("."))]
+    return [(key, value if isinstance(value, str) else json.dumps(value))]
+
+
+def _loss(loss: dict[str, Any]) -> str:
+    terms = loss.get("terms")
+    if isinstance(terms, dict):
+        return " + ".join(f"{term['weight']:g} {name}" for name, term in terms.items())
+    return f"{loss['name']}, {loss['bins']} bins" if "bins" in loss else str(loss["name"])
+
+
+def _evaluated(evaluation: SavedEvaluation) -> str:
+    after = "" if evaluation.step is None else f", after step {evaluation.step:,}"
+    return f"{evaluation.data}: {evaluation.queries:,} queries{after}"
+
+
+def _evaluation(folder: Path | None) -> SavedEvaluation | None:
+    return None if folder is None else read_evaluation(folder)
+
+
+def _summary_figures(evaluation: SavedEvaluation) -> dict[str, float]:
+    return {name: evaluation.figures[name] for name in SUMMARY_FIGURES if name in evaluation.figures}
+
+
+def _wall_seconds(seconds: dict[str, float]) -> float:
+    """A step's line holds its parts as well; an evaluation's or a checkpoint's only itself."""
+    return seconds["step"] if "step" in seconds else sum(seconds.values())

@@ -1,0 +1,77 @@
+"""What a process of a training says with its exit status, and where a launcher reads each rank's.
+
+The statuses themselves stand in `distap.errors`.
+
+torchrun's own status is 1 whatever its workers' are, so each rank also leaves its status in a file of the folder
+that `distap.launcher` names in the environment.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from distap.errors import FAILED, MISTAKE, RESTART
+
+FOLDER = "DISTAP_OUTCOMES"  # the environment variable that names the folder
+LAUNCHER = "DISTAP_LAUNCHER"  # the one that holds the launcher's process id
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's, for the message that its summary shows
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def record_outcome(status: int, error: BaseException | None = None) -> None:
+    """Leave this rank's exit status and error for the launcher; without one, do nothing."""
+    folder = os.environ.get(FOLDER)
+    # A full disk, or a folder that was tidied away, must not keep a rank from leaving.
+    with suppress(OSError):
+        if folder is not None and "RANK" in os.environ:
+            Path(folder).mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
+            # All at once, so that the launcher never reads half of it.
+            draft = Path(folder, f"{os.environ['RANK']}.draft")
+            draft.write_text(str(status))
+            draft.replace(draft.with_suffix(""))
+        if error is not None and not isinstance(error, SystemExit) and ERROR_FILE in os.environ:
+            _write_error_file(Path(os.environ[ERROR_FILE]), error)
+
+
+def recorded_outcomes(folder: Path) -> dict[int, int]:
+    """The exit statuses that ranks have left, by rank; none where the folder was tidied away."""
+    outcomes: dict[int, int] = {}
+    with suppress(FileNotFoundError):  # also while those of an earlier round are removed
+        for file in folder.iterdir():
+            if file.name.isdecimal():
+                outcomes[int(file.name)] = int(file.read_text())
+    return outcomes
+
+
+def status_of(outcomes: dict[int, int]) -> int:
+    """The exit status of a host whose ranks did not all finish; one without an outcome crashed."""
+    if MISTAKE in outcomes.values():
+        return MISTAKE
+    # One that was asked to stop and could not wait for the others has left them without it.
+    return RESTART if RESTART in outcomes.values() else FAILED
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies, from now on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher dies, which would otherwise leave it running alone."""
+    die_with_parent()
+    if sys.platform == "linux" and os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        os._exit(FAILED)  # it has died already
+
+
+def _write_error_file(path: Path, error: BaseException) -> None:
+    """In the form that torch.distributed.elastic.multiprocessing.errors reads."""
+    about = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
+    path.write_text(json.dumps({"message": message}), encoding="utf-8")

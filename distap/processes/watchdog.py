@@ -1,0 +1,314 @@
+"""Why a collective does not come back: each rank says what it is doing, and watches what the others say.
+
+A rank whose peer is stopped, stuck or cut off would wait in its collective until the process group's time-out, and
+then know only that somebody did not answer. So every rank has two threads. One beats: it tells the store what this
+rank does, and reads there what the others do. The other judges, from this rank's memory alone, since a call to the
+store over a broken network never returns. When a collective has taken longer than the time-out, the judge says which
+rank is missing and why, tells all other ranks through the store, and ends the process: a thread that waits in gloo
+cannot be called back.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distap.errors import FAILED, CollectiveError
+from distap.processes.exit_statuses import record_outcome
+from distap.processes.roll_call import Party
+
+BEAT_SECONDS = 1.0
+SILENT_BEATS = 3.0  # a rank or store that was not heard of for so many may be gone
+LEAVE_SECONDS = 5.0  # from the verdict to the end of the process, unless it comes out by itself
+NAMED = 8  # missing ranks that a message names
+VERDICT = "verdict"
+# What gloo, NCCL and the store throw is otherwise a plain RuntimeError.
+OF_THE_NETWORK = ("/gloo/", "NCCL error", "NCCL communicator", "Connection ", "Broken pipe", "imed out")
+logger = logging.getLogger("distap")
+
+
+@dataclass
+class Collective:
+    """One that this rank has begun."""
+
+    name: str
+    channel: str
+    number: int  # in its channel, the same on every rank
+    since: float
+    returned: bool = False
+    done: torch.cuda.Event | None = None  # a GPU's collective returns before it is done
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self.returned and (self.done is None or self.done.query())
+
+
+@dataclass
+class _Beat:
+    """What another rank last said, and when this one heard it change."""
+
+    said: dict[str, Any] = field(default_factory=dict)
+    heard: float = field(default_factory=time.monotonic)
+
+
+class Watchdog:
+    """Watches the collectives of one rank, from `start` to `stop`.
+
+    Args:
+        party: the ranks, and the store where they meet.
+        timeout_seconds: of a collective.
+    """
+
+    def __init__(self, party: Party, timeout_seconds: float) -> None:
+        self.party, self.timeout_seconds = party, timeout_seconds
+        self.beat_seconds = min(BEAT_SECONDS, timeout_seconds / 10)
+        self.verdict: str | None = None
+        self._activity, self._active_since = "start", time.monotonic()
+        self._begun: dict[str, int] = {}  # collectives by channel
+        self._open: list[Collective] = []
+        self._beats = 0
+        self._others = {member.rank: _Beat() for member in party.members if member.rank != party.rank}
+        self._farewell: str | None = None
+        self._store_heard = time.monotonic()
+        self._store_error = ""
+        self._is_raised = False  # the main thread tells the verdict
+        self._wondering = False  # what the others say is wanted, though no collective takes long
+        self._awake = threading.Event()  # the beating thread is to beat at once
+        self._leaving, self._stopped, self._condemned = (threading.Event() for _ in range(3))
+        self._store = party.store.clone()  # a connection serves one call at a time
+        self._beating = threading.Thread(target=self._beat, name="distap-beat", daemon=True)
+        self._judging = threading.Thread(target=self._judge, name="distap-judge", daemon=True)
+
+    def start(self) -> "Watchdog":
+        """Start the threads."""
+        self._beating.start()
+        self._judging.start()
+        return self
+
+    def stop(self, farewell: str = "finished") -> None:
+        """Tell the others why this rank leaves, and end the threads."""
+        patience = SILENT_BEATS * self.beat_seconds
+        deadline = time.monotonic() + patience
+        self._farewell = farewell
+        # The store goes with the process that serves it, and the others may want to read why that leaves.
+        while self.party.serves and time.monotonic() < deadline and not all(map(_has_left, self._others.values())):
+            self._look_at_once()
+        self._leaving.set()
+        self._awake.set()
+        self._beating.join(patience)
+        self._stopped.set()
+        self._condemned.set()
+        self._judging.join(patience)
+
+    @property
+    def activity(self) -> tuple[str, float]:
+        """What this rank does, and for how many seconds it has."""
+        return self._activity, time.monotonic() - self._active_since
+
+    def note(self, activity: str) -> None:
+        """Say what this rank does from now on, such as `describe of step 12`."""
+        self._activity, self._active_since = activity, time.monotonic()
+
+    @contextmanager
+    def collective(self, name: str, channel: str = "", device: torch.device | None = None) -> Iterator[None]:
+        """Encloses a collective.
+
+        Args:
+            name: for messages.
+            channel: the process group; every rank enters the collectives of a channel in the same order.
+            device: where it runs.
+        Raises:
+            CollectiveError: it failed for the network or another rank, or this rank is to leave anyway.
+        """
+        self.refuse_if_condemned()
+        collective = self.begin(name, channel)
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_the_network(error):
+                raise
+            raise CollectiveError(self._explanation(name, error)) from error
+        finally:
+            if device is not None and device.type == "cuda":
+                collective.done = torch.cuda.Event()
+                collective.done.record(torch.cuda.current_stream(device))
+            self.end(collective)
+
+    def begin(self, name: str, channel: str = "") -> Collective:
+        """A collective begins; give it to `end` once it returned."""
+        self._begun[channel] = number = self._begun.get(channel, 0) + 1
+        collective = Collective(name, channel, number, time.monotonic())
+        self._open.append(collective)
+        return collective
+
+    def end(self, collective: Collective) -> None:
+        """The collective returned; on a GPU it may still run."""
+        collective.returned = True
+        self._open = [one for one in self._open if not one.is_over()]
+
+    def refuse_if_condemned(self) -> None:
+        """Raise the verdict, where there is one."""
+        if self.verdict is not None:
+            raise CollectiveError(self.verdict)
+
+    def _explanation(self, name: str, error: Exception) -> str:
+        """Why a collective failed, from what the others say within a few beats; they are told as well."""
+        deadline = time.monotonic() + (SILENT_BEATS + 1) * self.beat_seconds
+        while self.verdict is None and time.monotonic() < deadline and not any(map(_has_left, self._others.values())):
+            self._look_at_once()
+        self._is_raised = True
+        self._condemn(f"{self._here(name)} failed: {self._reasons()}; {_first_line(error)}")
+        assert self.verdict is not None
+        return self.verdict
+
+    def _condemn(self, verdict: str) -> None:
+        if self.verdict is None:
+            self.verdict = verdict
+        self._awake.set()
+        self._condemned.set()
+
+    def _beat(self) -> None:
+        while True:
+            is_last = self._leaving.is_set()
+            try:
+                self._say()
+                self._listen()
+                self._store_heard, self._store_error = time.monotonic(), ""
+            except RuntimeError as error:
+                self._store_error = f": {_first_line(error)}"
+            if is_last:
+                return
+            self._awake.wait(self.beat_seconds)
+            self._awake.clear()
+
+    def _say(self) -> None:
+        self._beats += 1
+        said = {
+            "beat": self._beats,
+            "activity": self._activity,
+            "seconds": time.monotonic() - self._active_since,
+            "begun": dict(self._begun),
+            "waiting": next((one.name for one in self._open), None),
+        }
+        if self._farewell is not None:
+            said["left"] = self._farewell
+        self._store.set(f"beat/{self.party.rank}", json.dumps(said))
+        if self.verdict is not None:
+            self._store.compare_set(VERDICT, "", self.verdict)
+
+    def _listen(self) -> None:
+        if self.verdict is None and self._store.check([VERDICT]):
+            self._condemn(self._store.get(VERDICT).decode())
+        is_waiting = any(time.monotonic() - one.since > self.beat_seconds for one in self._open)
+        if not (is_waiting or self._wondering):
+            return
+        for rank, other in self._others.items():
+            said = json.loads(self._store.get(f"beat/{rank}")) if self._store.check([f"beat/{rank}"]) else {}
+            if said != other.said:
+                other.said, other.heard = said, time.monotonic()
+
+    def _look_at_once(self) -> None:
+        self._wondering = True
+        self._awake.set()
+        self._stopped.wait(self.beat_seconds / 5)
+
+    def _judge(self) -> None:
+        pause = self.beat_seconds / 2
+        woken = time.monotonic()
+        while not self._condemned.wait(pause):
+            now = time.monotonic()
+            if now - woken > SILENT_BEATS * self.beat_seconds:
+                self._forgive(now - woken)
+            woken = now
+            unfinished = next((one for one in self._open if not one.is_over()), None)
+            if unfinished is not None and now - unfinished.since > self.timeout_seconds:
+                self._condemn(
+                    f"{self._here(unfinished.name)} did not finish within {self.timeout_seconds:g} s: "
+                    f"{self._reasons(unfinished)}"
+                )
+            elif now - self._store_heard > self.timeout_seconds:
+                self._condemn(f"{self._here(unfinished.name if unfinished else '')} cannot go on: {self._reasons()}")
+        if not self._stopped.is_set():
+            try:
+                self._announce()
+            finally:
+                if not self._stopped.wait(LEAVE_SECONDS):
+                    os._exit(FAILED)
+
+    def _forgive(self, seconds: float) -> None:
+        """This process was stopped for a while, perhaps with all others: that is nobody's silence."""
+        for collective in self._open:
+            collective.since += seconds
+        for other in self._others.values():
+            other.heard += seconds
+        self._store_heard += seconds
+
+    def _announce(self) -> None:
+        assert self.verdict is not None
+        if not self._is_raised:
+            logger.error("%s", self.verdict)
+        if not (self._open or self._is_raised):
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            where = "".join(traceback.format_stack(frame)[-4:])
+            logger.error("%s was here when it was told:\n%s", self._here(), where)
+        record_outcome(FAILED, CollectiveError(self.verdict))
+
+    def _here(self, collective: str = "") -> str:
+        text = f"rank {self.party.rank}"
+        return f"{text}: {collective} ({self._activity})" if collective else f"{text} ({self._activity})"
+
+    def _reasons(self, collective: Collective | None = None) -> str:
+        """Who is missing, as far as this rank knows."""
+        now = time.monotonic()
+        longest = SILENT_BEATS * self.beat_seconds
+        if now - self._store_heard > longest:
+            return (
+                f"the store at {self.party.address} has not answered for {now - self._store_heard:.0f} s"
+                f"{self._store_error}: the network to it is broken, or the host that serves it is down; "
+                f"nothing is known of {_listed([str(self.party.members[rank]) for rank in self._others])}"
+            )
+        found: list[str] = []
+        for rank, other in sorted(self._others.items()):
+            member, said, silent = self.party.members[rank], other.said, now - other.heard
+            doing = said.get("activity", "start")
+            if said.get("waiting"):
+                doing += f", waiting in {said['waiting']}"
+            if _has_left(other):
+                found.append(f"{member} left: {said['left']}")
+            elif silent > longest:
+                found.append(f"{member} has not been heard of for {silent:.0f} s; it was in {doing}")
+            elif collective is not None and said.get("begun", {}).get(collective.channel, 0) < collective.number:
+                found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
+        if not found:
+            return "every rank has begun it, so one may hang in it, or the network between them is broken"
+        return _listed(found)
+
+
+def is_of_the_network(error: Exception) -> bool:
+    """Whether torch raised it because a rank or the network failed, and not for what it was asked to do."""
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in OF_THE_NETWORK)
+
+
+def _listed(texts: list[str]) -> str:
+    return "; ".join([*texts[:NAMED], f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else texts)
+
+
+def _has_left(other: _Beat) -> bool:
+    return "left" in other.said
+
+
+def _first_line(error: Exception) -> str:
+    """Without torch's place in its source, and gloo's advice."""
+    line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)[:300]

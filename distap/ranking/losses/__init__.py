@@ -1,0 +1,1 @@
+"""The listwise losses, one file each, and the registry that names them."""

@@ -1,0 +1,1 @@
+"""What the three stages lean on: micro-batches and their sizes, device copies, the replay drift."""

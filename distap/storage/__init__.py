@@ -1,0 +1,1 @@
+"""Files on disks and behind URLs: reads, retries, caches, atomic writes."""

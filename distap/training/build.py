@@ -1,0 +1,271 @@
+"""The parts of a training as a recipe describes them: images, network, engine, step."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from distap.checkpoint import opened_checkpoint
+from distap.config import RandomWeights, Recipe, recipe_from
+from distap.data.images.transforms import training_transform
+from distap.data.images.whole_images import Sizing
+from distap.data.loading.indexed import SlotImages
+from distap.data.loading.reading import Reader
+from distap.data.loading.streamed import StreamedImages
+from distap.data.loading.streams import SequentialShards
+from distap.data.loading.training import IndexedImages, LoaderSettings, TrainingImages
+from distap.data.plan import Classes, Plan
+from distap.data.sampling import StreamsSampling
+from distap.data.shards.index import load_index
+from distap.engine import DTYPES, ENGINES, Engine, Precision
+from distap.engine.optimizer import build_optimizer
+from distap.errors import DistapError
+from distap.evaluation import Describing, EvaluationSet, open_set
+from distap.evaluation.extraction import describer_of as image_describer_of
+from distap.model import (
+    Describer,
+    RetrievalNetwork,
+    activation_checkpointing,
+    build_network,
+    compile_backbone,
+)
+from distap.ranking import CrossBatchMemory
+from distap.stages.replay_drift import mixes_images
+from distap.stages.sizes import Fitting
+from distap.step import ThreeStageStep
+from distap.stopwatch import Stopwatch
+from distap.world import World
+
+PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
+logger = logging.getLogger("distap")
+
+
+def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
+    """The recipe's images for this rank, by the way of reading that it asks for."""
+    data = recipe.data
+    transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
+    settings = LoaderSettings(
+        recipe.loader_chunk,
+        data.workers,
+        data.prefetch,
+        pinned=world.device.type == "cuda",
+        pixels=data.pixels,
+    )
+    if data.reading == "streamed":
+        assert isinstance(recipe.sampling, StreamsSampling)  # the recipe was checked
+        return StreamedImages(
+            SequentialShards(data.train_source, data.remote),
+            recipe.sampling,
+            recipe.seed,
+            world,
+            transform,
+            data.image_size,
+            settings,
+            stopwatch,
+            data.max_pixels,
+            data.remote,
+        )
+    index = load_index(data.train_source, data.remote)
+    reader = Reader(data.train_source, index, data.max_pixels, data.remote, data.cache)
+    plan = Plan(Classes(index.label, index.class_group, index.shard_counts), recipe.sampling, recipe.seed)
+    images = SlotImages(reader, plan, transform, data.image_size)
+    return IndexedImages(images, world.slots(plan.size), settings, stopwatch)
+
+
+def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
+    """The recipe's network on this rank's device, the same on every rank."""
+    model = recipe.model
+    torch.manual_seed(recipe.seed)
+    return build_network(
+        model.backbone,
+        model.weights.model_dump(),
+        model.pooling.model_dump(),
+        model.projection,
+        model.batchnorm,
+        model.drop_rate,
+        model.drop_path_rate,
+    ).to(world.device)
+
+
+def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
+    """What describes in stage one, where the recipe wants that done cheaper than by the engine.
+
+    Args:
+        recipe: what to train.
+        network: the recipe's, before an engine takes it over.
+    Raises:
+        DistapError: the network's BatchNorm cannot be folded.
+    """
+    describe = recipe.describe
+    if describe.precision in (None, recipe.precision) and not describe.fold_batchnorm:
+        return None
+    return Describer(network, DTYPES[describe.precision or recipe.precision], describe.fold_batchnorm)
+
+
+def describing_of(
+    recipe: Recipe,
+    network: RetrievalNetwork,
+    world: World,
+    sizing: Sizing | None = None,
+    scales: Sequence[float] = (1.0,),
+    power: float | None = None,
+    *,
+    kept_in: Path | None = None,
+    shown: bool = False,
+) -> Describing:
+    """How the recipe's evaluations describe images.
+
+    Args:
+        recipe: of the network.
+        network: whose parameters are whole, as before an engine takes it over.
+        world: the ranks.
+        sizing: how images are brought to size; None crops them to the recipe's image size.
+        scales, power: at which each is described, and of their mean.
+        kept_in, shown: see `Describing`.
+    Raises:
+        DistapError: the network does not take such images.
+    """
+    data = recipe.data
+    describer = image_describer_of(
+        network,
+        sizing or Sizing("crop", data.image_size),
+        scales,
+        power,
+        max_pixels=data.max_pixels,
+        scaled=data.scaled_decoding,
+        batch_pixels=recipe.evaluation.batch_size * data.image_size**2,
+    )
+    return Describing(describer, world, data.workers, kept_in, shown)
+
+
+def evaluations_of(
+    recipe: Recipe, network: RetrievalNetwork, world: World
+) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
+    """The data sets that a training evaluates on by name, data.validation first, and what says how each is described.
+
+    It is asked at each evaluation, since the mean over scales has the power that GeM has learned by then.
+
+    Raises:
+        DistapError: one is not there, or the network does not take its images.
+    """
+    data = recipe.data
+    if not recipe.evaluation.every or data.validation_source is None:
+        return {}
+    settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
+    validation = open_set(data.validation_source, **settings)
+    sets: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {
+        str(data.validation): (validation, partial(describing_of, recipe, network, world))
+    }
+    for name, other in recipe.evaluation.also.items():
+        sizing = None if other.max_side is None else Sizing("side", other.max_side)
+        describing = partial(describing_of, recipe, network, world, sizing, other.scales)
+        sets[name] = open_set(other.data, name, other.distractors, **settings), describing
+    for _, how in sets.values():
+        how()  # images that the network does not take are told before it trains
+    return sets
+
+
+def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
+    """The recipe's engine and optimiser over a network.
+
+    Raises:
+        DistapError: the engine cannot do what the recipe asks for.
+    """
+    optimizer = recipe.optimizer
+
+    def build() -> Optimizer:
+        parts = {part: (getattr(network, part), getattr(optimizer, part)) for part in PARTS}
+        return build_optimizer(optimizer.name, parts, optimizer.betas)
+
+    if recipe.step.activation_checkpointing:
+        activation_checkpointing(network)
+    precision = Precision(recipe.precision, world.device.type)
+    return ENGINES[recipe.engine.name](network, build, world, recipe.engine, optimizer.clip_norm, precision)
+
+
+def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:
+    """What tries sizes for the recipe's images, of a global batch of `batch`."""
+    return Fitting(engine, world, recipe.data.image_size, len(world.slots(batch)))
+
+
+def step_of(
+    recipe: Recipe,
+    engine: Engine,
+    world: World,
+    batch: int,
+    describer: Describer | None = None,
+    memory: CrossBatchMemory | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> ThreeStageStep:
+    """The recipe's step; where micro-batches are to find their size, they do so here.
+
+    Args:
+        recipe: what to train.
+        engine: over the recipe's network.
+        world: the ranks.
+        batch: B, images of a global batch.
+        describer: what `describer_of` gave.
+        memory: descriptors of earlier steps; None remembers none.
+        stopwatch: gathers the seconds of each stage.
+    Raises:
+        DistapError: the network or the engine does not allow the recipe's micro-batches.
+    """
+    replay, describe = recipe.replay.size, recipe.describe.size
+    if replay == "auto":
+        replay = fitting_of(recipe, engine, world, batch).replay_size()
+    if describe == "auto":
+        same = mixes_images(engine.network) is not None
+        describe = None if same else fitting_of(recipe, engine, world, batch).describe_size(describer)
+    if recipe.replay.keep == "auto" and not engine.keeps_graphs:
+        logger.warning("replay.keep is auto, but this engine can have one graph at a time, so none is kept")
+    if recipe.step.compile:
+        assert isinstance(engine.network, RetrievalNetwork)
+        share = len(world.slots(batch))
+        sizes = [min(size, share) for size in (replay, describe or replay)]
+        compile_backbone(engine.network, sizes)
+        if describer is not None and recipe.describe.fold_batchnorm:
+            describer.compile(sizes)
+    return ThreeStageStep(
+        engine,
+        recipe.listwise_loss,
+        world,
+        recipe.seed,
+        replay,
+        describe,
+        mode=recipe.rank.mode,
+        ranking_memory=recipe.rank.memory,
+        memory=CrossBatchMemory(0) if memory is None else memory,
+        memory_after=recipe.memory.after,
+        max_drift=recipe.max_drift,
+        stopwatch=Stopwatch() if stopwatch is None else stopwatch,
+        keep=0 if recipe.replay.keep == "auto" else recipe.replay.keep,
+        skip_below=recipe.replay.skip_below,
+        describer=describer,
+        overlap=recipe.rank.overlap,
+    )
+
+
+def trained_network(path: Path | str, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
+    """The recipe and network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
+
+    Raises:
+        DistapError: there is no checkpoint, or it is damaged.
+    """
+    prefix = "network."
+    with opened_checkpoint(path, best) as checkpoint:
+        logger.info("the network of %s", checkpoint.where)
+        recipe = recipe_from(checkpoint.state("recipe")["recipe"], checkpoint.where)
+        tensors = checkpoint.tensors(prefix)
+    untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
+    network = network_of(untrained, world)
+    try:
+        network.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    except RuntimeError as error:
+        raise DistapError(
+            f"{checkpoint.where}: its tensors are not those of its recipe's network: {error}"
+        ) from error
+    return recipe, network

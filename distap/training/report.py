@@ -1,0 +1,199 @@
+"""What a run tells while it trains: metrics, the run's log, the terminal."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import yaml
+
+from distap.checkpoint import Written
+from distap.config import Recipe
+from distap.data.images.decoding import REASONS
+from distap.data.loading.indexed import ShareOfBatch
+from distap.errors import DistapError
+from distap.evaluation import Evaluation
+from distap.evaluation.saved import folder_of_step, keep_few
+from distap.ranking import AP_LOSSES
+from distap.step import StepResult
+from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.loggers import LoggedRun, Loggers, refuse_unusable
+from distap.telemetry.logs import at_step, take_over_loggers
+from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
+from distap.telemetry.runlog import NotFiniteLog, RunLog
+from distap.telemetry.terminal import training_progress
+from distap.world import World
+
+logger = logging.getLogger("distap")
+
+
+class RunReport:
+    """One rank's account of a run; rank 0 writes the run folder's files.
+
+    Args:
+        recipe: of the run.
+        world: the ranks.
+        batch: B, images of a global batch.
+        endpoint: that gives its metrics to Prometheus.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
+        self.recipe, self.world, self.batch = recipe, world, batch
+        self.metrics = TrainingMetrics(world.rank == 0, world.size, batch, REASONS, endpoint.registry)
+        self.metrics.replay_drift_limit.set(recipe.max_drift)
+        self.metrics.checkpoint_interval.set(recipe.checkpoint.every)
+        self.metrics.planned_steps.set(recipe.steps)
+        self.damaged: set[str] = set()  # images and why, on this rank
+        self.skipped_images = 0  # on all ranks, since this process started; one met again counts again
+        self._log: RunLog | None = None
+        self._loggers: Loggers | None = None
+        refuse_unusable(recipe.loggers.chosen, is_first=world.rank == 0)
+        self._not_finite: NotFiniteLog | None = None
+
+    @contextmanager
+    def opened(self, step: int) -> Iterator[None]:
+        """Tell of a run that goes on from `step`, until left."""
+        recipe, is_first = self.recipe, self.world.rank == 0
+        self.metrics.step.set(step)
+        self.metrics.checkpoint_step.set(step)
+        at_step(step)
+        take_over_loggers()
+        with ExitStack() as stack:
+            if is_first:
+                try:
+                    recipe.run.mkdir(parents=True, exist_ok=True)
+                    (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+                    self._log = stack.enter_context(closing(RunLog(recipe.run, step)))
+                except OSError as error:
+                    raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
+                self._not_finite = NotFiniteLog(recipe.run)
+                self._loggers = stack.enter_context(self._open_loggers(step))
+            self._progress = stack.enter_context(training_progress(recipe.steps, step, is_first))
+            yield
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """The first step of this process was done, so many seconds after its cold start, by phase."""
+        for phase, of_phase in seconds.items():
+            self.metrics.startup_seconds.labels(phase).set(of_phase)
+
+    def step(self, step: int, result: StepResult, images: int, parts: dict[str, float], seconds: float) -> None:
+        """A step was done.
+
+        Args:
+            step: steps behind the present state.
+            result: what the step did.
+            images: of this rank.
+            parts: seconds by stage.
+            seconds: of the whole step.
+        """
+        network = parts.pop("network")
+        times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
+        figures = {
+            "loss": result.loss,
+            "batch_mAP": 1 - result.loss if self.recipe.listwise_loss.name in AP_LOSSES else math.nan,
+            "learning_rate": result.learning_rate,
+            "gradient_norm": result.gradient_norm,
+            "replay_drift": result.replay_drift,
+            "replayed_share": result.replayed / self.batch,
+            "kept_share": result.kept / self.batch,
+            "skipped_queries": result.skipped_queries,
+        }
+        self.metrics.observe_step(step, images, times, figures, result.skipped)
+        speed = self.batch / seconds
+        self._write(
+            step,
+            **figures,
+            images=self.batch,
+            ranks=self.world.size,
+            images_per_second=speed,
+            skipped_images=self.skipped_images,
+            memory_peak_bytes=host_memory_peak(),
+            seconds={name: round(value, 6) for name, value in times.items()},
+        )
+        told = f"loss {result.loss:.4f}  {speed:.0f} images/s"
+        self._progress.show(step, told, loss=result.loss, images_per_second=speed)
+
+    def reading(self, step: int, share: ShareOfBatch) -> None:
+        """This rank's share of a step was read: damaged images, traffic, the room that pixels take."""
+        for failure in share.failures:
+            name = f"{failure.where}: {failure.reason}"
+            self.metrics.skipped.labels(failure.reason).inc()
+            if name not in self.damaged:
+                logger.warning("step %d: %s left out", step, name)
+            self.damaged.add(name)
+        self.metrics.observe_reading(share.traffic, share.spool_size_bytes, share.spool_limit_bytes)
+
+    def not_finite(self, step: int, what: str, keys: list[str]) -> None:
+        """A step was not applied, since its loss or gradient is not finite; `keys` name its images, on rank 0."""
+        logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
+        if self._not_finite is not None:
+            self._not_finite.write(step, what, keys)
+
+    def checkpoint(self, written: Written | None) -> None:
+        """A checkpoint was written, or could not be."""
+        if written is None or self.world.rank != 0:
+            return
+        if written.error is not None:
+            self.metrics.checkpoint_failures.inc()
+            logger.error(
+                "%s: the checkpoint cannot be written: %s; the one before stays the newest",
+                written.path,
+                written.error,
+            )
+            return
+        self.metrics.observe_checkpoint(written.step, written.seconds, written.blocked_seconds, written.bytes)
+        self._write(
+            written.step,
+            seconds={"checkpoint": written.blocked_seconds},
+            writing_seconds=written.seconds,
+            bytes=written.bytes,
+        )
+
+    def validation(self, step: int, figures: dict[str, dict[str, float]], seconds: float) -> None:
+        """The network was evaluated.
+
+        Args:
+            step: steps behind it.
+            figures: by data set, the validation set's first.
+            seconds: that it took.
+        """
+        self.metrics.stage_seconds.labels("evaluation").observe(seconds)
+        for name, of_set in figures.items():
+            self.metrics.observe_evaluation(name, of_set)
+            shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in of_set.items())
+            logger.info("step %d: %s %s", step, name, shown)
+        first, *others = figures
+        entry: dict[str, Any] = {"validation": figures[first]}
+        if others:
+            entry["also"] = {name: figures[name] for name in others}
+        self._write(step, **entry, seconds={"evaluation": seconds})
+
+    def keep_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Keep what an evaluation found in the run folder, on rank 0; a full disk costs it, not the training."""
+        if self.world.rank != 0:
+            return
+        run = self.recipe.run
+        try:
+            evaluation.save(folder_of_step(run, step), network=str(run), step=step)
+            keep_few(run, step)
+        except DistapError as error:
+            logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
+
+    def _open_loggers(self, step: int) -> Loggers:
+        recipe, section = self.recipe, self.recipe.loggers
+        run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
+        lost = self.metrics.logger_lines_lost
+        for name in section.chosen:
+            lost.labels(name)
+        return Loggers(
+            section.chosen, run, section.lines, section.close_seconds, lambda name: lost.labels(name).inc()
+        )
+
+    def _write(self, step: int, **entry: Any) -> None:
+        entry = {"step": step, "time": time.time(), **entry}
+        if self._log is not None:
+            self._log.write(entry)
+        if self._loggers is not None:
+            self._loggers.log(entry)

@@ -1,0 +1,242 @@
+"""What survives an interruption of a run: saving its state, and going on from it."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distap.checkpoint import Checkpoint, CheckpointWriter, Written, best_checkpoint, newest_checkpoint
+from distap.checkpoint.agreement import on_all
+from distap.checkpoint.folder import set_aside
+from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from distap.checkpoint.resumption import newest_of_store, probe
+from distap.checkpoint.store import Store
+from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
+from distap.checkpoint.writer import send_beside
+from distap.config import Recipe
+from distap.data.loading.training import TrainingImages
+from distap.engine import Engine
+from distap.engine.optimizer import LinearDecay
+from distap.errors import DistapError
+from distap.evaluation.saved import FOLDER as EVALUATIONS
+from distap.ranking import CrossBatchMemory
+from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
+from distap.training.build import PARTS
+from distap.world import World
+
+# What goes to a store with checkpoints, beside them.
+BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
+BESIDE_SECONDS = 30.0  # for that alone, where a training fails
+logger = logging.getLogger("distap")
+
+
+class RunState:
+    """The state of a training on one rank, in memory and in the run's folder of checkpoints.
+
+    Args:
+        recipe: of the run.
+        world: the ranks.
+        images: of the training.
+        engine: network and optimiser.
+        memory: descriptors of earlier steps.
+        schedule: of the learning rate.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        images: TrainingImages,
+        engine: Engine,
+        memory: CrossBatchMemory,
+        schedule: LinearDecay,
+    ) -> None:
+        self.recipe, self.world, self.images = recipe, world, images
+        self.engine, self.memory, self.schedule = engine, memory, schedule
+        self.folder = recipe.run / "checkpoints"
+        # Highest validation mAP of a checkpoint, and that without the last one, which may yet fail.
+        self.best = self._best_before = float("-inf")
+        self._has_failed = False  # the last checkpoint
+        self.score: float | None = None  # of the checkpoint that the run goes on from
+        section = recipe.checkpoint
+        self._stored: StoredRun | None = None
+        if section.store is not None:
+            store = Store(section.store, section.remote or recipe.data.remote)
+            self._stored = StoredRun(store, section.keep, section.keep_best, BESIDE, NOT_FINITE_LOG)
+        self._writer = CheckpointWriter(
+            self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds, self._stored
+        )
+
+    def resume(self) -> int:
+        """Take over the newest good checkpoint, where there is one; returns the number of steps behind it.
+
+        Raises:
+            DistapError: it is of another training, the ranks see different ones, or none is undamaged.
+        """
+        if self._stored is not None:
+            return self._resume_from_store(self._stored)
+        checkpoint, damaged = newest_checkpoint(self.folder, self.world)
+        if checkpoint is None:
+            return 0
+        self._take_over(checkpoint)
+        score = None
+        if self.world.rank == 0:
+            for path in damaged:
+                self._set_aside(path)
+            best = best_checkpoint(self.folder)
+            score = None if best is None else read_manifest(best).score
+        self._agree_on_best(score)
+        return checkpoint.step
+
+    def _resume_from_store(self, stored: StoredRun) -> int:
+        """The same where a store has the checkpoints; what the disks have alone is brought there first."""
+        probe(stored, self.world)
+        is_first = self.world.rank == 0
+        with newest_of_store(stored, self.folder, self.world) as found:
+            if found is None:
+                return 0
+            checkpoint = found.checkpoint
+            self._take_over(checkpoint)
+
+            def tidy() -> float | None:
+                for name in found.passed_over:
+                    self._set_aside_in_store(stored, name)
+                if found.name is None:
+                    stored.add(checkpoint.path, checkpoint.manifest)
+                else:
+                    stored.fetch_beside(self.recipe.run)
+                best = stored.best()
+                return None if best is None else stored.manifest(best).score
+
+            self._agree_on_best(on_all(self.world, tidy, mine=is_first)[0])
+            if found.name is None and is_first:  # no rank reads it any more, and the store has it
+                shutil.rmtree(checkpoint.path, ignore_errors=True)
+        return checkpoint.step
+
+    def _set_aside_in_store(self, stored: StoredRun, name: str) -> None:
+        try:
+            stored.set_aside(name)
+        except DistapError as error:  # it will be passed over again
+            logger.warning("%s is damaged and cannot be set aside: %s", stored.where(name), error)
+            return
+        logger.warning("%s is damaged; its manifest is %s now", stored.where(name), DAMAGED_MANIFEST)
+
+    def _agree_on_best(self, score: float | None) -> None:
+        """Take rank 0's, so that the ranks agree on which of the next ones is better."""
+        best = torch.tensor(float("-inf") if score is None else score, dtype=torch.float64, device=self.world.device)
+        self.best = float(self.world.broadcast(best))
+
+    def _set_aside(self, path: Path) -> None:
+        try:
+            aside = set_aside(path)
+        except OSError as error:  # it will be passed over again
+            logger.warning("%s is damaged and cannot be renamed: %s", path, error)
+            return
+        size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
+        logger.warning("%s is damaged; it is %s now, %.1f MB that you may remove", path, aside.name, size / 1e6)
+
+    def save(self, step: int, score: float | None = None) -> Written | None:
+        """Start to write a checkpoint; what became of the one before, unless `poll` has told."""
+        recipe = self.recipe.model_dump(mode="json")
+        state = {"step": step, "identity": self._identity(), "may_change": self._may_change(), "recipe": recipe}
+        about = {"configuration": _hash(recipe), "data": self.images.fingerprint}
+        before = self._noted(self._writer.save(step, self._tensors(), state, about, score))
+        # Only now do all ranks know of the one before, and they must agree on which of the next ones is better.
+        if not self.world.all_agree(not self._has_failed):
+            self.best = self._best_before
+        self._best_before = self.best
+        if score is not None:
+            self.best = max(self.best, score)
+        return before
+
+    def send_beside(self) -> None:
+        """Bring what rank 0 has written to the store, where there is one, though no checkpoint comes with it."""
+        if self._stored is not None and self.world.rank == 0:
+            until = time.monotonic() + BESIDE_SECONDS
+            send_beside(self._stored.by(until), self.recipe.run)
+
+    def is_best(self, score: float | None) -> bool:
+        """Whether a state with this validation mAP deserves a checkpoint of its own."""
+        return score is not None and self.recipe.checkpoint.keep_best and score > self.best
+
+    def poll(self) -> Written | None:
+        """What became of the last checkpoint, once, when it is known."""
+        return self._noted(self._writer.poll())
+
+    def wait(self) -> Written | None:
+        """Wait for the checkpoint that is being written; what became of it."""
+        return self._noted(self._writer.wait())
+
+    def _noted(self, written: Written | None) -> Written | None:
+        if written is not None:
+            self._has_failed = written.error is not None
+        return written
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parts = {f"{part}.{name}": t for part, of in self._parts() for name, t in of.state_dict().items()}
+        return self.engine.state_dict() | parts
+
+    def _parts(self) -> Iterator[tuple[str, CrossBatchMemory | TrainingImages]]:
+        """What has a state beside the engine, and what its tensors are called."""
+        yield "memory", self.memory
+        yield "streams", self.images
+
+    def _take_over(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state("identity", "may_change")
+        for name, value in self._identity().items():
+            if state["identity"].get(name) != value:
+                raise DistapError(
+                    f"{checkpoint.where}: the run was started with another {name}: {state['identity'].get(name)}, "
+                    f"now {value}; choose another run folder, or go back to it"
+                )
+        tensors = checkpoint.tensors()
+        for part, of in self._parts():
+            names = [name for name in tensors if name.startswith(f"{part}.")]
+            of.load_state_dict({name.removeprefix(f"{part}."): tensors.pop(name) for name in names})
+        try:
+            self.engine.load_state_dict(tensors)
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise DamagedCheckpointError(checkpoint.where, f"its tensors are not this network's: {error}") from error
+        self.score = checkpoint.manifest.score
+        for name, value in self._may_change().items():
+            if state["may_change"].get(name) != value:
+                before = state["may_change"].get(name)
+                logger.warning("%s: %s has changed since: it was %s, now %s", checkpoint.where, name, before, value)
+        logger.info("going on from %s", checkpoint.where)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change within a run, since the state would mean something else."""
+        recipe = self.recipe.model_dump(mode="json")
+        return {
+            # Left out where it is as it always was, so that runs from before it could be chosen go on.
+            **({"data.reading": recipe["data"]["reading"]} if recipe["data"]["reading"] != "indexed" else {}),
+            "data.train": self.images.fingerprint,
+            "seed": recipe["seed"],
+            "sampling": recipe["sampling"],
+            "model": recipe["model"],
+            "loss": recipe["loss"],
+            # The optimiser's state brings these along; rate, warm-up and steps may change.
+            **{f"optimizer.{key}": recipe["optimizer"][key] for key in ("name", "betas", *PARTS)},
+        }
+
+    def _may_change(self) -> dict[str, Any]:
+        """What may change within a run, though figures before and after are then of two trainings."""
+        recipe = self.recipe.model_dump(mode="json")
+        data = recipe["data"]
+        return {
+            "schedule": dataclasses.asdict(self.schedule),
+            "precision": recipe["precision"],
+            **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
+        }
+
+
+def _hash(recipe: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,259 @@
+import asyncio
+import threading
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+from galleries import Gallery, make_gallery, upload
+from serving import MULTIPART, body
+
+from distap.apps.search import open_pictures, open_searcher
+from distap.apps.serve.app import build_app
+from distap.apps.serve.service import Service
+from distap.apps.serve.settings import ServeSettings
+from distap.retrieval.descriptor_files import DescribedBy
+from distap.world import World
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory, training_shards) -> Gallery:
+    return make_gallery(tmp_path_factory.mktemp("served"), training_shards)
+
+
+@pytest.fixture(scope="module")
+def searcher(gallery):
+    return open_searcher(gallery.index, gallery.run, world=World())
+
+
+@contextmanager
+def service(searcher, **settings):
+    made = Service(ServeSettings(threads=1, **settings))
+    made.load(searcher, open_pictures(searcher.index))
+    yield made
+    made.close()
+
+
+def client_of(made: Service) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(build_app(made), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+@contextmanager
+def nothing_found_yet(searcher):
+    """Searches come as far as the index and wait there."""
+    with searcher.index._lock:
+        yield
+
+
+async def post(client, image=upload(0), **fields) -> httpx.Response:  # noqa: B008 - the same for all
+    return await client.post("/api/search", content=body(image, **fields), headers=MULTIPART)
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def test_what_finds_the_queue_full_is_told_to_come_again(searcher):
+    async def story(made):
+        async with client_of(made) as client:
+            with nothing_found_yet(searcher):
+                waiting = [asyncio.create_task(post(client)) for _ in range(3)]  # one at work, two in the queue
+                await until(lambda: made._searches.places.taken == 3)
+                refused = await post(client)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert refused.json()["error"]["reason"] == "busy"
+                assert (await client.get("/healthz")).status_code == 200
+                assert (await client.get("/images/0")).status_code == 200
+            assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
+            assert (await post(client)).status_code == 200
+
+    with service(searcher, queue=2) as made:
+        asyncio.run(story(made))
+
+
+def test_a_search_that_takes_too_long_is_told_and_keeps_its_thread_until_it_ends(searcher):
+    async def story(made):
+        async with client_of(made) as client:
+            with nothing_found_yet(searcher):
+                first, second = await asyncio.gather(post(client), post(client))
+                assert first.status_code == second.status_code == 503
+                assert "took more than 0.2 s" in first.text + second.text
+                # The thread that waits for the index is not free; what had not begun never does.
+                assert made._searches.places.taken == 1
+            await until(lambda: made._searches.places.taken == 0)
+            assert (await post(client)).status_code == 200
+
+    with service(searcher, queue=1, timeout_seconds=0.2) as made:
+        asyncio.run(story(made))
+
+
+def test_a_body_that_does_not_arrive_in_time_is_refused(searcher):
+    async def story(made):
+        forever = asyncio.Event()
+
+        async def slow():
+            yield body(upload(0))[:50]
+            await forever.wait()
+
+        async with client_of(made) as client:
+            answer = await client.post("/api/search", content=slow(), headers=MULTIPART)
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "slow")
+        assert made.uploads.taken == 0
+
+    with service(searcher, timeout_seconds=0.2) as made:
+        asyncio.run(story(made))
+
+
+def test_no_more_bodies_are_read_at_a_time_than_are_allowed(searcher):
+    async def story(made):
+        go_on = asyncio.Event()
+
+        async def held():
+            content = body(upload(0))
+            yield content[:50]
+            await go_on.wait()
+            yield content[50:]
+
+        async with client_of(made) as client:
+            total = made.settings.uploads
+            tasks = [
+                asyncio.create_task(client.post("/api/search", content=held(), headers=MULTIPART))
+                for _ in range(total)
+            ]
+            await until(lambda: made.uploads.taken == total)
+            assert (await post(client)).status_code == 503
+            go_on.set()
+            statuses = [answer.status_code for answer in await asyncio.gather(*tasks)]
+        assert set(statuses) <= {200, 503} and 200 in statuses
+        assert made.uploads.taken == 0
+
+    with service(searcher, queue=1) as made:
+        asyncio.run(story(made))
+
+
+def test_before_it_is_loaded_a_server_is_alive_and_not_ready():
+    async def story(made):
+        async with client_of(made) as client:
+            assert (await client.get("/healthz")).status_code == 200
+            for path in ("/readyz", "/api/search?key=x", "/images/0"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "not_ready")
+            assert (await post(client)).status_code == 503
+
+    made = Service(ServeSettings())
+    asyncio.run(story(made))
+    made.close()
+
+
+def test_a_fault_of_the_server_is_told_without_its_traceback(searcher, monkeypatch, caplog):
+    async def story(made):
+        async with client_of(made) as client:
+            answer = await post(client)
+            assert answer.status_code == 500 and "secret" not in answer.text
+            assert answer.json()["error"]["reason"] == "failed"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            text = (await client.get("/metrics")).text
+            assert 'requests_total{route="/api/search",status="500"} 1.0' in text
+
+    def broken(*arguments):
+        raise ValueError("a secret")
+
+    monkeypatch.setattr(type(searcher.index), "search", broken)
+    with service(searcher) as made:
+        asyncio.run(story(made))
+    assert "a secret" in caplog.text  # in the log
+
+
+def test_a_client_that_leaves_gives_its_place_back(searcher):
+    async def story(made):
+        app = build_app(made)
+        messages = [{"type": "http.request", "body": body(upload(0))[:50], "more_body": True}]
+
+        async def receive():
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(name.lower().encode(), value.encode()) for name, value in MULTIPART.items()]
+        about = {"method": "POST", "path": "/api/search", "raw_path": b"/api/search", "query_string": b""}
+        scope = {"type": "http", "headers": headers, "scheme": "http", "server": ("test", 80), **about}
+        await app({**scope, "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"}}, receive, send)
+        assert made.uploads.taken == 0 and not sent
+        assert 'status="499"' in made.metrics.text().decode()
+
+    with service(searcher) as made:
+        asyncio.run(story(made))
+
+
+def test_searches_at_the_same_time_have_the_answers_of_searches_one_by_one(searcher):
+    images = [upload(seed) for seed in range(24)]
+    expected = [searcher.by_image(image, 5) for image in images]
+    found: dict[int, list] = {}
+
+    def some(start):
+        for number in range(start, len(images), 4):
+            found[number] = searcher.by_image(images[number], 5)
+
+    threads = [threading.Thread(target=some, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, hits in enumerate(expected):
+        assert [hit.similarity for hit in found[number]] == pytest.approx([hit.similarity for hit in hits], abs=1e-6)
+
+
+# Starlette leaves the buffer of a part without an end to Python, which closes it at once and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_no_mangled_body_is_a_fault_of_the_server(searcher):
+    generator = np.random.default_rng(0)
+    sound = body(upload(0), 5)
+
+    def mangled() -> tuple[bytes, dict[str, str]]:
+        data = bytearray(sound)
+        for _ in range(generator.integers(1, 6)):
+            start, length = generator.integers(len(data)), int(generator.integers(1, 40))
+            kind = generator.integers(3)
+            if kind == 0:
+                data[start : start + length] = generator.bytes(length)
+            elif kind == 1:
+                del data[start : start + length]
+            else:
+                data[start:start] = data[:length]
+        kinds = [
+            MULTIPART["Content-Type"],
+            "multipart/form-data; boundary=",
+            "multipart/form-data; charset=x; boundary=-",
+        ]
+        return bytes(data), {"Content-Type": kinds[generator.choice(3, p=[0.8, 0.1, 0.1])]}
+
+    async def story(made):
+        async with client_of(made) as client:
+            for _ in range(300):
+                content, headers = mangled()
+                answer = await client.post("/api/search", content=content, headers=headers)
+                assert answer.status_code in (200, 400, 408, 413, 415, 422), (content, headers, answer.text)
+                assert "hits" in answer.json() or answer.json()["error"]["message"]
+
+    with service(searcher) as made:
+        asyncio.run(story(made))
+
+
+@pytest.mark.parametrize(
+    ("sizing", "scales", "given", "expected"),
+    [
+        ("crop 224", (1.0,), None, 50_000_000),
+        ("original", (1.0,), None, 4_000_000),
+        ("original", (2.0, 1.0), None, 1_000_000),
+        ("original", (0.5,), None, 4_000_000),
+        ("original", (1.0,), 123, 123),
+    ],
+)
+def test_an_upload_has_as_many_pixels_as_the_network_can_see(sizing, scales, given, expected):
+    assert ServeSettings(max_pixels=given).pixels_of(DescribedBy("network", sizing, scales)) == expected

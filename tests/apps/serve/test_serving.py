@@ -1,0 +1,318 @@
+import asyncio
+import json
+import signal
+import socket
+import sys
+from functools import partial
+
+import httpx
+import numpy as np
+import pytest
+from browser import DESKTOP, PHONE
+from commands import distap
+from galleries import Gallery, make_gallery, upload
+from launching import started
+from selenium.webdriver.support.ui import WebDriverWait
+from serving import BAD, MULTIPART, body, bomb, command, resident, serving
+
+from distap.apps.search import Searcher, open_searcher
+from distap.apps.serve import ServeSettings
+from distap.apps.serve.server import _listening
+from distap.retrieval.index_files import Hit
+from distap.world import World
+
+ALIKE = 1e-5  # similarities, whatever the number of threads
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory, training_shards) -> Gallery:
+    return make_gallery(tmp_path_factory.mktemp("served"), training_shards)
+
+
+@pytest.fixture(scope="module")
+def searcher(gallery) -> Searcher:
+    """What a server has to answer like."""
+    return open_searcher(gallery.index, gallery.run, world=World())
+
+
+@pytest.fixture(scope="module")
+def served(gallery, tmp_path_factory):
+    """URL of a server, and its process."""
+    with serving(gallery, tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
+@pytest.fixture
+def url(served) -> str:
+    return served[0]
+
+
+def require_right(answer: httpx.Response, every: list[Hit], k: int) -> None:
+    """The answer has the first of all hits that the network and the index give directly."""
+    assert answer.status_code == 200, answer.text
+    hits = answer.json()["hits"]
+    similarity = {hit.key: hit.similarity for hit in every}
+    np.testing.assert_allclose(
+        [hit["similarity"] for hit in hits], [hit.similarity for hit in every[:k]], rtol=0, atol=ALIKE
+    )
+    assert [hit["rank"] for hit in hits] == list(range(1, len(every[:k]) + 1))
+    assert len({hit["key"] for hit in hits}) == len(hits)
+    assert all(abs(hit["similarity"] - similarity[hit["key"]]) < ALIKE for hit in hits)
+
+
+def require_refused(answer: httpx.Response, status: int, reason: str) -> None:
+    error = answer.json()["error"]
+    assert (answer.status_code, error["reason"]) == (status, reason), answer.text
+    assert error["message"] and "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_an_upload_is_answered_as_the_network_and_the_index_would(url, searcher, form):
+    image = upload(7, form)
+    answer = httpx.post(f"{url}/api/search", files={"image": ("x", image)}, data={"k": 5})
+    require_right(answer, searcher.by_image(image, 40), 5)
+
+
+def test_without_k_there_are_ten_hits(url, searcher):
+    answer = httpx.post(f"{url}/api/search", files={"image": upload(8)})
+    require_right(answer, searcher.by_image(upload(8), 40), 10)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_upload_is_refused_with_what_to_do(url, name):
+    content, headers, status, reason = BAD[name]
+    require_refused(httpx.post(f"{url}/api/search", content=content, headers=headers), status, reason)
+
+
+def test_a_body_without_a_length_is_limited_while_it_is_read(url):
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        while sent < 3_000_000:
+            sent += 100_000
+            yield bytes(100_000) if sent > 100_000 else body(bytes(50_000))[:-40]
+
+    require_refused(httpx.post(f"{url}/api/search", content=endless(), headers=MULTIPART), 413, "too_large")
+
+
+def test_a_key_finds_what_is_most_similar_to_it(url, searcher):
+    key = str(searcher.index.keys[0])
+    hits = httpx.get(f"{url}/api/search", params={"key": key, "k": 3}).json()["hits"]
+    expected = searcher.by_key(key, 3)
+    assert [hit["key"] for hit in hits] == [hit.key for hit in expected]
+    assert [hit["class"] for hit in hits] == [hit.class_name for hit in expected]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "reason"),
+    [
+        ({"key": "no/such"}, 404, "not_found"),
+        ({}, 422, "bad_request"),
+        ({"key": "x", "k": 0}, 422, "bad_request"),
+        ({"key": "x", "k": 51}, 422, "bad_request"),
+        ({"key": "x", "k": "many"}, 422, "bad_request"),
+        ({"key": "x" * 5000}, 422, "bad_request"),
+    ],
+)
+def test_a_bad_key_or_k_is_refused(url, query, status, reason):
+    require_refused(httpx.get(f"{url}/api/search", params=query), status, reason)
+
+
+def test_pictures_are_had_by_row_only(url):
+    picture = httpx.get(f"{url}/images/3")
+    assert picture.headers["content-type"] == "image/jpeg" and picture.content.startswith(b"\xff\xd8")
+    require_refused(httpx.get(f"{url}/images/40"), 404, "not_found")
+    require_refused(httpx.get(f"{url}/images/-1"), 404, "not_found")
+    for path in ("a", "0.jpg", "0x1", "1.5"):
+        require_refused(httpx.get(f"{url}/images/{path}"), 422, "bad_request")
+    for path in ("../../etc/passwd", "..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/passwd"):
+        assert httpx.get(f"{url}/images/{path}").status_code in (404, 422)
+
+
+def test_every_answer_has_security_headers_and_errors_have_one_form(url):
+    for path, status in (("/", 200), ("/page.js", 200), ("/healthz", 200), ("/nothing", 404), ("/docs", 404)):
+        answer = httpx.get(f"{url}{path}")
+        assert answer.status_code == status
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "server" not in answer.headers
+    require_refused(httpx.get(f"{url}/nothing"), 404, "not_found")
+    require_refused(httpx.delete(f"{url}/api/search"), 405, "bad_request")
+
+
+def test_openapi_describes_uploads_and_errors(url):
+    about = httpx.get(f"{url}/openapi.json").json()
+    post = about["paths"]["/api/search"]["post"]
+    assert "image" in post["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
+    assert {"200", "400", "413", "415", "422", "503"} <= set(post["responses"])
+    assert set(about["components"]["schemas"]["HitAnswer"]["properties"]) == {
+        *("rank", "key", "class", "similarity", "picture")
+    }
+
+
+def counted(url: str, name: str) -> float:
+    """Sum of a metric's series whose line begins so."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_metrics_count_requests_and_refused_uploads(url):
+    of_status = 'distap_search_requests_total{route="/api/search",status="400"}'
+    of_reason = 'distap_search_uploads_refused_total{reason="empty"}'
+    before = counted(url, of_status), counted(url, of_reason)
+    httpx.post(f"{url}/api/search", files={"image": b""})
+    assert (counted(url, of_status), counted(url, of_reason)) == (before[0] + 1, before[1] + 1)
+    assert counted(url, "distap_search_index_images") == 40
+    assert counted(url, "distap_search_requests_in_flight") == 1  # the one that asks
+    httpx.get(f"{url}/made/up/1")
+    assert "made" not in httpx.get(f"{url}/metrics").text
+
+
+def test_under_load_no_answer_is_wrong_and_memory_stays_bounded(served, searcher):
+    url, job = served
+    images = [upload(seed, form) for seed, form in enumerate(["PNG", "JPEG", "WEBP"] * 8)]
+    expected = [searcher.by_image(image, 40) for image in images]
+    bad = list(BAD.values())
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        if number % 3 == 2:
+            content, headers, status, reason = bad[number // 3 % len(bad)]
+            require_refused(await client.post("/api/search", content=content, headers=headers), status, reason)
+            return
+        which, k = number % len(images), 1 + number % 40
+        answer = await client.post("/api/search", content=body(images[which], k), headers=MULTIPART)
+        require_right(answer, expected[which], k)
+        if number % 5 == 0:
+            picture = await client.get(answer.json()["hits"][0]["picture"])
+            assert picture.content.startswith(b"\xff\xd8")
+
+    async def many(total: int) -> None:
+        waiting = iter(range(total))
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+
+            async def worker() -> None:
+                for number in waiting:
+                    await one(client, number)
+
+            await asyncio.gather(*(worker() for _ in range(16)))
+
+    asyncio.run(many(100))
+    before = resident(job.process.pid)
+    asyncio.run(many(300))
+    assert resident(job.process.pid) - before < 64 * 2**20
+    assert counted(url, 'distap_search_requests_total{route="/api/search",status="500"}') == 0
+    assert counted(url, "distap_search_requests_in_flight") == 1
+    assert "Traceback" not in job.said
+
+
+def test_a_bomb_costs_no_memory(served):
+    url, job = served
+    before = resident(job.process.pid)
+    for _ in range(5):
+        httpx.post(f"{url}/api/search", files={"image": bomb(20_000, 20_000)})
+    assert resident(job.process.pid) - before < 64 * 2**20
+
+
+def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path):
+    image = upload(9)
+    content = body(image, 3)
+    with serving(gallery, tmp_path, drain_seconds=0.5) as (url, job):
+        host, port = url.removeprefix("http://").split(":")
+        head = f"POST /api/search HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n"
+        head += f"Content-Type: {MULTIPART['Content-Type']}\r\n\r\n"
+        with socket.create_connection((host, int(port))) as upload_socket:
+            upload_socket.sendall(head.encode() + content[:100])
+            job.wait_until(lambda: counted(url, "distap_search_requests_in_flight") == 2)
+            job.process.send_signal(signal.SIGTERM)
+            job.wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 503)
+            job.wait_until(lambda: is_closed(host, int(port)))
+            upload_socket.sendall(content[100:])
+            answer = b"".join(iter(lambda: upload_socket.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 200")
+        hits = json.loads(answer.partition(b"\r\n\r\n")[2])["hits"]
+        assert [hit["key"] for hit in hits] == [hit.key for hit in searcher.by_image(image, 3)]
+        assert job.status(30) == 0, job.said
+
+
+def is_closed(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_server_that_is_stopped_while_it_loads_ends_well(gallery, tmp_path):
+    with started(command(gallery), tmp_path) as job:
+        job.wait_until(lambda: "serving on " in job.said)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.status(30) == 0, job.said
+
+
+def test_a_server_that_cannot_load_ends_with_the_reason(gallery, tmp_path, monkeypatch, capsys):
+    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", tmp_path, "--port", 0) == 2
+    assert "no checkpoint there" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_listened_on_is_named(gallery, url, monkeypatch, capsys):
+    port = url.rpartition(":")[2]
+    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run, "--port", port) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_without_its_extra_serving_says_what_to_install(gallery, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("distap.apps.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run) == 2
+    assert "pip install 'distap[serve]'" in capsys.readouterr().err
+
+
+def test_answers_do_not_wait_for_more_to_send():
+    with _listening(ServeSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def texts(driver, selector: str) -> list[str]:
+    return [element.text for element in driver.find_elements("css selector", selector)]
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_the_page_shows_what_is_similar_to_an_upload(url, searcher, browser, tmp_path, size):
+    image = tmp_path / "query.png"
+    image.write_bytes(upload(11, size=(160, 120)))
+    browser.open(f"{url}/", size)
+    driver = browser.driver
+    shown = partial(WebDriverWait(driver, 20).until, message="no hits are shown")
+    driver.find_element("id", "image").send_keys(str(image))
+    k = driver.find_element("id", "k")
+    k.clear()
+    k.send_keys("6")
+    driver.find_element("id", "send").click()
+    shown(lambda _: len(texts(driver, "#hits li")) == 6)
+    expected = searcher.by_image(image.read_bytes(), 6)
+    assert texts(driver, "#hits .key") == [hit.key for hit in expected]
+    assert texts(driver, "#hits .class") == [hit.class_name for hit in expected]  # `<i>apple` as text
+    assert not browser.broken_pictures() and browser.sideways() <= 0
+    assert driver.switch_to.active_element.text == "Most similar to your image"
+    driver.find_element("css selector", "#hits .more").click()
+    shown(lambda _: texts(driver, "#found") == [f"Most similar to {expected[0].key}"])
+    assert texts(driver, "#hits .key") == [hit.key for hit in searcher.by_key(expected[0].key, 6)]
+    assert not browser.errors()
+    assert all(each.startswith((url, "blob:")) for each in browser.requests())
+
+
+def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):
+    image = tmp_path / "query.png"
+    image.write_bytes(b"no image")
+    browser.open(f"{url}/", PHONE)
+    driver = browser.driver
+    driver.find_element("id", "send").click()
+    assert texts(driver, "#error") == ["Choose an image first."]
+    driver.find_element("id", "image").send_keys(str(image))
+    driver.find_element("id", "image").submit()
+    WebDriverWait(driver, 20).until(lambda _: texts(driver, "#error")[0].startswith("this is no image"))
+    assert browser.sideways() <= 0 and texts(driver, "#hits li") == []

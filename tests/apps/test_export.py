@@ -1,0 +1,392 @@
+import io
+import json
+import re
+import shutil
+from dataclasses import replace
+from hashlib import sha256
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+import yaml
+from commands import distap
+from PIL import Image
+from safetensors import safe_open
+from small_trainings import train
+from torch import nn
+
+from distap.apps.export import ExportSettings, export_to_folder, programs
+from distap.apps.export.card import Card
+from distap.apps.export.checking import agreement, cases_of, onnx_describer, program_describer, sizes_to_try
+from distap.apps.export.origin import origin_of
+from distap.apps.export.programs import exportable, program_of, save_onnx, save_program, size_ranges
+from distap.checkpoint import find_checkpoint
+from distap.config.sections import TimmWeights
+from distap.data.images.whole_images import Sizing
+from distap.errors import DistapError
+from distap.evaluation.extraction import describer_of
+from distap.evaluation.saved import folder_of_step, read_evaluation
+from distap.model import MultiScaleNetwork, build_network
+from distap.retrieval.descriptor_files import DescriptorSet
+from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
+from distap.storage.remotes import RemoteSettings
+from distap.training.build import trained_network
+from distap.world import World
+
+ALL = ("pt2", "onnx", "safetensors")
+SIZE = 48
+
+
+def network(backbone="resnet10t", projection=16, seed=0):
+    torch.manual_seed(seed)
+    return build_network(backbone, {"name": "random"}, {"name": "gem"}, projection).eval()
+
+
+def whitening_tensors(dimensions=16):
+    generator = torch.Generator().manual_seed(1)
+    return 0.1 * torch.randn(dimensions, generator=generator), torch.randn(8, dimensions, generator=generator)
+
+
+def images(count, height=SIZE, width=SIZE, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, training_shards):
+    """A trained network with whitening, exported in all formats."""
+    folder = tmp_path_factory.mktemp("export")
+    run = folder / "run"
+    train(
+        World(),
+        run,
+        training_shards,
+        steps=2,
+        data__validation=str(training_shards[1]),
+        evaluation={"every": 2, "at_start": False},
+        model__projection=16,
+        loss={"sup_ap": 0.5, "calibration": 0.5},
+    )
+    training, inner = trained_network(run, World())
+    describer = describer_of(inner, Sizing("crop", SIZE))
+    with describer.evaluating():
+        described = describer(images(60)).numpy()
+    names = np.array([str(number) for number in range(60)])
+    whitening = learn_pca(DescriptorSet(described, names, names, describer.described_by, "noise"), dimensions=8)
+    save_whitening(folder / "whitening.safetensors", whitening)
+    output = folder / "output"
+    export_to_folder(run, output, ExportSettings(ALL, SIZE), folder / "whitening.safetensors")
+    return SimpleNamespace(
+        run=run,
+        output=output,
+        recipe=training,
+        network=inner,
+        whitening=folder / "whitening.safetensors",
+        describer=describer_of(inner, Sizing("crop", SIZE), whitening=whitening),
+    )
+
+
+def described(exported, pixels):
+    with exported.describer.evaluating():
+        return exported.describer(pixels)
+
+
+def by_onnx(path, pixels):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: pixels.numpy()})[0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_both_programs_describe_as_the_checkpoint_does(exported, count):
+    pixels = images(count, seed=count)
+    expected = described(exported, pixels)
+    program = torch.export.load(exported.output / "model.pt2").module()
+    for found in (program(pixels), by_onnx(exported.output / "model.onnx", pixels)):
+        assert found.dtype == torch.float32 and found.shape == (count, 8)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.norm(dim=1), torch.ones(count))
+
+
+def test_onnx_says_what_it_takes(exported):
+    model = onnx.load(exported.output / "model.onnx")
+    lengths = [each.dim_param or each.dim_value for each in model.graph.input[0].type.tensor_type.shape.dim]
+    assert lengths == ["batch", 3, SIZE, SIZE]
+    assert model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.UINT8
+
+
+def test_timm_loads_the_backbone_and_computes_the_same(exported):
+    path = str(exported.output / "backbone.safetensors")
+    pooled = timm.create_model("resnet10t", num_classes=0, checkpoint_path=path).eval()
+    pixels = torch.rand(2, 3, SIZE, SIZE)
+    with torch.inference_mode():
+        maps = exported.network.eval().backbone(pixels)
+        torch.testing.assert_close(pooled(pixels), maps.mean(dim=(2, 3)), atol=1e-5, rtol=1e-4)
+
+
+def test_every_file_says_what_made_it(exported):
+    expected = json.loads(json.dumps(exported.describer.described_by.__dict__))
+    about = json.loads((exported.output / "export.json").read_text())
+    assert about["described_by"] == expected and about["step"] == 2 and about["dimensions"] == 8
+    assert about["agreement"].keys() == {"model.pt2", "model.onnx"}
+    assert max(each["largest_difference"] for each in about["agreement"].values()) < 1e-5
+    written = {path.name: path.read_bytes() for path in exported.output.iterdir() if path.name != "export.json"}
+    assert {name: each["sha256"] for name, each in about["files"].items()} == {
+        name: sha256(data).hexdigest() for name, data in written.items()
+    }
+    extra = {"distap": ""}
+    torch.export.load(exported.output / "model.pt2", extra_files=extra)
+    properties = {each.key: each.value for each in onnx.load(exported.output / "model.onnx").metadata_props}
+    with safe_open(exported.output / "backbone.safetensors", "pt") as file:
+        header = file.metadata()
+    for text in (extra["distap"], properties["distap"], header["distap"]):
+        assert json.loads(text)["described_by"] == expected
+
+
+def test_the_code_on_the_card_describes_a_photo_as_distap_does(exported, monkeypatch):
+    card = (exported.output / "README.md").read_text()
+    generator = np.random.default_rng(0)
+    coarse = Image.fromarray(generator.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    photo = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 3  # stored upside down
+    coarse.resize((91, 63)).save(photo, "PNG", exif=exif)
+    (exported.run / "photo.jpg").write_bytes(photo.getvalue())
+    monkeypatch.chdir(exported.run)
+    for name in ("model.pt2", "model.onnx", "backbone.safetensors"):
+        (exported.run / name).symlink_to(exported.output / name)
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
+        exec(code, names)
+    expected = exported.describer.describe([photo.getvalue()])
+    torch.testing.assert_close(names["descriptors"], expected, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(names["descriptors_by_onnx"], expected, atol=1e-5)
+    assert names["features"].shape == (1, 512)
+
+
+def test_the_card_tells_what_the_run_knows(exported, training_shards):
+    card = (exported.output / "README.md").read_text()
+    evaluation = read_evaluation(folder_of_step(exported.run, 2))
+    fields = yaml.safe_load(card.split("---\n")[1])
+    (result,) = fields["model-index"][0]["results"]
+    assert result["dataset"]["name"] == str(training_shards[1])
+    found = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert found == pytest.approx(evaluation.figures, abs=1e-6)
+    assert fields["license"] == "unknown" and "base_model" not in fields
+    (written,) = re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)
+    assert yaml.safe_load(written) == exported.recipe.model_dump(mode="json")
+    for text in (
+        "0.5 sup_ap + 0.5 calibration",
+        f"| mAP | {100 * evaluation.figures['mAP']:.2f} |",
+        f"| data set | `{training_shards[0]}` |",
+        "| images | 54 |",
+        "| classes | 12 |",
+        "| began with | random weights |",
+        exported.describer.described_by.network,
+        load_whitening(exported.whitening).fingerprint,
+        "learned from `noise`",
+        "whose figures are not known",
+        "That of these weights is not known here",
+    ):
+        assert text in card, text
+
+
+def test_a_card_names_the_weights_that_training_began_with(exported):
+    origin = origin_of(find_checkpoint(exported.run), exported.recipe)
+    model = exported.recipe.model.model_copy(update={"backbone": "resnet50.a1_in1k", "weights": TimmWeights()})
+    began = replace(origin, recipe=exported.recipe.model_copy(update={"model": model}))
+    card = Card(exported.describer, began, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None).text()
+    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
+    assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
+
+
+def test_a_card_passes_on_no_key_to_a_storage(exported):
+    origin = origin_of(find_checkpoint(exported.run), exported.recipe)
+    remote = RemoteSettings(options={"s3": {"key": "its name", "secret": "its secret"}})
+    train = "https://user:word@a.example/shards/train?signature=abc"
+    data = exported.recipe.data.model_copy(update={"remote": remote, "train": train})
+    trained = replace(origin, recipe=exported.recipe.model_copy(update={"data": data}))
+    card = Card(exported.describer, trained, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None).text()
+    assert "its name" not in card and "its secret" not in card
+    assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
+
+
+def test_figures_of_another_state_are_not_told(exported):
+    checkpoint = find_checkpoint(exported.run)
+    other = replace(checkpoint, manifest=replace(checkpoint.manifest, score=0.25))
+    origin = origin_of(other, exported.recipe)
+    assert origin.figures == {exported.recipe.data.validation: {"mAP": 0.25}} and origin.validation is None
+
+
+def test_what_is_not_known_is_not_told(tmp_path, training_shards):
+    run, output = tmp_path / "run", tmp_path / "output"
+    shards = shutil.copytree(training_shards[0], tmp_path / "shards")
+    train(World(), run, [shards], steps=1)
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        (run / name).unlink()
+    shutil.rmtree(shards)
+    export_to_folder(run, output, ExportSettings(("safetensors",)))
+    card = (output / "README.md").read_text()
+    assert "| images | not known |" in card and "| classes | not known |" in card
+    assert "was not evaluated while it was trained" in card and "model-index" not in card
+    assert "weights of its backbone alone" in card and "torch.export" not in card and "onnx" not in card
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(exported, tmp_path):
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "thesis.tex").write_text("chapter 1")
+    with pytest.raises(DistapError, match=r"holds thesis\.tex, which is no export's; name a new folder"):
+        export_to_folder(exported.run, output, ExportSettings(("safetensors",)))
+    assert (output / "thesis.tex").read_text() == "chapter 1"
+
+
+def test_an_earlier_export_is_replaced_whole_or_not_at_all(exported, tmp_path, monkeypatch, capfd):
+    output = tmp_path / "output"
+    backbone = ("--best", "--format", "safetensors")
+    for size in (32, 40):
+        assert distap(monkeypatch, "export", exported.run, output, *backbone, "--image-size", size) == 0
+        assert f"images as `crop {size}`" in capfd.readouterr().err
+    assert distap(monkeypatch, "export", exported.run, output, "--scales", "1,two") == 2
+    assert distap(monkeypatch, "export", exported.run, output, "--format", "tflite") == 2
+    assert distap(monkeypatch, "export", exported.run, output, "--format", "onnx", "--opset", "9") == 2
+    assert json.loads((output / "export.json").read_text())["described_by"]["sizing"] == "crop 40"
+    assert sorted(path.name for path in output.iterdir()) == ["README.md", "backbone.safetensors", "export.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def test_a_whitening_of_another_network_is_refused_and_nothing_is_left(exported, tmp_path):
+    whitening = load_whitening(exported.whitening)
+    foreign = replace(whitening, described_by=replace(whitening.described_by, network="0" * 64))
+    save_whitening(tmp_path / "whitening.safetensors", foreign)
+    with pytest.raises(DistapError, match="learn it anew"):
+        export_to_folder(
+            exported.run, tmp_path / "output", ExportSettings(("pt2",)), tmp_path / "whitening.safetensors"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["whitening.safetensors"]
+
+
+def test_onnx_that_is_not_installed_is_named_with_what_installs_it(monkeypatch):
+    monkeypatch.setattr(programs, "ONNX_MODULES", ("onnx", "no_such_package"))
+    with pytest.raises(DistapError, match=r"needs no_such_package, .*pip install 'distap\[onnx\]'"):
+        ExportSettings(("onnx",))
+
+
+# What is held to the network
+
+
+def test_another_network_is_not_taken_for_the_one_that_was_exported():
+    cases = cases_of(MultiScaleNetwork(network()), [(SIZE, SIZE)])
+    with pytest.raises(DistapError, match=r"model\.pt2: .* differ from the network's by .*, more than 0\.0001"):
+        agreement("model.pt2", MultiScaleNetwork(network(seed=1)), cases)
+    with pytest.raises(DistapError, match=r"gives \(1, 8\) .* expected \(1, 16\)"):
+        agreement("model.pt2", MultiScaleNetwork(network(), whitening=whitening_tensors()), cases)
+
+
+def test_numbers_that_are_not_finite_are_not_exported():
+    broken = network()
+    broken.head.weight.data[0, 0] = float("nan")
+    with pytest.raises(DistapError, match="not finite"):
+        cases_of(broken, [(SIZE, SIZE)])
+
+
+def test_agreement_says_how_far_images_lie_apart():
+    inner = network()
+    cases = cases_of(inner, [(SIZE, SIZE)])
+    assert agreement("itself", inner, cases).apart > 1e-3
+    inner.head.weight.data.zero_()
+    found = agreement("collapsed", inner, cases_of(inner, [(SIZE, SIZE)]))
+    assert found.apart == found.largest_difference == 0
+
+
+def test_every_kind_of_image_looks_different_to_the_check():
+    (case,) = cases_of(MultiScaleNetwork(network()), [(SIZE, SIZE)], [4])
+    differences = torch.cdist(case.images.flatten(1).double(), case.images.flatten(1).double())
+    assert (differences + 1e9 * torch.eye(4)).min() > 1000
+
+
+# What cannot be exported
+
+
+class Choosing(nn.Module):
+    """Which way it goes depends on the pixels."""
+
+    def forward(self, features):
+        return features.mean(dim=(2, 3)) if features.sum() > 0 else features.amax(dim=(2, 3))
+
+
+class Solving(nn.Module):
+    """What ONNX has no operator for."""
+
+    def forward(self, features):
+        local = features.flatten(2)
+        return torch.linalg.eigvalsh(local @ local.mT)
+
+
+def test_a_module_that_cannot_be_traced_is_named():
+    inner = network(projection=None)
+    inner.pooling = Choosing()
+    with pytest.raises(
+        DistapError, match=r"^pooling \(Choosing\) cannot be exported for images of 48 x 48: torch\.exp"
+    ):
+        program_of(exportable(MultiScaleNetwork(inner)), SIZE, False)
+
+
+def test_a_module_that_onnx_has_no_operator_for_is_named(tmp_path):
+    inner = network(projection=None)
+    inner.pooling = Solving()
+    copied = exportable(MultiScaleNetwork(inner))
+    program = program_of(copied, SIZE, False)
+    with pytest.raises(
+        DistapError, match=r"^pooling \(Solving\) cannot be exported to ONNX with opset 20: No ONNX func"
+    ):
+        save_onnx(copied, program, tmp_path / "model.onnx", {})
+
+
+def test_exporting_leaves_the_network_as_it_was():
+    inner = network()
+    before = {name: (value.clone(), value.stride()) for name, value in inner.state_dict().items()}
+    exportable(MultiScaleNetwork(inner))
+    assert inner.memory_format == torch.channels_last and all(p.requires_grad for p in inner.parameters())
+    assert all(torch.equal(v, before[n][0]) and v.stride() == before[n][1] for n, v in inner.state_dict().items())
+
+
+# Other networks, other ways
+
+
+def held_to_the_network(folder, several, image_size, dynamic_size=False):
+    copied = exportable(several)
+    program = program_of(copied, image_size, dynamic_size)
+    cases = cases_of(several, sizes_to_try(image_size, size_ranges(program, image_size)))
+    save_program(program, folder / "model.pt2", {})
+    save_onnx(copied, program, folder / "model.onnx", {})
+    found = [
+        agreement("model.pt2", program_describer(folder / "model.pt2"), cases),
+        agreement("model.onnx", onnx_describer(folder / "model.onnx"), cases),
+    ]
+    assert all(each.largest_difference < 1e-5 and each.smallest_cosine > 1 - 1e-6 for each in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("projection", [None, 16])
+def test_without_whitening_the_network_s_own_end_is_exported(tmp_path, projection):
+    held_to_the_network(tmp_path, MultiScaleNetwork(network(projection=projection)), SIZE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backbone", "image_size"),
+    [("vit_tiny_patch16_224", 224), ("mobilenetv3_small_050", 64), ("efficientnet_lite0", 64)],
+)
+def test_other_backbones_are_exported_too(tmp_path, backbone, image_size):
+    held_to_the_network(tmp_path, MultiScaleNetwork(network(backbone), whitening=whitening_tensors()), image_size)
+
+
+@pytest.mark.slow
+def test_images_of_any_size_are_described_at_several_scales(tmp_path):
+    several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors())
+    found = held_to_the_network(tmp_path, several, 64, dynamic_size=True)
+    assert found.batches == (1, 2, 7) and found.sizes == ((64, 64), (85, 48), (47, 65), (47, 47))

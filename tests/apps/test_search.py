@@ -1,0 +1,174 @@
+import base64
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from commands import distap
+from galleries import CLASSES, Gallery, index_to, make_gallery, upload
+
+from distap.apps.search import open_pictures, open_searcher, queries_from
+from distap.data.images.image_sets import open_images
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.whitening import learn_pca, save_whitening
+from distap.world import World
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory, training_shards) -> Gallery:
+    return make_gallery(tmp_path_factory.mktemp("gallery"), training_shards)
+
+
+@pytest.fixture
+def searcher(gallery):
+    return open_searcher(gallery.index, gallery.run, world=World())
+
+
+def image_of(gallery, key) -> bytes:
+    images = open_images(gallery.shards)
+    return images.reader.data(images.keys.tolist().index(key))
+
+
+def test_each_image_of_the_gallery_finds_itself_first(gallery, searcher):
+    for key in searcher.index.keys.tolist()[::7]:
+        first, *others = searcher.by_image(image_of(gallery, key), 5)
+        assert first.key == key and first.similarity == pytest.approx(1, abs=1e-5)
+        assert len(others) == 4
+
+
+def test_hits_are_those_of_all_similarities(gallery, searcher):
+    data = upload(1)
+    described = read_descriptors(gallery.descriptors)
+    similarities = described.descriptors @ searcher.describer.describe([data]).numpy()[0]
+    hits = searcher.by_image(data, 1000)
+    assert len(hits) == len(described) == sum(CLASSES.values())
+    np.testing.assert_allclose([hit.similarity for hit in hits], np.sort(similarities)[::-1], atol=1e-6)
+    for hit in hits:
+        assert hit.similarity == pytest.approx(similarities[hit.row], abs=1e-6)
+        assert (hit.key, hit.class_name) == (described.keys[hit.row], described.classes[hit.row])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("flat", {}), ("hnsw", {}), ("ivf-pq", {"nlist": 2, "m": 64, "bits": 4}), ("ivf-pq", {"refine": True})],
+)
+def test_a_key_finds_what_its_image_finds_but_for_itself(tmp_path, gallery, kind, settings):
+    searcher = open_searcher(index_to(gallery, tmp_path / "index", kind, **settings), gallery.run, world=World())
+    key = str(searcher.index.keys[3])
+    by_key, by_image = searcher.by_key(key, 5), searcher.by_image(image_of(gallery, key), 6)
+    assert len(by_key) == 5 and key not in [hit.key for hit in by_key]
+    if kind != "ivf-pq" or "refine" in settings:
+        expected = [hit.similarity for hit in by_image if hit.key != key][:5]
+        np.testing.assert_allclose([hit.similarity for hit in by_key], expected, atol=2e-3)
+
+
+def test_keys_need_no_network_and_images_do(gallery):
+    searcher = open_searcher(gallery.index, world=World())
+    assert len(searcher.by_key(str(searcher.index.keys[0]), 3)) == 3
+    with pytest.raises(DistapError, match="name its run with --checkpoint"):
+        searcher.by_image(upload(0), 3)
+
+
+def test_another_network_is_refused(tmp_path, gallery, training_shards):
+    other = make_gallery(tmp_path, (training_shards[1], training_shards[0]))
+    with pytest.raises(DistapError, match="name the checkpoint that they were extracted with"):
+        open_searcher(gallery.index, other.run, world=World())
+
+
+def test_an_index_of_whitened_descriptors_asks_for_the_whitening(tmp_path, gallery, monkeypatch, capsys):
+    whitening = learn_pca(read_descriptors(gallery.descriptors), dimensions=16)
+    save_whitening(tmp_path / "w.safetensors", whitening)
+    options = ("--checkpoint", gallery.run, "--whitening", tmp_path / "w.safetensors", "--image-size", 32)
+    assert distap(monkeypatch, "extract", gallery.shards, tmp_path / "d", *options, "--workers", 0) == 0
+    assert distap(monkeypatch, "index", tmp_path / "d", tmp_path / "index") == 0
+    with pytest.raises(DistapError, match="name its file with --whitening"):
+        open_searcher(tmp_path / "index", gallery.run, world=World())
+    searcher = open_searcher(tmp_path / "index", gallery.run, tmp_path / "w.safetensors", world=World())
+    key = str(searcher.index.keys[5])
+    assert searcher.by_image(image_of(gallery, key), 1)[0].key == key
+
+
+def test_queries_are_files_folders_and_keys(tmp_path, gallery, searcher, monkeypatch):
+    key = str(searcher.index.keys[0])
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "queries"
+    (folder / "below").mkdir(parents=True)
+    for path in (folder / "a.png", folder / "below" / "b.png"):
+        path.write_bytes(upload(2))
+    texts = [str(folder), str(folder / "a.png"), key, f"key:{key}"]
+    found = queries_from(texts, searcher.index)
+    assert [query.file for query in found] == [folder / "a.png", folder / "below/b.png", folder / "a.png", None, None]
+    assert [query.key for query in found[3:]] == [key, key]
+    for text in ("nothing", "key:nothing", "x" * 5000, "\0"):
+        with pytest.raises(DistapError, match="key"):
+            queries_from([text], searcher.index)
+
+
+def test_pictures_are_those_of_the_rows(gallery, searcher):
+    pictures = open_pictures(searcher.index)
+    assert pictures.missing == 0
+    first = pictures.thumbnail(0)
+    assert first.startswith(b"\xff\xd8") and first != pictures.thumbnail(1)
+    assert pictures.thumbnail(-1) is None and pictures.thumbnail(40) is None
+
+
+def test_a_data_set_that_moved_is_named_and_missing_pictures_are_told(tmp_path, gallery, searcher, caplog):
+    assert open_pictures(searcher.index, str(tmp_path / "nothing")).thumbnail(0) is None
+    assert "shown without pictures" in caplog.text and "--images" in caplog.text
+    shutil.copytree(gallery.shards, tmp_path / "moved")
+    assert open_pictures(searcher.index, str(tmp_path / "moved")).thumbnail(0)
+    caplog.clear()
+    pictures = open_pictures(searcher.index, str(gallery.images))
+    assert pictures.missing == 40 and "no image for 40 of the 40 keys" in caplog.text
+
+
+def test_the_command_prints_hits_as_json(tmp_path, gallery, searcher, monkeypatch, capsys):
+    file, key = tmp_path / "query.png", str(searcher.index.keys[2])
+    file.write_bytes(upload(3))
+    options = ("--checkpoint", gallery.run, "-k", 4, "--json")
+    assert distap(monkeypatch, "search", gallery.index, file, key, *options) == 0
+    of_file, of_key = json.loads(capsys.readouterr().out)
+    expected = searcher.by_image(upload(3), 4)
+    assert of_file["query"] == str(file) and of_key["query"] == f"key:{key}"
+    assert [hit["key"] for hit in of_file["hits"]] == [hit.key for hit in expected]
+    assert [hit["rank"] for hit in of_key["hits"]] == [1, 2, 3, 4]
+    assert set(of_key["hits"][0]) == {"rank", "key", "class", "similarity"}
+
+
+def test_the_command_prints_a_table_and_writes_a_page_with_pictures(tmp_path, gallery, searcher, monkeypatch, capsys):
+    queries = tmp_path / "queries"
+    queries.mkdir()
+    (queries / "<b>.png").write_bytes(upload(4))
+    (queries / "damaged.png").write_bytes(upload(4)[:60])
+    page = tmp_path / "page.html"
+    options = ("--checkpoint", gallery.run, "-k", 40, "--page", page)
+    assert distap(monkeypatch, "search", gallery.index, queries, *options) == 1
+    printed = capsys.readouterr().err
+    assert "similarity" in printed and "<i>apple" in printed
+    assert "damaged.png: truncated" in printed and f"page: {page}" in printed
+    text = page.read_text()
+    assert len(re.findall(r'src="data:image/jpeg;base64,', text)) == 41  # 40 hits and the query that can be read
+    assert "&lt;i&gt;apple" in text and "<i>apple" not in text and "<b>.png" not in text
+    assert "truncated" in text and "http" not in text.split("</style>")[1]
+    assert base64.b64encode(open_pictures(searcher.index).thumbnail(0)).decode() in text
+
+
+def test_a_page_of_hits_looks_right_in_a_browser(tmp_path, gallery, searcher, browser, monkeypatch):
+    page, key = tmp_path / "page.html", str(searcher.index.keys[0])
+    assert distap(monkeypatch, "search", gallery.index, f"key:{key}", "--page", page) == 0
+    for size in ((390, 844), (1280, 900)):
+        browser.open(page, size)
+        assert browser.sideways() <= 0 and not browser.broken_pictures() and not browser.errors()
+
+
+def test_a_query_that_is_nothing_is_told(gallery, monkeypatch, capsys):
+    assert distap(monkeypatch, "search", gallery.index, "nothing.png") == 2
+    assert "neither an image file, nor a folder of images, nor a key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["search", "serve"])
+def test_the_commands_explain_themselves(monkeypatch, capsys, command):
+    assert distap(monkeypatch, command, "--help") == 0
+    assert f"Usage: distap {command}" in capsys.readouterr().out

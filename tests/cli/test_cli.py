@@ -1,0 +1,108 @@
+import json
+import re
+
+import pytest
+import typer
+from commands import distap
+from images import write_images
+
+from distap.cli import app
+from distap.data.converters import emoji
+
+
+@pytest.fixture
+def config(tmp_path, training_shards):
+    """Eight steps on the small training set."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"run: {tmp_path / 'run'}\nsteps: 8\n"
+        f"data: {{train: {training_shards[0]}, validation: {training_shards[1]}, image_size: 32, workers: 0}}\n"
+        "sampling: {name: p_by_k, classes: 6, images: 4}\n"
+        "model: {backbone: resnet10t, weights: {name: random}}\n"
+        "optimizer: {learning_rate: 1e-3}\nevaluation: {every: 4}\n"
+    )
+    return path
+
+
+@pytest.mark.slow
+def test_from_images_to_a_report(tmp_path, monkeypatch, config, training_shards, capfd):
+    before, after, run = tmp_path / "before", tmp_path / "after", tmp_path / "run"
+    assert distap(monkeypatch, "eval", config, "--output", before) == 0
+    assert distap(monkeypatch, "train", config, "--ranks", 2) == 0
+    assert distap(monkeypatch, "eval", "--checkpoint", run, "--output", after) == 0
+    capfd.readouterr()
+    assert distap(monkeypatch, "report", run, "--before", before, "--after", after, "--output", tmp_path) == 0
+    printed = capfd.readouterr().err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) == {"before", "after", "train_seconds", "outside_network_share"}
+    for when, folder in (("before", before), ("after", after)):
+        figures = json.loads((folder / "result.json").read_text())["figures"]
+        assert summary[when] == {name: figures[name] for name in ("mAP", "mAP@R", "R@1")}
+        assert f"{100 * figures['mAP']:.1f}" in printed
+    assert 0 < summary["outside_network_share"] < 1
+    assert str(tmp_path / "report.html") in printed
+    page = (tmp_path / "report.html").read_text()
+    assert "test-" in page and "data:image/jpeg" in page
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries if "validation" in entry] == [0, 4, 8]
+    # The run's own evaluations say the same.
+    assert distap(monkeypatch, "report", run) == 0
+    own = json.loads((run / "summary.json").read_text())
+    assert own["before"] == pytest.approx(summary["before"], abs=1e-3)
+    assert own["after"] == pytest.approx(summary["after"], abs=1e-3)
+    assert "data:image/jpeg" in (run / "report.html").read_text()
+
+
+def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
+    images = write_images(tmp_path / "images", {"a": 2, "b": 2})
+    (images / "a" / "0.png").write_bytes(b"damage")
+    assert distap(monkeypatch, "data", "pack", images, tmp_path / "out") == 0
+    printed = capsys.readouterr().err
+    assert "3 images of 2 classes in 1 shards, 1 damaged ones left out" in printed
+    assert "a/0.png" in printed
+    assert distap(monkeypatch, "data", "index", tmp_path / "out") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "{config}", "data.train={tmp}/nothing"], "nothing: no such data set"),
+        (["train", "{config}", "model.backbone=resnet5"], "timm knows no network named 'resnet5'"),
+        (["train", "{config}", "loss.binz=3"], "loss.binz: unknown key; did you mean bins?"),
+        (["train", "{config}", "sampling.classes=100"], "sampling.classes is 100, but only"),
+        (["train", "{tmp}/nothing.yaml"], "nothing.yaml: the recipe cannot be read"),
+        (["eval"], "give either a recipe or --checkpoint"),
+        (["eval", "--checkpoint", "{tmp}"], "no checkpoint there"),
+        (["eval", "{config}", "--data", "{tmp}"], "no image in it, nor shards"),
+        (["data", "pack", "{tmp}/nothing", "{tmp}/out"], "nothing: no such folder or CSV file"),
+        (["data", "index", "{tmp}"], "the data set is empty"),
+        (["report", "{tmp}", "--before", "{tmp}", "--after", "{tmp}", "--output", "{tmp}"], "no such run log"),
+    ],
+)
+def test_bad_input_gets_a_clear_error_and_a_non_zero_exit(tmp_path, monkeypatch, capsys, config, arguments, message):
+    filled = [argument.format(config=config, tmp=tmp_path) for argument in arguments]
+    assert distap(monkeypatch, *filled) == 2
+    printed = capsys.readouterr().err
+    assert re.match(r"error: |\S+ ERROR run=run rank=0 step=- ", printed)  # the latter of a training that has begun
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_a_missing_npm_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert distap(monkeypatch, "data", "fetch", "emoji", tmp_path / "emoji") == 2
+    assert "npm was not found on the PATH" in capsys.readouterr().err
+    assert not (tmp_path / "emoji" / emoji.COMPLETE).exists()
+
+
+def commands(command, path=()):
+    """Every command and group of commands, as what is typed."""
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+@pytest.mark.parametrize("command", list(commands(typer.main.get_command(app))), ids=" ".join)
+def test_every_command_explains_itself(monkeypatch, capsys, command):
+    assert distap(monkeypatch, *command, "--help") == 0
+    assert "Usage: distap" in capsys.readouterr().out

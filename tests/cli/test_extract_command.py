@@ -1,0 +1,89 @@
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import distap
+from extractions import write_photos
+from launching import started
+from small_trainings import recipe
+
+from distap.errors import RESTART
+from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.whitening import learn_pca, save_whitening
+from distap.trainer import Trainer
+from distap.world import World
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    return write_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, training_shards) -> Path:
+    """A run of one step."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    Trainer(recipe(folder, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()).train()
+    return folder
+
+
+def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeypatch, capsys, run, photos):
+    out = tmp_path / "out"
+    options = ("--checkpoint", run, "--max-side", 40, "--scales", "1,0.5", "--dtype", "float16", "--workers", 0)
+    assert distap(monkeypatch, "extract", *options, "--part-images", 8, photos, out) == 0
+    printed = capsys.readouterr().err
+    assert "31 descriptors of 512 dimensions, float16" in printed and "images a batch" in printed
+    assert f"describing {photos}: 31 of 31 done" in printed and "images/s" in printed
+    found = read_descriptors(out)
+    assert found.described_by.sizing == "side 40" and found.described_by.scales == (1.0, 0.5)
+    assert found.described_by.scale_power == pytest.approx(3.0, abs=0.1)
+    whitening = learn_pca(found, dimensions=4)
+    save_whitening(tmp_path / "whitening", whitening)
+    whitened = ("--whitening", tmp_path / "whitening", "--form", "parquet", photos, tmp_path / "whitened")
+    assert distap(monkeypatch, "extract", *options, *whitened) == 0
+    expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
+    np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--original", "--max-side", "9", "{photos}", "{tmp}/out"], "give one of --image-size"),
+        (["--scales", "1,x", "{photos}", "{tmp}/out"], "expected numbers with commas"),
+        (["--whitening", "{tmp}/none", "{photos}", "{tmp}/out"], "none"),
+        (["{tmp}/nothing", "{tmp}/out"], "no such data set"),
+        (["{photos}", "{photos}"], "something already"),
+    ],
+)
+def test_a_wrong_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, run, photos, arguments, message):
+    arguments = [argument.format(tmp=tmp_path, photos=photos) for argument in arguments]
+    assert distap(monkeypatch, "extract", "--checkpoint", run, *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, monkeypatch, run, photos, capsys):
+    out, images = tmp_path / "out", tmp_path / "images"
+    images.mkdir()
+    for number in range(20):
+        for path in photos.rglob("*.png"):
+            (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
+    options = ["--checkpoint", str(run), "--original", "--workers", "1", "--part-images", "8", str(images), str(out)]
+    command = [sys.executable, "-m", "distap.cli", "extract", "--ranks", "2", *options]
+    with started(command, tmp_path) as job:
+        job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4, seconds=120)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.status() == RESTART, job.said
+        assert "the same command goes on" in job.said
+        job.wait_until_none_is_left()
+    assert not (out / "about.json").exists()
+    parts = {path.name for path in (out / "parts").iterdir()}
+    assert all(name.endswith(".npz") and name[0] != "." for name in parts)
+    assert distap(monkeypatch, "extract", *options) == 0
+    assert f"{len(parts) * 8} of 600 images are described already" in capsys.readouterr().err
+    assert json.loads((out / "extraction.json").read_text())["written"]["images"] == 600
+    assert len(read_descriptors(out)) == 600 and not (out / "parts").exists()

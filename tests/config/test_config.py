@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pytest
+
+from distap.config import Recipe, load_recipe, recipe_from
+from distap.data.sampling import RandomSampling
+from distap.errors import DistapError
+from distap.ranking import Calibration, MetricLearning, QuantizedAP, SmoothAP, SupAP, WeightedSum
+
+RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "run: runs/x\nsteps: 10\ndata: {train: shards}\nsampling: {name: p_by_k, classes: 5, images: 4}\n"
+        "model: {weights: {name: package, package: some-package}}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_recipe_is_valid(path):
+    assert isinstance(load_recipe(path), Recipe)
+
+
+def test_overrides_change_values_deep_down(recipe):
+    loaded = load_recipe(recipe, ["loss.bins=25", "optimizer.backbone.factor=0.1", "data.augmentation.flip=0"])
+    assert loaded.loss.bins == 25
+    assert loaded.optimizer.backbone.factor == 0.1
+    assert loaded.data.augmentation.flip == 0
+    assert load_recipe(recipe, ["sampling={name: random, batch_size: 8}"]).sampling == RandomSampling(batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("smooth_ap", SmoothAP()),
+        ("{name: sup_ap, preset: released, tau: 0.02}", SupAP(tau=0.02, offset=1.44, delta=0.05)),
+        ("{bins: 30}", QuantizedAP(bins=30)),
+        ("{sup_ap: 0.25, calibration: 0.75}", WeightedSum(((0.25, SupAP()), (0.75, Calibration())))),
+        ("{sup_ap: {weight: 2, preset: released}}", WeightedSum(((2.0, SupAP(offset=1.44, delta=0.05)),))),
+        ("{name: metric_learning, function: ContrastiveLoss}", MetricLearning("ContrastiveLoss")),
+    ],
+)
+def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
+    loaded = load_recipe(recipe, [f"loss={text}"])
+    assert loaded.listwise_loss == loss
+    # What is written into a checkpoint is read again as the same.
+    assert recipe_from(loaded.model_dump(mode="json"), "checkpoint").listwise_loss == loss
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.binz=3", "loss.binz: unknown key; did you mean bins"),
+        ("stpes=3", "stpes: unknown key; did you mean steps"),
+        ("sampling.clases=3", "sampling.clases: unknown key; did you mean classes"),
+        ("model.weights.pakage=3", "model.weights.pakage: unknown key; did you mean package"),
+        ("optimizer.backbone.facto=3", "optimizer.backbone.facto: unknown key; did you mean factor"),
+        ("loss.bins=abc", "loss.bins: 'abc': input should be a valid integer"),
+        ("loss.bins=1", "bins is 1; 2 to 128 are possible"),
+        ("loss=smoth_ap", "loss.*'smoth_ap'.*'smooth_ap'"),
+        ("loss={name: smooth_ap, taw: 1}", "loss.taw: unknown key; did you mean tau"),
+        ("loss={name: smooth_ap, tau: 0}", "tau is 0"),
+        ("loss={name: ap_q, preset: dirtorsh}", "no preset 'dirtorsh'; did you mean dirtorch"),
+        ("loss={sup_ap: 0.5, calibratoin: 0.5}", "'calibratoin' is unknown; did you mean calibration"),
+        ("loss={sup_ap: {weight: 0.5, taw: 1}}", "loss.sup_ap.taw: unknown key; did you mean tau"),
+        ("loss={sup_ap: many}", "loss.sup_ap.weight: 'many': input should be a valid number"),
+        ("loss={name: ap_t, form: complete}", "loss.form: 'complete': input should be 'simplified' or 'full'"),
+        ("memory.sise=3", "memory.sise: unknown key; did you mean size"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate: -1: input should be greater than 0"),
+        ("sampling.name=foo", "sampling.*'foo'.*'random', 'classes', 'p_by_k'"),
+        ("model.weights.name=file", "model.weights.path: missing"),
+        ("data.augmentation.crop=0", "crop is 0"),
+        ("evaluation.every=2", "data.validation names no data set"),
+        ("engine=horovod", "engine.*'horovod'.*'ddp', 'fsdp', 'deepspeed'"),
+        ("engine={name: fsdp, reshrad: true}", "engine.reshrad: unknown key; did you mean reshard"),
+        ("precision=fp8", "precision: 'fp8': input should be 'float32', 'bf16' or 'fp16'"),
+        ("replay.size=many", "replay.size: 'many'"),
+        ("replay.keep=-1", "replay.keep: -1"),
+        ("steps", "expected key=value"),
+        ("steps.more=3", "steps is a value, it has no keys"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_was_expected(recipe, override, message):
+    with pytest.raises(DistapError, match=message):
+        load_recipe(recipe, [override])
+
+
+def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
+    for key in ("describe.fold_batchnorm", "step.compile"):
+        with pytest.raises(DistapError, match=rf"{key} needs all parameters on every rank, but stage 3 of deepspeed"):
+            load_recipe(recipe, ["engine={name: deepspeed, stage: 3}", f"{key}=true"])
+    load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "describe.fold_batchnorm=true"])
+
+
+def test_all_problems_are_told_at_once(recipe):
+    with pytest.raises(DistapError, match=r"(?s)steps: 0.*loss\.binz: unknown"):
+        load_recipe(recipe, ["loss.binz=3", "steps=0"])
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\0"])
+def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(DistapError, match=r"broken\.yaml: "):
+        load_recipe(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DistapError, match=r"nothing\.yaml: the recipe cannot be read"):
+        load_recipe(tmp_path / "nothing.yaml")

@@ -1,0 +1,87 @@
+import io
+import json
+import tarfile
+
+import pytest
+from PIL import Image
+
+from distap.data.converters import emoji
+from distap.errors import DistapError
+
+
+@pytest.mark.slow
+def test_the_set_from_the_registry_is_the_one_the_figures_are_of(tmp_path):
+    vendors = list(emoji.download(emoji.VENDORS, tmp_path))
+    classes = emoji.shared_icons([set(vendor.drawings) for vendor in vendors])
+    assert len(classes) == 1591
+    assert sum(name in vendor.drawings for name in classes for vendor in vendors) == 11290
+    train, test = emoji.split(classes)
+    assert (len(train), len(test)) == (795, 796)
+    assert not set(train) & set(test)
+    assert not any("skin-tone" in name for name in classes)
+
+
+def write_package(path, version="1.0.0"):
+    icons = {
+        "width": 10,
+        "height": 10,
+        "icons": {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}},
+    }
+    files = {"package.json": {"version": version}, "info.json": {"license": {"spdx": "MIT"}}, "icons.json": icons}
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            data = json.dumps(content).encode()
+            info = tarfile.TarInfo(f"package/{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_a_package_of_another_version_is_refused(tmp_path):
+    path = write_package(tmp_path / "x.tgz", "1.0.1")
+    with pytest.raises(DistapError, match=r"holds version 1\.0\.1 of x, expected 1\.0\.0"):
+        emoji.read_vendor(path, "x", "1.0.0")
+
+
+def test_an_icon_is_drawn_whole_on_white(tmp_path):
+    vendor = emoji.read_vendor(write_package(tmp_path / "x.tgz"), "x", "1.0.0")
+    assert 'viewBox="3 0 20 10"' in vendor.drawings["wide"]
+    path = tmp_path / "class" / "x.png"
+    emoji.draw((vendor.drawings["dot"], 32, path))
+    image = Image.open(path).convert("RGB")
+    assert image.size == (32, 32)
+    assert image.getpixel((0, 0)) == (255, 255, 255)
+    assert image.getpixel((16, 16)) == (0, 0, 0)
+
+
+def test_an_icon_that_is_drawn_already_is_kept(tmp_path):
+    path = tmp_path / "x.png"
+    path.write_bytes(b"drawn before")
+    emoji.draw(("<svg/>", 32, path))
+    assert path.read_bytes() == b"drawn before"
+
+
+def test_a_class_needs_five_vendors_and_no_skin_tone():
+    vendors = [{"cat", "dog", "hand-dark-skin-tone"}] * 4 + [{"cat", "hand-dark-skin-tone"}]
+    assert emoji.shared_icons(vendors) == ["cat"]
+
+
+def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
+    record = {"size": 64, "images": 1}
+    (tmp_path / emoji.COMPLETE).write_text(json.dumps(record))
+    monkeypatch.setenv("PATH", "")  # npm could not be called
+    assert emoji.fetch(tmp_path, 64) == record
+    with pytest.raises(DistapError, match="at 64 px, not 128"):
+        emoji.fetch(tmp_path, 128)
+
+
+def test_training_and_test_classes_are_drawn_into_folders_of_their_own(tmp_path, monkeypatch):
+    drawing = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
+    names = ["ape", "bee", "cat", "dog", "eel"]
+    vendors = [emoji.Vendor(v, "MIT", dict.fromkeys(names, drawing)) for v in list(emoji.VENDORS)[:5]]
+    monkeypatch.setattr(emoji, "download", lambda *_: iter(vendors))
+    monkeypatch.setattr(emoji, "TRAIN_CLASSES", 2)
+    record = emoji.fetch(tmp_path, 16)
+    folders = {part: sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("train", "test")}
+    assert folders == {"train": ["ape", "bee"], "test": ["cat", "dog", "eel"]}
+    assert len(list(tmp_path.rglob("*.png"))) == record["images"] == 25

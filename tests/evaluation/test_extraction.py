@@ -1,0 +1,332 @@
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from extractions import describer, encoded, extract, network, one_by_one, write_photos
+from PIL import Image
+from ranks import on_ranks
+
+from benchmarks.photos import photo
+from distap.data.images.decoding import DamagedImageError
+from distap.data.images.folders import ImageFolder
+from distap.data.images.image_sets import open_images
+from distap.data.images.whole_images import Sizing
+from distap.data.shards.packing import pack
+from distap.errors import DistapError
+from distap.evaluation.extraction import BrokenOffError, describer_of, extract_descriptors, parts
+from distap.evaluation.extraction.part_files import PartFiles
+from distap.retrieval.descriptor_files import read_descriptors
+from distap.world import World
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    return write_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture
+def described(monkeypatch) -> Counter:
+    """How often each image of a folder has been read in this process since."""
+    counts: Counter = Counter()
+    encoded = ImageFolder.encoded
+
+    def counted(folder, sample):
+        counts[folder.names[sample]] += 1
+        return encoded(folder, sample)
+
+    monkeypatch.setattr(ImageFolder, "encoded", counted)
+    return counts
+
+
+@pytest.mark.parametrize("sizing", ["crop 32", "side 36", "original"])
+def test_a_folder_is_described_as_its_images_one_by_one(tmp_path, photos, sizing):
+    maker = describer(sizing, scales=(1.0, 0.7071), batch_pixels=5 * 40 * 40)
+    written = extract(photos, tmp_path / "out", maker=maker)
+    found = read_descriptors(tmp_path / "out")
+    images = open_images(photos)
+    assert found.keys.tolist() == images.keys.tolist() and len(found) == 31
+    assert set(found.classes.tolist()) == {""}
+    assert found.described_by == maker.described_by and found.data == str(photos)
+    np.testing.assert_allclose(found.descriptors, one_by_one(maker, photos, found.keys), atol=1e-6)
+    assert written.images == written.described_now == 31
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("about.json", "classes.npy", "descriptors.npy", "extraction.json", "keys.npy")
+    ]
+
+
+def test_batches_of_whole_images_are_large_though_shapes_are_mixed(tmp_path, photos):
+    maker = describer("original", batch_pixels=10 * 40 * 40)
+    written = extract(photos, tmp_path / "out", maker=maker)
+    # 40 x 32 and 32 x 40 ten times each and one more turned by EXIF, 40 x 40 and 48 x 33 five times.
+    assert written.batches == 4
+
+
+def test_batches_of_the_same_images_give_the_same_bits(tmp_path, photos):
+    maker = describer("original", batch_pixels=4 * 40 * 40)
+    for name in ("a", "b"):
+        extract(photos, tmp_path / name, maker=maker)
+    first, second = (read_descriptors(tmp_path / name).descriptors for name in ("a", "b"))
+    assert np.array_equal(first, second)
+    in_memory = extract_descriptors(maker, open_images(photos), World(), workers=0)
+    assert np.array_equal(in_memory.descriptors, first)
+    assert in_memory.as_set(maker).keys.tolist() == in_memory.images.keys.tolist()
+
+
+def test_shards_are_described_with_their_classes(tmp_path, training_shards):
+    source = training_shards[1]
+    extract(source, tmp_path / "out", maker=describer(), workers=1)
+    found, images = read_descriptors(tmp_path / "out"), open_images(source)
+    assert found.keys.tolist() == images.keys.tolist()
+    assert found.classes.tolist() == images.classes.tolist()
+    expected = describer().describe([images.reader.data(n) for n in range(len(images))]).numpy()
+    np.testing.assert_allclose(found.descriptors, expected, atol=1e-6)
+
+
+def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, photos):
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "turned.jpg").write_bytes((photos / "turned.jpg").read_bytes())
+    (tmp_path / "images" / "a" / "upright.png").write_bytes((photos / "0" / "00.png").read_bytes())
+    pack(tmp_path / "images", tmp_path / "shards")
+    maker = describer("original")
+    written = extract(tmp_path / "shards", tmp_path / "out", maker=maker)
+    expected = one_by_one(maker, photos, ["turned.jpg", "0/00.png"])
+    np.testing.assert_allclose(read_descriptors(tmp_path / "out").descriptors, expected, atol=1e-6)
+    assert written.batches == 2
+
+
+def test_boxes_are_cut_out_first(photos):
+    maker, images = describer("original"), open_images(photos)
+    boxes = {"0/00.png": (3.6, 4.4, 30.0, 28.0), "1/03.png": (0, 0, 20, 20)}
+    found = extract_descriptors(maker, images, World(), boxes, workers=0)
+    plain = extract_descriptors(maker, images, World(), workers=0)
+    for row, key in enumerate(images.keys.tolist()):
+        if key not in boxes:
+            np.testing.assert_allclose(found.descriptors[row], plain.descriptors[row], atol=1e-6)
+            continue
+        box = [round(edge) for edge in boxes[key]]
+        cut = encoded(Image.open(photos / key).crop(box))
+        np.testing.assert_allclose(found.descriptors[row], maker.describe([cut])[0], atol=1e-6)
+        np.testing.assert_allclose(maker.describe([(photos / key).read_bytes()], [box])[0], maker.describe([cut])[0])
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [({"nobody": (0, 0, 1, 1)}, "no image is called so"), ({"0/00.png": (5, 0, 5, 1)}, "expected left, top")],
+)
+def test_a_box_of_no_image_or_without_content_is_refused(photos, boxes, message):
+    with pytest.raises(DistapError, match=message):
+        extract_descriptors(describer(), open_images(photos), World(), boxes, workers=0)
+
+
+def test_damaged_images_are_left_out_and_named(tmp_path, photos):
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("a.png", "c.png"):
+        (images / name).write_bytes((photos / "0" / "00.png").read_bytes())
+    (images / "b.png").write_bytes((photos / "0" / "00.png").read_bytes()[:200])
+    (images / "d.jpg").write_bytes(b"none")
+    (images / "e.png").symlink_to(photos / "0" / "00.png")
+    written = extract(images, tmp_path / "out")
+    assert (written.images, written.left_out) == (2, 3)
+    found = read_descriptors(tmp_path / "out")
+    assert found.keys.tolist() == ["a.png", "c.png"]
+    lines = (tmp_path / "out" / "left_out.txt").read_text().splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["b.png", "d.jpg", "e.png"]
+    assert "truncated" in lines[0] and "not an image" in lines[1] and "out of the folder" in lines[2]
+
+
+def test_a_descriptor_that_is_not_finite_is_left_out(tmp_path, photos):
+    maker = describer("crop 32")
+    with torch.no_grad():
+        maker.network.network.head.weight.fill_(float("inf"))
+    with pytest.raises(DistapError, match=r"none of its 31 images can be described.*not finite"):
+        extract(photos, tmp_path / "out", maker=maker)
+
+
+def test_images_too_small_for_the_network_are_left_out(tmp_path):
+    maker = describer_of(network(backbone="convnext_atto"), Sizing("original"))
+    for name, size in (("a", (40, 32)), ("b", (3, 40)), ("c", (40, 32))):
+        (tmp_path / f"{name}.png").write_bytes(encoded(photo(*size, seed=1)))
+    extract(tmp_path, tmp_path / "out", maker=maker)
+    assert read_descriptors(tmp_path / "out").keys.tolist() == ["a.png", "c.png"]
+    (left_out,) = (tmp_path / "out" / "left_out.txt").read_text().splitlines()
+    assert left_out == "b.png\tdecode_error: 3 x 40 pixels are too few for the network"
+    with pytest.raises(DamagedImageError, match="3 x 40 pixels are too few"):
+        maker.describe([(tmp_path / "b.png").read_bytes()])
+
+
+def test_float16_is_the_rounded_float32(tmp_path, photos):
+    for dtype in ("float32", "float16"):
+        extract(photos, tmp_path / dtype, dtype=dtype)
+    single, half = (read_descriptors(tmp_path / dtype).descriptors for dtype in ("float32", "float16"))
+    assert half.dtype == np.float16
+    assert np.array_equal(single.astype(np.float16), half)
+
+
+def test_bf16_is_near_to_float32(photos):
+    single, half = (
+        extract_descriptors(describer(precision=precision), open_images(photos), World(), workers=0).descriptors
+        for precision in ("float32", "bf16")
+    )
+    assert half.dtype == np.float32
+    assert 0.99 < (single * half).sum(axis=1).min() < 1
+
+
+def test_parquet_holds_the_same(tmp_path, photos):
+    extract(photos, tmp_path / "npy")
+    extract(photos, tmp_path / "parquet", form="parquet")
+    arrays, table = (read_descriptors(tmp_path / form) for form in ("npy", "parquet"))
+    assert np.array_equal(arrays.descriptors, table.descriptors)
+    assert arrays.keys.tolist() == table.keys.tolist()
+    assert sorted(path.name for path in (tmp_path / "parquet").iterdir()) == [
+        *("about.json", "descriptors.parquet", "extraction.json")
+    ]
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stopped_after(monkeypatch, parts: int) -> None:
+    """The next extraction ends as if it were killed when it has written so many parts."""
+    write = PartFiles.write
+    left = iter(range(parts))
+
+    def write_or_stop(*arguments):
+        if next(left, None) is None:
+            raise StoppedError
+        write(*arguments)
+
+    monkeypatch.setattr(PartFiles, "write", write_or_stop)
+
+
+def test_an_extraction_that_was_stopped_describes_what_is_missing(tmp_path, photos, monkeypatch, described):
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 3)
+        with pytest.raises(StoppedError):
+            extract(photos, tmp_path / "out", part_images=4)
+    with pytest.raises(DistapError, match="writes it when all are described"):
+        read_descriptors(tmp_path / "out")
+    described.clear()
+    written = extract(photos, tmp_path / "out")  # the size of parts is that of the beginning
+    assert written.described_now == described.total() == 31 - 12
+    extract(photos, tmp_path / "whole", part_images=4)
+    found, whole = (read_descriptors(tmp_path / name) for name in ("out", "whole"))
+    assert np.array_equal(found.descriptors, whole.descriptors) and found.keys.tolist() == whole.keys.tolist()
+
+
+def test_one_that_is_finished_is_not_done_again(tmp_path, photos, described):
+    first = extract(photos, tmp_path / "out")
+    described.clear()
+    again = extract(photos, tmp_path / "out")
+    assert described.total() == again.described_now == 0
+    assert (again.images, again.batches) == (first.images, first.batches)
+    (tmp_path / "out" / "descriptors.npy").write_bytes(b"")
+    assert extract(photos, tmp_path / "out").described_now == 31
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"maker": {"seed": 1}}, "network was '.*' and is '"),
+        ({"maker": {"sizing": "crop 40"}}, "sizing was 'crop 32' and is 'crop 40'"),
+        ({"maker": {"scales": (1.0, 0.5)}}, r"scales was \[1.0\] and is \[1.0, 0.5\]"),
+        ({"maker": {"precision": "bf16"}}, "precision was 'float32' and is 'bf16'"),
+        ({"dtype": "float16"}, "dtype was 'float32' and is 'float16'"),
+        ({"boxes": {"0/00.png": (0, 0, 9, 9)}}, "boxes was None and is"),
+        ({"source": "0"}, "fingerprint was"),
+    ],
+)
+def test_parts_of_something_else_are_refused(tmp_path, photos, settings, message):
+    extract(photos, tmp_path / "out", maker=describer())
+    other = dict(settings)
+    source, maker = photos / other.pop("source", ""), describer(**{"sizing": "crop 32", **other.pop("maker", {})})
+    with pytest.raises(DistapError, match=f"an extraction of something else was begun there: .*{message}"):
+        extract(source, tmp_path / "out", maker=maker, **other)
+
+
+def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path, photos):
+    with pytest.raises(DistapError, match="something already that is no extraction"):
+        extract(photos, photos)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DistapError, match="something already"):
+        extract(photos, tmp_path / "file")
+
+
+def test_a_part_that_is_damaged_is_described_again(tmp_path, photos, monkeypatch):
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 3)
+        with pytest.raises(StoppedError):
+            extract(photos, tmp_path / "out", part_images=4)
+    part = tmp_path / "out" / "parts" / "000001.npz"
+    data = bytearray(part.read_bytes())
+    data[400] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(DistapError, match=r"000001.npz: damaged .* describes this part again"):
+        extract(photos, tmp_path / "out")
+    assert extract(photos, tmp_path / "out").described_now == 4
+
+
+def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, small_disk):
+    disk = small_disk("16k")
+    with pytest.raises(DistapError):
+        extract(photos, disk / "out", part_images=4)
+    assert list((disk / "out" / "parts").glob("*.npz"))
+    assert not (disk / "out" / "about.json").exists()
+
+
+def extract_on_a_rank(world, source, single, folder):
+    """From the start, from what was stopped before, a set of one image, and in memory."""
+    maker = describer("original", batch_pixels=4 * 40 * 40)
+    written = [
+        extract(source, folder / "whole", world, maker, part_images=4),
+        extract(source, folder / "stopped", world, maker),
+        extract(single, folder / "of-one", world, maker),
+    ]
+    in_memory = extract_descriptors(maker, open_images(source), world, workers=0)
+    return [one and one.described_now for one in written], in_memory.descriptors, in_memory.left_out
+
+
+@pytest.mark.slow
+def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, monkeypatch):
+    source, single = tmp_path / "photos", tmp_path / "single"
+    for path in photos.rglob("*.*"):
+        folder = single if path.name == "00.png" else source
+        folder.mkdir(exist_ok=True)
+        (folder / path.name).write_bytes(path.read_bytes())
+    (source / "damaged.png").write_bytes(b"none")
+    maker = describer("original", batch_pixels=4 * 40 * 40)
+    extract(source, tmp_path / "alone", maker=maker, part_images=4)
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 3)
+        with pytest.raises(StoppedError):
+            extract(source, tmp_path / "stopped", maker=maker, part_images=4)
+    alone = extract_descriptors(maker, open_images(source), World(), workers=0)
+    first, second = on_ranks(2, extract_on_a_rank, source, single, tmp_path)
+    assert first[0] == [31, 31 - 3 * 4, 1] and second[0] == [None] * 3
+    expected = read_descriptors(tmp_path / "alone")
+    for name in ("whole", "stopped"):
+        found = read_descriptors(tmp_path / name)
+        assert np.array_equal(found.descriptors, expected.descriptors)
+        assert found.keys.tolist() == expected.keys.tolist()
+    assert read_descriptors(tmp_path / "of-one").keys.tolist() == ["00.png"]
+    (damaged,) = alone.left_out
+    for _, descriptors, left_out in (first, second):
+        assert np.array_equal(descriptors, alone.descriptors)
+        assert list(left_out) == [damaged] and "not an image" in left_out[damaged]
+
+
+def break_off_on_a_rank(world, source, waiting):
+    """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on together."""
+    parts.MEETING_SECONDS = 600 if world.rank == waiting else 0
+    maker = describer("original", batch_pixels=4 * 40 * 40)
+    with pytest.raises(BrokenOffError):
+        extract_descriptors(maker, open_images(source), world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
+    return world.all_same(7)
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_ranks_break_off_together(photos, waiting):
+    assert on_ranks(2, break_off_on_a_rank, photos, waiting) == [True, True]

@@ -1,0 +1,55 @@
+"""Photos of several shapes, and what describes them."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.photos import photo
+from distap.data.images.image_sets import open_images
+from distap.data.images.whole_images import Sizing
+from distap.evaluation.extraction import describer_of, extract_to_folder
+from distap.model import build_network
+from distap.world import World
+
+SHAPES = [(40, 32), (32, 40), (40, 40), (40, 32), (48, 33), (32, 40)]  # width and height
+ORIENTATION = 0x0112
+
+
+def network(seed=0, backbone="resnet10t", projection=16):
+    torch.manual_seed(seed)
+    return build_network(backbone, {"name": "random"}, {"name": "gem"}, projection)
+
+
+def describer(sizing="crop 32", seed=0, **settings):
+    return describer_of(network(seed), Sizing.parse(sizing), **settings)
+
+
+def encoded(image, form="PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def write_photos(folder: Path) -> Path:
+    """30 photos of five shapes in two folders, one of them turned by EXIF."""
+    for number in range(30):
+        path = folder / f"{number % 2}" / f"{number:02d}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded(photo(*SHAPES[number % len(SHAPES)], seed=number)))
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    (folder / "turned.jpg").write_bytes(encoded(photo(40, 32, seed=99), "JPEG", quality=95, exif=exif))
+    return folder
+
+
+def extract(source, output, world=World(), maker=None, workers=0, **settings):  # noqa: B008 - it is frozen
+    return extract_to_folder(
+        maker or describer("original"), open_images(source), world, output, workers=workers, **settings
+    )
+
+
+def one_by_one(maker, source: Path, keys) -> np.ndarray:
+    return torch.cat([maker.describe([(source / key).read_bytes()]) for key in keys]).numpy()

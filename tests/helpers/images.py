@@ -1,0 +1,44 @@
+"""Small images in folders and shards, and damage to them."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from distap.data.images.augmentation import Augmentation
+from distap.data.images.transforms import training_transform
+from distap.data.loading.indexed import SlotImages
+from distap.data.loading.reading import Reader
+from distap.data.plan import Classes, Plan
+from distap.data.sampling import RandomSampling
+from distap.data.shards.index import load_index
+
+AUGMENTATION = Augmentation(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
+
+
+def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: int = 0) -> Path:
+    """A folder a class of PNG images; the images of a class are one pattern with different noise."""
+    generator = np.random.default_rng(seed)
+    for name, count in classes.items():
+        pattern = generator.integers(0, 256, (4, 4, 3))
+        for number in range(count):
+            pixels = np.kron(pattern, np.ones((size // 4, size // 4, 1))) + generator.normal(0, 40, (size, size, 3))
+            path = folder / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+    return folder
+
+
+def slot_images(folder, batch_size=6, seed=0, size=16):
+    index = load_index(folder)
+    plan = Plan(Classes(index.label), RandomSampling(batch_size=batch_size), seed)
+    return SlotImages(Reader(folder, index), plan, training_transform(size, AUGMENTATION), size)
+
+
+def damage(folder, samples):
+    """Overwrite the first bytes of some images within their shards."""
+    index = load_index(folder)
+    for sample in samples:
+        with (folder / index.shard_name[index.shard[sample]]).open("r+b") as file:
+            file.seek(int(index.offset[sample]))
+            file.write(b"damage")

@@ -1,0 +1,75 @@
+"""Real process groups for tests: gloo ranks, forked from a server that has imported distap and done nothing else."""
+
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from distap.world import World, joined_world
+
+
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
+    """Call function(world, *arguments) on `size` ranks; their results in the order of ranks.
+
+    The function is to be at the top level of a test module. An error on a rank is raised here.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["distap.trainer"])
+    pipes, processes = [], []
+    for rank in range(size):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(theirs, dict(os.environ), rank, size, port, function, arguments))
+        process.start()
+        pipes.append(mine)
+        processes.append(process)
+    try:
+        answers = [
+            pickle.loads(pipe.recv_bytes()) if pipe.poll(timeout) else RankFailedError("a rank did not answer")
+            for pipe in pipes
+        ]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    failures = [answer for answer in answers if isinstance(answer, RankFailedError)]
+    if failures:
+        raise RankFailedError("\n".join(str(failure) for failure in failures))
+    return answers
+
+
+class RankFailedError(Exception):
+    """What went wrong on a rank, with its traceback."""
+
+
+def _run(
+    pipe: Connection,
+    environment: dict[str, str],
+    rank: int,
+    size: int,
+    port: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()  # of the server, as it was when that started
+    os.environ |= environment
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    torch.set_num_threads(1)
+    answer: Any
+    try:
+        with joined_world(timeout_seconds=120) as world:
+            assert isinstance(world, World)
+            answer = function(world, *arguments)
+    except Exception:
+        answer = RankFailedError(f"rank {rank}:\n{traceback.format_exc()}")
+    # Plain bytes: tensors sent as such would live in memory that goes away with the rank.
+    pipe.send_bytes(pickle.dumps(answer))

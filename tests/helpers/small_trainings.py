@@ -1,0 +1,38 @@
+"""A training of ten steps on a small network, and what it left in its run folder."""
+
+from distap.checkpoint import find_checkpoint
+from distap.config import Recipe, recipe_from
+from distap.telemetry.runlog import read_run_log
+from distap.trainer import Trainer
+
+
+def recipe(run, shards, **changes) -> Recipe:
+    """A small training: 10 steps of 25 images on a network of 5 million parameters."""
+    settings = {
+        "run": str(run),
+        "steps": 10,
+        "data": {"train": str(shards[0]), "image_size": 32, "workers": 0},
+        "sampling": {"name": "random", "batch_size": 25},
+        "model": {"backbone": "resnet10t", "weights": {"name": "random"}},
+        "replay": {"size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            settings.setdefault(section, {})[name] = value
+        else:
+            settings[section] = value
+    return recipe_from(settings, "test")
+
+
+def train(world, *arguments, **changes):
+    Trainer(recipe(*arguments, **changes), world).train()
+
+
+def losses(run):
+    return [entry["loss"] for entry in read_run_log(run) if "loss" in entry]
+
+
+def parameters(run):
+    return find_checkpoint(run).tensors("network.")

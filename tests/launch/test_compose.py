@@ -1,0 +1,160 @@
+"""The compose file, as its published grammar reads it, and what it starts."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from compose_spec import PyCompose
+from torch.distributed.run import get_args_parser
+
+from distap.config import load_recipe
+from distap.config.sections import StopSection
+from distap.data.shards.parallel import usable_cores
+from distap.processes.stopping import MARGIN_SECONDS
+
+FOLDER = Path(__file__).parents[2] / "launch" / "compose"
+# The image itself writes to what the compose file mounts there.
+DOCKERFILE = FOLDER.parent / "container" / "Dockerfile"
+
+
+def compose_text(**environment: str) -> str:
+    """The file with its variables filled in, as compose does it."""
+    text = (FOLDER / "compose.yaml").read_text()
+    filled = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: environment.get(found[1], found[2]), text)
+    return filled.replace("$$", "$")
+
+
+@pytest.fixture(scope="module")
+def services():
+    return yaml.safe_load(compose_text())["services"]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("", ""),
+        ("cap_drop:", "cap_dropped:"),
+        ("condition: service_healthy", "condition: healthy"),
+        ("stop_grace_period: 345s", "stop_grace_period: soon"),
+        ("127.0.0.1:9090:9090", "127.0.0.1:9090:web"),
+    ],
+)
+def test_the_file_is_what_the_compose_specification_allows(right, wrong):
+    text = compose_text()
+    assert right in text
+    content = json.dumps(yaml.safe_load(text.replace(right, wrong) if right else text))
+    if right:
+        with pytest.raises(ValueError, match=r"column"):
+            PyCompose.from_json(content)
+    else:
+        assert PyCompose.from_json(content).service_names()
+
+
+def test_every_service_is_locked_down_and_answers_this_machine_only(services):
+    for name, service in services.items():
+        assert service["read_only"] and service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service and service.get("network_mode") != "host", name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
+        # What is not built here has a version.
+        assert "build" in service or re.search(r":v?\d+\.\d+\.\d+(@sha256:\w{64})?$", service["image"]), name
+
+
+def test_every_service_has_a_health_check_or_ends_by_itself(services):
+    assert "HEALTHCHECK" in DOCKERFILE.read_text()
+    for name, service in services.items():
+        ends = service.get("healthcheck", {}).get("disable")
+        assert ends or "build" in service or service["healthcheck"]["test"], name
+    waited_for = [(name, other, how["condition"]) for name, s in services.items() for other, how in _needs(s)]
+    for name, other, condition in waited_for:
+        ends = services[other].get("healthcheck", {}).get("disable", False)
+        assert condition == ("service_completed_successfully" if ends else "service_healthy"), (name, other)
+
+
+def _needs(service):
+    return service.get("depends_on", {}).items()
+
+
+def test_what_is_mounted_is_there_and_nothing_is_mounted_over_what_cannot_be_written(services):
+    named = yaml.safe_load(compose_text())["volumes"]
+    [made] = re.findall(r"install --directory --owner distap --group distap (.+)", DOCKERFILE.read_text())
+    for name, service in services.items():
+        for volume in service["volumes"]:
+            source, target, mode = _parts(volume)
+            if source in named:
+                # A new volume belongs to whom the image's folder belongs to.
+                assert mode == "ro" or "build" not in service or target in made.split(), (name, target)
+            elif source != "../../data/emoji/shards":  # which launch/demo makes
+                assert mode == "ro" and (FOLDER / source).exists(), (name, source)
+
+
+def _parts(volume):
+    if isinstance(volume, dict):
+        return volume["source"], volume["target"], "ro" if volume["read_only"] else "rw"
+    source, target, *mode = volume.split(":")
+    return source, target, *(mode or ["rw"])
+
+
+@pytest.mark.parametrize("name", ["train", "train-gpu"])
+def test_the_training_starts_with_arguments_that_it_has_and_time_to_stop(services, name):
+    service = services[name]
+    settings = get_args_parser().parse_args(service["command"])
+    [recipe] = [_parts(volume)[0] for volume in service["volumes"] if _parts(volume)[1] == settings.training_script]
+    read = load_recipe(FOLDER / recipe, settings.training_script_args)
+    assert (str(read.run), read.metrics.port, read.metrics.address) == ("/runs/compose", 9400, "0.0.0.0")
+    assert settings.nproc_per_node == "2"
+    grace = read.stop.grace_seconds
+    assert grace == StopSection().grace_seconds
+    assert int(service["stop_grace_period"].removesuffix("s")) > grace + MARGIN_SECONDS
+
+
+@pytest.mark.parametrize(("given", "ranks", "threads"), [("", "1", None), ("", "1000", "1"), ("3", "2", "3")])
+def test_the_ranks_share_the_cores_unless_somebody_has_said_otherwise(services, given, ranks, threads):
+    service = services["train"]
+    assert service["environment"] == {"RANKS": 2, "OMP_NUM_THREADS": ""}
+    tini, dashes, *shell, script, name = service["entrypoint"]
+    assert [tini, dashes, name] == ["tini", "--", "sh"]
+    start = 'exec python -m distap.launcher "$@"'
+    assert script.endswith(start + "\n")
+    environment = {"PATH": "/usr/bin:/bin", "RANKS": ranks, "OMP_NUM_THREADS": given}
+    shown = script.replace(start, 'echo "$OMP_NUM_THREADS" "$@"')
+    done = subprocess.run(
+        [*shell, shown, name, "--standalone"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [threads or str(usable_cores()), "--standalone"]
+
+
+def test_prometheus_takes_its_settings_with_the_rules_and_targets_that_the_service_writes(services, tmp_path):
+    rules = services["rules"]
+    [mounted] = [_parts(volume)[1] for volume in rules["volumes"]]
+    written = tmp_path / "distap"
+    written.mkdir()
+    *shell, script = [*rules["entrypoint"], *rules["command"]]
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    environment = {"PATH": path, "RANKS": "3", "HOME": str(tmp_path)}
+    subprocess.run([*shell, script.replace(mounted, str(written))], env=environment, check=True)
+    shutil.copy(FOLDER / "prometheus.yml", tmp_path)
+    targets = yaml.safe_load((written / "targets.yaml").read_text())
+    assert [one["targets"] for one in targets] == [[f"training:{port}"] for port in (9400, 9401, 9402)]
+    assert services["train"]["networks"]["default"]["aliases"] == ["training"]
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is missing: nothing reads Prometheus' settings")
+    checked = subprocess.run(["promtool", "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True)
+    assert checked.returncode == 0, checked.stderr.decode()
+    assert b"rules found" in checked.stdout
+
+
+def test_grafana_finds_prometheus_and_the_dashboard(services):
+    grafana = services["grafana"]
+    mounted = {_parts(volume)[1]: FOLDER / _parts(volume)[0] for volume in grafana["volumes"]}
+    [source] = yaml.safe_load(mounted["/etc/grafana/provisioning/datasources/distap.yaml"].read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090" and source["isDefault"]
+    [provider] = yaml.safe_load(mounted["/etc/grafana/provisioning/dashboards/distap.yaml"].read_text())["providers"]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert Path(home).parent == Path(provider["options"]["path"])
+    assert json.loads(mounted[home].read_text())["uid"]

@@ -1,0 +1,142 @@
+"""distap's image, really built, and run as the pods of a Job that `distap k8s render` made."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from containers import IMAGE, LIMITS, Engine, engine, options_of_pod
+from hosts import Hosts
+from trainings import Run
+
+from distap.checkpoint import list_checkpoints
+from distap.errors import RESTART
+
+pytestmark = [pytest.mark.container, pytest.mark.cluster, pytest.mark.slow]
+NAME = "small"
+
+
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory):
+    with engine(tmp_path_factory.mktemp("engine") / "podman") as opened:
+        opened.build()
+        yield opened
+
+
+class Pods:
+    """The two pods of an Indexed Job, as containers on two hosts."""
+
+    def __init__(self, podman: Engine, hosts: Hosts, folder: Path, rendered: str, shards: Path) -> None:
+        self.podman, self.hosts, self.folder = podman, hosts, folder
+        objects = {(found["kind"], found["metadata"]["name"]): found for found in yaml.safe_load_all(rendered)}
+        job = objects["Job", NAME]
+        self.spec = job["spec"]["template"]["spec"]
+        [recipe] = [found["data"] for (kind, _), found in objects.items() if kind == "ConfigMap"]
+        self.runs, data = folder / "runs", folder / "data"
+        shutil.copytree(shards, data)
+        data.chmod(0o755)  # pytest's own folders are root's alone
+        for number in range(job["spec"]["completions"]):
+            kept = {name: folder / f"{name}-{number}" for name in ("recipe", "spool", "tmp")} | {"runs": self.runs}
+            for name, place in kept.items():
+                place.mkdir(parents=True, exist_ok=True)
+                if name != "recipe":
+                    os.chown(place, -1, self.spec["securityContext"]["fsGroup"])
+                    place.chmod(0o2775)
+            for key, text in recipe.items():
+                (kept["recipe"] / key).write_text(text)
+            self._start(number, {"data": str(data), **{name: str(place) for name, place in kept.items()}})
+
+    def _start(self, number: int, volumes: dict[str, str]) -> None:
+        """As the kubelet would, with the names that DNS and /etc/hosts would give."""
+        [container] = self.spec["containers"]
+        names = self.folder / f"hosts-{number}"
+        whole = [f"{NAME}-{n}.{self.spec['subdomain']}.default.svc.cluster.local" for n in range(2)]
+        lines = [f"127.0.0.1 localhost\n{self.hosts.addresses[number]} {whole[number]} {NAME}-{number}\n"]
+        for other, address in enumerate(self.hosts.addresses):
+            lines += [f"{address} {whole[other]} {NAME}-{other}.{self.spec['subdomain']}\n"]
+        names.write_text("".join(lines))
+        place = [f"--name={NAME}-{number}", f"--hostname={NAME}-{number}", f"--volume={names}:/etc/hosts:ro"]
+        place += [f"--network=ns:/run/netns/{self.hosts.names[number]}"]
+        # Timers for the health check would need systemd; the test asks itself.
+        place += ["--detach", "--log-driver=k8s-file", "--no-healthcheck", *LIMITS]
+        self.podman.call("run", *place, *options_of_pod(self.spec, volumes), IMAGE, *container["args"])
+
+    def said(self, number: int) -> str:
+        return self.podman.call("logs", f"{NAME}-{number}")
+
+    def status_of_first_process(self, number: int) -> dict[str, str]:
+        """What the kernel says of the container's process 1."""
+        process = Path("/proc", str(self.podman.inspect("container", f"{NAME}-{number}")["State"]["Pid"]))
+        lines = [line.split(":\t", 1) for line in (process / "status").read_text().splitlines()]
+        [root] = [fields for fields in _mounts(process / "mountinfo") if fields[4] == "/"]
+        return dict(lines) | {"root": root[5].split(",")[0]}
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            said = "\n".join(self.said(number)[-4000:] for number in range(2))
+            assert self.podman.call("ps", "--quiet").count("\n") == 1, f"one has ended: {said}"
+            assert time.monotonic() < deadline, f"not within {seconds} s: {said}"
+            time.sleep(0.5)
+
+
+def _mounts(file: Path) -> list[list[str]]:
+    return [line.split() for line in file.read_text().splitlines()]
+
+
+def answers(hosts: Hosts, number: int, url: str) -> str:
+    """What a URL answers when the host asks for it."""
+    program = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=10).read().decode())"
+    asked = hosts.on(number, [sys.executable, "-c", program])
+    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+
+
+def rendered_job(run: Run) -> str:
+    options = f"--name {NAME} --image {IMAGE} --nodes 2 --gpus 0 --ranks 2 --checkpoints pvc://runs --memory 8Gi"
+    shards = "--data pvc://data/train --validation pvc://data/test --output -"
+    command = [sys.executable, "-m", "distap.cli", "k8s", "render", str(run.config), *f"{options} {shards}".split()]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_two_containers_train_with_the_arguments_of_the_jobs_own_manifest(podman, hosts, tmp_path, training_shards):
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl, which builds the manifest")
+    job = rendered_job(Run(tmp_path, training_shards, steps=100_000))
+    pods = Pods(podman, hosts, tmp_path, job, training_shards[0].parent)
+    pods.wait_until(lambda: "step 3/" in pods.said(0) + pods.said(1))
+
+    for number in range(2):
+        process = pods.status_of_first_process(number)
+        assert process["Uid"].split() == process["Gid"].split() == ["10001"] * 4
+        assert {process[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+        assert (process["NoNewPrivs"], process["Seccomp"], process["root"]) == ("1", "2", "ro")
+        for port in (9400, 9401):
+            rank = f"http://{hosts.addresses[number]}:{port}"
+            metrics = answers(hosts, 1 - number, f"{rank}/metrics")
+            assert 'distap_stage_duration_seconds_count{stage="replay"}' in metrics
+            for path in ("healthz", "readyz"):
+                answers(hosts, 1 - number, f"{rank}/{path}")
+        kind, *check = podman.inspect("image", IMAGE)["Healthcheck"]["Test"]
+        assert kind == "CMD"
+        podman.call("exec", f"{NAME}-{number}", *check)
+
+    names = [f"{NAME}-{number}" for number in range(2)]
+    podman.call("kill", "--signal=TERM", *names)
+    statuses = podman.call("wait", *names, seconds=pods.spec["terminationGracePeriodSeconds"])
+    assert statuses.split() == [str(RESTART)] * 2, pods.said(0) + pods.said(1)
+    newest = list_checkpoints(pods.runs / NAME / "checkpoints")[-1]
+    assert newest.stat().st_uid == 10001
+
+
+def test_the_image_holds_the_manifests_and_no_tools_to_build_with(podman):
+    alone = ["--rm", "--network=none", "--no-healthcheck", *LIMITS, "--read-only", "--entrypoint=sh"]
+    tools = "for tool in gcc g++ cc make pip pip3 git; do command -v $tool; done"
+    privileged = "find / -xdev -perm /6000 -type f 2>/dev/null"
+    assert podman.call("run", *alone, IMAGE, "-c", f"{tools}; {privileged}; true") == ""
+    assert "alert: " in podman.call("run", *alone, IMAGE, "-c", "distap k8s rules")
+    assert podman.inspect("image", IMAGE)["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"

@@ -1,0 +1,198 @@
+"""What the scripts in launch/ decide by themselves: when to start again, and what they tell the launcher."""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import started
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+SCRIPTS = ("again", "train-one-node", "train-multi-node", "slurm/train.sbatch")
+
+
+def again(tmp_path, statuses, *options, program="") -> subprocess.CompletedProcess[str]:
+    """Runs a command that leaves with these statuses, one after the other."""
+    (tmp_path / "statuses").write_text("\n".join(map(str, statuses)) + "\n")
+    leave = 'status=$(head -n 1 statuses) && sed -i 1d statuses && echo ran && exit "$status"'
+    command = [LAUNCH / "again", "--pause", "0", *options, "bash", "-c", program + leave]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+
+def told(script, *arguments, **environment) -> list[str]:
+    """What the script would start: its interpreter is `echo`."""
+    known = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
+    command = [LAUNCH / script, *arguments, "recipe.yaml", "steps=3"]
+    environment = known | {"PYTHON": "echo", "CUDA_VISIBLE_DEVICES": ""} | environment
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "left", "runs"),
+    [
+        ([0], 0, 1),
+        ([2], 2, 1),
+        ([1, 137, 0], 0, 3),
+        ([75] * 5 + [0], 0, 6),  # behind checkpoints there is no limit
+        ([1, 1, 1, 0], 1, 3),
+        ([1, 1, 75, 1, 1, 0], 0, 6),  # failures in a row count
+    ],
+)
+def test_a_status_says_whether_the_launcher_is_started_again(tmp_path, statuses, left, runs):
+    done = again(tmp_path, statuses, "--attempts", "3")
+    assert (done.returncode, done.stdout.count("ran")) == (left, runs), done.stderr
+
+
+def test_pauses_between_failures_double(tmp_path):
+    said = again(tmp_path, [1, 1, 1], "--attempts", "3", "--pause", "1").stderr
+    assert said.index("starting again in 1 s") < said.index("starting again in 2 s"), said
+
+
+@pytest.mark.parametrize(
+    ("statuses", "left"),
+    [
+        ([75] * 7 + [1, 0], [0] * 9),  # stops and the loss of a node count for nothing
+        ([1, 1, 1, 1, 1], [0, 0, 0, 0, 1]),
+        ([1, 1, 75, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]),  # failures in a row count
+        ([1, 1, 1, 1, 2, 1], [0, 0, 0, 0, 2, 0]),
+    ],
+)
+def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(tmp_path, statuses, left):
+    """With stand-ins for the commands of Slurm; tests/launch/test_slurm.py has a real one."""
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).write_text(f'#!/bin/sh\n[ {name} = scontrol ] || exit "$STATUS"\n')
+        (tmp_path / name).chmod(0o755)
+    known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
+    known |= os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    seen = []
+    with (tmp_path / "log").open("a") as log:
+        for start, status in enumerate(statuses):
+            environment = known | {"SLURM_RESTART_COUNT": str(start), "STATUS": str(status)}
+            command = ["bash", LAUNCH / "slurm/train.sbatch", "recipe.yaml"]
+            seen.append(subprocess.run(command, env=environment, stdout=log, stderr=log).returncode)
+    assert seen == left, (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_command_once_and_it_is_not_started_again(tmp_path, number):
+    program = "trap 'echo heard >> heard; exit 75' TERM INT; touch ready; while true; do read -t 0.1 <> <(:); done"
+    with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
+        job.wait_until((tmp_path / "ready").exists)
+        job.process.send_signal(number)
+        assert job.status(20) == 75
+        assert (tmp_path / "heard").read_text() == "heard\n"
+        job.wait_until_none_is_left()
+
+
+def test_a_request_for_a_trace_is_passed_on_and_ends_nothing(tmp_path):
+    program = "trap 'touch traced' USR1; trap 'exit 75' TERM; touch ready; while true; do read -t 0.1 <> <(:); done"
+    with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
+        job.wait_until((tmp_path / "ready").exists)
+        job.process.send_signal(signal.SIGUSR1)
+        job.wait_until((tmp_path / "traced").exists)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.status(20) == 75
+
+
+def test_the_command_is_told_when_the_script_is_killed(tmp_path):
+    program = "trap 'touch heard; exit 75' TERM; touch ready; while true; do read -t 0.1 <> <(:); done"
+    with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
+        job.wait_until((tmp_path / "ready").exists)
+        job.process.kill()
+        job.process.wait()
+        job.wait_until_none_is_left()
+    assert (tmp_path / "heard").exists()
+
+
+def test_one_rank_a_gpu_that_may_be_used(tmp_path):
+    assert "--nproc-per-node=1" in told("train-one-node")
+    assert "--nproc-per-node=3" in told("train-one-node", CUDA_VISIBLE_DEVICES="0,2,5")
+    assert "--nproc-per-node=4" in told("train-one-node", "--ranks", "4", CUDA_VISIBLE_DEVICES="0,2,5")
+
+
+def test_what_nvidia_smi_lists_counts(tmp_path):
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\necho 'GPU 0: one'; echo '  MIG 1g: part'; echo 'GPU 1: two'\n")
+    listing.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [LAUNCH / "train-one-node", "recipe.yaml"]
+    known = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    said = subprocess.run(
+        command, env=known | environment | {"PYTHON": "echo"}, capture_output=True, text=True
+    ).stdout
+    assert "--nproc-per-node=2" in said
+
+
+def test_ranks_share_the_cores_unless_they_were_told(tmp_path):
+    interpreter = tmp_path / "python"
+    interpreter.write_text('#!/bin/sh\necho "$OMP_NUM_THREADS"\n')
+    interpreter.chmod(0o755)
+    cores = len(os.sched_getaffinity(0))
+    assert told("train-one-node", "--ranks", "2", PYTHON=str(interpreter)) == [str(max(cores // 2, 1))]
+    assert told("train-one-node", PYTHON=str(interpreter), OMP_NUM_THREADS="7") == ["7"]
+
+
+def test_several_hosts_meet_where_they_are_told_to():
+    line = " ".join(
+        told("train-multi-node", "--nodes", "2:4", "--host", "10.77.9.1:555", "--name", "n", "--ranks", "2")
+    )
+    assert "--nnodes=2:4 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d" in line
+    assert "--rdzv-endpoint=10.77.9.1:555 --rdzv-id=n --rdzv-conf=join_timeout=600" in line
+    assert line.endswith("recipe.yaml steps=3")
+    own = told("train-multi-node", "--nodes", "2", "--host", "node-that-nobody-knows", "--is-host", "yes")
+    assert "--rdzv-endpoint=node-that-nobody-knows:29400" in own
+    assert "--rdzv-conf=join_timeout=600,is_host=1" in own
+
+
+def test_the_address_of_a_host_may_be_a_name():
+    line = told("train-multi-node", "--nodes", "2", "--host", "127.0.0.1", "--address", "localhost", "--ranks", "1")
+    assert {"--local-addr=127.0.0.1", "--local-addr=::1"} & set(line)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "reason"),
+    [
+        ("train-one-node", ["--rank", "2"], "--rank is no option"),
+        ("train-one-node", ["--ranks", "two"], "--ranks two: a whole number is expected"),
+        ("train-one-node", ["--ranks", "0", "recipe.yaml"], "--ranks 0: one or more"),
+        ("train-multi-node", ["recipe.yaml"], "--nodes: how many hosts"),
+        ("train-multi-node", ["--nodes", "2", "--host", "h", "--ranks", "0", "r"], "--ranks 0: one or more"),
+        ("train-multi-node", ["--nodes", "2", "recipe.yaml"], "--host: at which host"),
+        ("train-multi-node", ["--nodes", "2-4", "--host", "h", "recipe.yaml"], "--nodes 2-4: N or MIN:MAX"),
+        ("train-multi-node", ["--nodes", "2", "--host", "h", "--is-host", "1", "r"], "--is-host 1: yes or no"),
+        (
+            "train-multi-node",
+            ["--nodes", "2", "--host", "h", "--address", "a.invalid", "r"],
+            "--address a.invalid: this",
+        ),
+        ("train-multi-node", ["--nodes", "2", "--host", "h", "--address", "localhost", "r"], "no other host reaches"),
+        ("train-multi-node", ["--nodes", "3:2", "--host", "h", "r"], "--nodes 3:2: MIN:MAX is expected"),
+        ("train-multi-node", ["--nodes", "2", "--host", "h:abc", "r"], "--host h:abc: the port is no number"),
+        ("train-multi-node", ["--nodes", "2", "--host", "h:65536", "r"], "--host h:65536: the port is no number"),
+        ("train-multi-node", ["--nodes", "2", "--host", "fe80::1", "r"], "--host fe80::1: HOST, HOST:PORT or"),
+        ("again", ["--attempts", "many", "true"], "whole numbers are expected"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(script, arguments, reason):
+    done = subprocess.run([LAUNCH / script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+@pytest.mark.parametrize("script", ["again", "train-one-node", "train-multi-node"])
+def test_the_help_names_every_option_that_is_read(script):
+    text = (LAUNCH / script).read_text()
+    said = subprocess.run([LAUNCH / script, "--help"], check=True, capture_output=True, text=True).stdout
+    read = {word for line in text.splitlines() if ")" in line for word in line.strip().split(")")[0].split(" | ")}
+    options = {word for word in read if word.startswith("--") and word != "--*"}
+    assert options and all(option in said for option in options - {"--help"})
+
+
+def test_the_scripts_have_no_mistake_that_shellcheck_knows():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is missing")
+    command = ["shellcheck", "--external-sources", *(LAUNCH / script for script in SCRIPTS), LAUNCH / "this-host.sh"]
+    done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,47 @@
+import os
+import re
+import signal
+
+import pytest
+from launching import launcher, started
+
+from distap.errors import FAILED
+
+
+def ranks(number):
+    return f"--standalone --nproc-per-node={number}"
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_path):
+    with started(launcher(ranks(3), "go_on", tmp_path), tmp_path) as job:
+        job.wait_for_step(2, 5)
+        stopped = job.pid(1)
+        os.kill(stopped, signal.SIGSTOP)
+        assert job.status(seconds=5 + 5 + 10 + 10) == FAILED
+        assert job.left() == []
+        told = re.findall(
+            rf"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: "
+            rf"rank 1 \(\S+, pid {stopped}\) has not been heard of for \d+ s",
+            job.said,
+        )
+        assert len(told) == 2, job.said
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_is_named_with_what_it_does(tmp_path):
+    with started(launcher(ranks(2), "stuck", tmp_path, timeout_seconds=3), tmp_path) as job:
+        assert job.status(seconds=40) == FAILED
+        assert job.left() == []
+        told = rf"rank 1 \(\S+, pid {job.pid(1)}\) has not reached it; it has been in describe of step 3 for \d+ s"
+        # Both say so, and the stuck one where it stands.
+        assert len(re.findall(told, job.said)) == 2, job.said
+        assert "time.sleep(600)" in job.said
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_joins_is_named_on_all_others(tmp_path):
+    with started(launcher(ranks(3), "absent", tmp_path), tmp_path) as job:
+        assert job.status(seconds=40) == FAILED
+        assert job.left() == []
+        assert len(re.findall(r"rank 1 of 3 did not join within 5 s; those that did: rank 0 \(", job.said)) == 2

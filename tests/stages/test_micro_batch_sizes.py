@@ -1,0 +1,110 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from batches import small_network
+from torch import nn
+
+from distap.engine import DDPEngine
+from distap.errors import DistapError
+from distap.stages.memory_use import SavedBytes, free_memory
+from distap.stages.sizes import Fitting
+from distap.world import World
+
+# A step whose micro-batches of 256 images need some 3 GB, in a process that may take a fifth of that.
+IN_LITTLE_MEMORY = """
+import json, resource, torch
+from torch import nn
+from benchmarks.memory import SyntheticBatch
+from distap.world import World
+from distap.engine import DDPEngine
+from distap.ranking import QuantizedAP
+from distap.step import ThreeStageStep
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(3 if n == 0 else 48, 48, 1) for n in range(4)))
+    def forward(self, images):
+        return nn.functional.normalize(self.layers(images / 255).mean((2, 3)))
+
+torch.manual_seed(0)
+network = Wide()
+engine = DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), World())
+step = ThreeStageStep(engine, QuantizedAP(), World(), 0, 256)
+step(SyntheticBatch(64, 8), 0.1)  # what is set up once
+batch = SyntheticBatch(256, 128)
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + 700 * 2**20,) * 2)
+result = step(batch, 0.1)
+print(json.dumps([result.loss, result.gradient_norm, result.replayed, step.describe_size, step.replay_size]))
+"""
+
+
+class Limited(nn.Module):
+    """Runs out of memory above some numbers of images."""
+
+    def __init__(self, network, with_graph, without):
+        super().__init__()
+        self.network, self.with_graph, self.without = network, with_graph, without
+
+    def forward(self, images):
+        if len(images) > (self.with_graph if torch.is_grad_enabled() else self.without):
+            raise torch.OutOfMemoryError("too many")
+        return self.network(images.double())
+
+
+def engine_with(**limits):
+    network = Limited(small_network(), **limits)
+    return DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=1.0), World())
+
+
+def test_sizes_are_found_that_fit_and_nothing_is_left_of_the_trials():
+    engine = engine_with(with_graph=5, without=12)
+    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    fitting = Fitting(engine, World(), image_size=16, share=64)
+    assert 1 <= fitting.replay_size() <= 4
+    assert 1 <= fitting.describe_size() <= 8
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_dict().items())
+    assert all(parameter.grad is None for parameter in engine.network.parameters())
+
+
+def test_an_image_that_fits_nowhere_is_an_error():
+    with pytest.raises(DistapError, match=r"replay: not even one image of 16 x 16 pixels fits .* data\.image_size"):
+        Fitting(engine_with(with_graph=0, without=9), World(), image_size=16, share=64).replay_size()
+
+
+def test_the_graph_of_twice_as_many_images_takes_twice_the_memory():
+    network = small_network()
+    taken = []
+    for images in (4, 8):
+        saved = SavedBytes(network)
+        with saved:
+            network(torch.zeros(images, 3, 16, 16, dtype=torch.float64))
+        taken.append(saved.bytes)
+    assert taken[0] > 4 * 3 * 16 * 16 * 8  # the input alone
+    assert taken[1] == pytest.approx(2 * taken[0], rel=0.05)
+
+
+def test_all_graphs_are_kept_where_there_is_room_for_them(caplog):
+    fitting = Fitting(engine_with(with_graph=99, without=99), World(), image_size=16, share=10)
+    assert fitting.kept_graphs(4) == 3
+    assert "3 of 3 micro-batches keep their graph" in caplog.text
+    few = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=2)
+    assert few.kept_graphs(64) == 1  # a micro-batch holds no more than the share
+    none = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=64)
+    assert none.kept_graphs(4) == 0
+    assert free_memory(torch.device("cpu")) > 2**20
+
+
+@pytest.mark.slow
+def test_a_step_goes_on_with_smaller_micro_batches_where_the_machine_has_no_more_memory():
+    command = [sys.executable, "-c", IN_LITTLE_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loss, norm, replayed, describe_size, replay_size = json.loads(done.stdout)
+    assert replay_size <= describe_size <= 128
+    assert replayed == 256
+    assert 0 < loss < 1
+    assert 0 < norm < float("inf")

@@ -1,0 +1,66 @@
+import torch
+
+from distap.stages.micro_batches import backward_passes, cut, is_out_of_memory, padding, with_last
+
+NAN = float("nan")
+
+
+def passes(lengths, size, kept=(), **options):
+    """(rows, whether kept) of each pass, for gradients of these lengths."""
+    gradient = torch.tensor(lengths)[:, None] * torch.tensor([[0.6, 0.8]])
+    asked = []
+
+    def rows_of_gradient(rows):
+        asked.extend(range(rows.start, rows.stop))
+        return gradient[rows]
+
+    graphs = {first: torch.zeros(min(size, len(lengths) - first), 2) for first in kept}
+    found = list(backward_passes(len(lengths), size, rows_of_gradient, graphs, **options))
+    assert sorted(asked) == list(range(len(lengths)))  # each row once
+    numbers = torch.arange(len(lengths))
+    for one in found:
+        assert torch.equal(one.gradient, gradient[one.rows]) or one.gradient.isnan().any()
+    return [(numbers[one.rows].tolist(), one.kept is not None) for one in found]
+
+
+def test_a_share_is_cut_in_order_and_the_last_micro_batch_is_shorter():
+    assert cut(0, 7, 3) == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert cut(3, 3, 2) == []
+
+
+def test_all_rows_with_a_gradient_are_replayed_in_full_micro_batches():
+    assert passes([1.0] * 5, 2) == [([0, 1], False), ([2, 3], False), ([4], False)]
+    assert passes([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], 2) == [([0, 2], False), ([3, 5], False), ([6], False)]
+
+
+def test_micro_batches_that_must_stay_are_left_out_as_a_whole():
+    lengths = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    assert passes(lengths, 2, regroup=False) == [([2, 3], False), ([4, 5], False)]
+
+
+def test_kept_graphs_come_first():
+    assert passes([1.0] * 6, 2, kept=(2, 4)) == [([2, 3], True), ([4, 5], True), ([0, 1], False)]
+    assert passes([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2, kept=(2, 4)) == [([2, 3], True), ([0, 1], False)]
+
+
+def test_gradients_below_the_limit_are_left_out_but_not_those_that_are_no_number():
+    assert passes([0.5, 0.1, NAN, 2.0], 4, limit=0.2) == [([0, 2, 3], False)]
+    assert passes([0.0, 0.0], 4) == []
+
+
+def test_padding_is_one_image_without_gradient():
+    one = padding(torch.ones(3, 2))
+    assert one.is_padding
+    assert one.rows == slice(0, 1)
+    assert torch.equal(one.gradient, torch.zeros(1, 2))
+
+
+def test_the_last_is_known_to_be_the_last():
+    assert list(with_last("abc")) == [("a", False), ("b", False), ("c", True)]
+    assert list(with_last([])) == []
+
+
+def test_only_a_lack_of_memory_is_one():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # of oneDNN
+    assert not is_out_of_memory(RuntimeError("size mismatch"))

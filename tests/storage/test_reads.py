@@ -1,0 +1,360 @@
+import os
+import pickle
+import sys
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.registry import _registry
+from servers import gcs_server, s3_files, s3_server, web_server
+
+from distap.data.images.decoding import DamagedImageError
+from distap.data.images.transforms import evaluation_transform
+from distap.data.loading.indexed import OrderedImages, evaluation_chunks
+from distap.data.loading.reading import Reader
+from distap.data.loading.shard_cache import CacheSettings
+from distap.data.shards.index import load_index
+from distap.data.shards.indexing import index_shards
+from distap.errors import DistapError
+from distap.storage.locations import parse_source
+from distap.storage.reads import LocalStorage, storage_of
+from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
+
+QUICK = RemoteSettings(attempts=3, timeout_seconds=20, backoff_seconds=0)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server() as options:
+        yield options
+
+
+@pytest.fixture
+def web(shards):
+    with web_server(shards) as server:
+        yield server
+
+
+def upload(shards, options, prefix):
+    """The URL of a copy of the shards in the bucket."""
+    s3_files(options).put(f"{shards}/", f"s3://shards/{prefix}/", recursive=True)
+    return f"s3://shards/{prefix}"
+
+
+def test_a_local_file_is_read_in_any_part(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    storage = LocalStorage(str(tmp_path))
+    assert storage.about("a").size == 100
+    assert storage.read("a", 10, 5) == bytes(range(10, 15))
+    assert storage.read("a", 90, 50) == bytes(range(90, 100))
+    assert storage.open("a").read() == bytes(range(100))
+    assert storage.meter.take().read_bytes == 115
+    with pytest.raises(MissingFileError, match="b: there is no such file"):
+        storage.read("b", 0, 1)
+
+
+def test_a_process_keeps_few_files_open(tmp_path):
+    storage = LocalStorage(str(tmp_path))
+    storage._files.limit = 3
+    for name in "abcdef":
+        (tmp_path / name).write_bytes(name.encode())
+    assert [storage.read(name, 0, 1) for name in "abcabcdefdefabc"] == [name.encode() for name in "abcabcdefdefabc"]
+    assert len(storage._files._files) == 3
+
+
+def test_a_stale_file_handle_is_mended_by_opening_the_file_anew(tmp_path):
+    (tmp_path / "a").write_bytes(b"whole")
+    storage = LocalStorage(str(tmp_path), QUICK)
+    storage.read("a", 0, 1)
+    pipe, other_end = os.pipe()  # reading it by position fails, as a stale handle does
+    os.dup2(pipe, storage._files._files[f"{tmp_path}/a"])
+    os.close(pipe)
+    os.close(other_end)
+    assert storage.read("a", 0, 5) == b"whole"
+    assert storage.meter.take().retries == 1
+
+
+def test_parts_over_http_are_those_of_the_file(web, shards):
+    storage = storage_of(web.url, QUICK)
+    whole = (shards / "000000.tar").read_bytes()
+    assert storage.about("000000.tar").size == len(whole)
+    assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
+    assert storage.read("000000.tar", len(whole) - 5, 100) == whole[-5:]
+    assert storage.read("000000.tar", len(whole), 100) == b""
+    assert storage.open("000000.tar").read() == whole
+
+
+SCHEMES = ["http", "s3", "gs"]
+
+
+def over(scheme, web, **settings):
+    """A storage of the web server's folder by one of its schemes."""
+    quick = {"attempts": 3, "timeout_seconds": 20, "backoff_seconds": 0}
+    return storage_of(web.base(scheme), RemoteSettings(**quick | settings, options=web.options(scheme)))
+
+
+def asked(web):
+    """How often bytes were asked for."""
+    return sum("bytes=" in request for request in web.requests)
+
+
+FAULTS = [(scheme, fault) for scheme in SCHEMES for fault in ("503", "429", "cut", "short")]
+
+
+@pytest.mark.parametrize(("scheme", "fault"), [*FAULTS, ("http", "shift")])
+def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
+    storage = over(scheme, web)
+    web.faults = [fault, fault]
+    assert storage.read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+    assert asked(web) == 3
+    assert storage.meter.take() == (600, 2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "fault", ["400 RequestTimeout", "400 BadDigest", "400 IncompleteBody", "409 OperationAborted"]
+)
+def test_a_fault_that_s3_says_will_pass_is_retried_whatever_its_status(web, shards, fault):
+    web.faults = [fault, fault]
+    assert over("s3", web).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+
+
+def test_s3s_word_for_a_slow_request_is_not_taken_for_silence(web):
+    web.faults = ["400 RequestTimeout"] * 3
+    with pytest.raises(UnreachableError, match="3 attempts failed, the last with: RequestTimeout it is"):
+        over("s3", web).read("000000.tar", 0, 600)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fewer_bytes_at_the_end_of_a_file_are_no_fault(web, shards, scheme):
+    storage, whole = over(scheme, web), (shards / "000000.tar").read_bytes()
+    assert storage.read("000000.tar", len(whole) - 5, 100) == whole[-5:]
+    assert storage.meter.take() == (5, 0, 0, 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_short_answer_is_no_damage_to_an_image(web, shards, scheme):
+    remote = RemoteSettings(attempts=2, backoff_seconds=0, options=web.options(scheme))
+    reader = Reader(web.base(scheme), load_index(web.base(scheme), remote), remote=remote)
+    web.faults = ["short"]
+    assert reader.data(4) == Reader(shards, load_index(shards)).data(4)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards, tmp_path, kept):
+    cache = CacheSettings(tmp_path / "cache", 1) if kept else None
+    reader = Reader(web.url, load_index(web.url, QUICK), remote=QUICK, cache=cache)
+    expected = Reader(shards, load_index(shards)).data(4)
+    web.faults = ["flip"]
+    assert reader.data(4) == expected
+    assert reader.take_traffic().retries == 1
+    web.faults = ["flip", "flip"]
+    with pytest.raises(DamagedImageError, match="crc_mismatch"):
+        reader.data(4)
+    assert not web.faults
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_fault_that_stays_is_an_error_that_says_where_and_how_often(web, scheme):
+    storage = over(scheme, web)
+    web.faults = ["503"] * 9
+    where, last = rf"{web.base(scheme)}/000000\.tar", r"[\s\S]*(503|Service Unavailable)"
+    with pytest.raises(UnreachableError, match=f"{where}: .* 3 attempts failed, the last with: {last}"):
+        storage.read("000000.tar", 0, 600)
+    assert len(web.requests) == 3
+
+
+@pytest.mark.parametrize(("scheme", "seconds"), [("http", 0.3), ("gs", 0.3), ("s3", 1)])  # boto takes long to load
+def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme, seconds):
+    storage = over(scheme, web, attempts=2, timeout_seconds=seconds)
+    web.faults = ["stall", "stall"]
+    with pytest.raises(UnreachableError, match=rf"2 attempts failed, the last with: no answer within {seconds} s"):
+        storage.read("000000.tar", 0, 600)
+    web.faults = ["stall"]
+    patient = over(scheme, web, timeout_seconds=max(seconds, 1))
+    assert patient.read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+
+
+def test_a_server_that_is_not_there_is_named():
+    storage = storage_of("http://127.0.0.1:9", QUICK)
+    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9/a\.tar: cannot be read: 3 attempts failed"):
+        storage.about("a.tar")
+
+
+@pytest.mark.parametrize("status", ["403", "401", "410"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_another_attempt_would_not_mend_is_tried_once(web, scheme, status):
+    web.faults = [status] * 3
+    with pytest.raises(DistapError, match=r"000000\.tar: cannot be read: (?!3 attempts)"):
+        over(scheme, web).read("000000.tar", 0, 600)
+    assert len(web.requests) == 1
+
+
+def test_a_missing_file_is_told_from_other_errors(web):
+    with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
+        storage_of(web.url, QUICK).about("none.tar")
+    assert len(web.requests) == 1
+
+
+def test_a_server_that_ignores_ranges_is_found_out_before_training(web):
+    web.ranges = False
+    with pytest.raises(DistapError, match=r"ignores Range.*nginx"):
+        load_index(web.url, QUICK)
+
+
+def test_an_image_behind_a_name_with_odd_signs_is_found(tmp_path):
+    (tmp_path / "a b%20c+é.tar").write_bytes(b"data")
+    with web_server(tmp_path) as server:
+        assert storage_of(server.url, QUICK).read("a b%20c+é.tar", 0, 4) == b"data"
+
+
+def test_credentials_that_are_missing_are_an_error_at_once(s3, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(DistapError, match=r"s3://shards/a\.tar: cannot be read: .*credentials"):
+        storage_of("s3://shards", RemoteSettings(attempts=3, options=s3)).about("a.tar")
+
+
+def test_an_object_store_is_read_listed_and_written(s3, shards):
+    storage = storage_of(upload(shards, s3, "stored"), RemoteSettings(attempts=2, options=s3))
+    whole = (shards / "000000.tar").read_bytes()
+    assert storage.about("000000.tar").size == len(whole)
+    assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
+    assert storage.read("000000.tar", len(whole) - 5, 5) == whole[-5:]
+    assert storage.read("000000.tar", len(whole) + 5, 5) == b""
+    assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]
+    storage.write("note", b"text")
+    assert storage.open("note").read() == b"text"
+    with pytest.raises(MissingFileError, match="s3://shards/stored/none: there is no such file"):
+        storage.read("none", 0, 1)
+    with pytest.raises(MissingFileError):
+        storage_of("s3://nowhere", RemoteSettings(options=s3)).about("a")
+    locked = RemoteSettings(attempts=1, options={"s3": {**s3["s3"], "endpoint_url": "http://127.0.0.1:9"}})
+    with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 1 attempts failed"):
+        storage_of("s3://shards", locked).write("note", b"")
+
+
+def test_options_of_a_wrong_kind_are_told_at_once(s3):
+    remote = RemoteSettings(attempts=100, options={"s3": {**s3["s3"], "client_kwargs": 1}})
+    with pytest.raises(DistapError, match=r"s3://shards/a: cannot be read: 'int' object"):
+        storage_of("s3://shards", remote).about("a")
+
+
+@pytest.mark.parametrize(("scheme", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")])
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    for known in [name for name in fsspec.registry if name == scheme]:
+        monkeypatch.delitem(_registry, known)
+    with pytest.raises(DistapError, match=rf"{scheme}:// needs a package .*pip install 'distap\[{extra}\]'"):
+        storage_of(f"{scheme}://bucket").about("a")
+
+
+def sources(kind, shards, web, s3):
+    """A source of the kind with the same shards, and how it is reached."""
+    if kind == "http":
+        return web.url, QUICK
+    return upload(shards, s3, "same"), RemoteSettings(options=s3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_reading_over_a_network_is_reading_from_disk(kind, kept, workers, shards, web, s3, tmp_path):
+    source, remote = sources(kind, shards, web, s3)
+    cache = CacheSettings(tmp_path / "cache", 10**9) if kept else None
+    expected = Reader(shards, load_index(shards))
+    reader = Reader(source, load_index(source, remote), remote=remote, cache=cache)
+    assert reader.index.fingerprint == expected.index.fingerprint
+    if kept:
+        for sample in range(9):
+            reader.data(sample)
+        reader.cache.wait()
+    web.requests.clear()
+    transform = evaluation_transform(16)
+    here, there = (
+        list(evaluation_chunks(OrderedImages(r, transform, 16), range(9), 2, w))
+        for r, w in ((expected, 0), (reader, workers))
+    )
+    assert all(
+        np.array_equal(a.pixels, b.pixels) and a.samples == b.samples for a, b in zip(here, there, strict=True)
+    )
+    images = sum(int(expected.index.size[sample]) for sample in range(9))
+    traffic = [sum(counts) for counts in zip(*(chunk.traffic for chunk in there), strict=True)]
+    if workers:
+        assert traffic == [images, 0, 9 if kept else 0, 0]
+    assert len(web.requests) == (9 if kind == "http" and not kept else 0)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Where scans of remotes keep what they found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "distap" / "scan"
+
+
+def test_an_index_is_made_over_http_and_kept_in_a_file(web, shards, tmp_path, home):
+    source = parse_source(f"{web.url}/{{000000..000002}}.tar", tmp_path / "kept.npz")
+    index, _ = index_shards(source, remote=QUICK)
+    assert index.fingerprint == load_index(shards).fingerprint
+    assert load_index(source, QUICK).fingerprint == index.fingerprint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "images", "kept.npz", "shards"]
+    with pytest.raises(DistapError, match="nothing can be written behind http://; say where with --index"):
+        index_shards(f"{web.url}/{{000000..000002}}.tar", remote=QUICK)
+
+
+def test_an_index_is_made_over_s3_beside_the_shards(s3, shards, home):
+    expected = load_index(shards).fingerprint
+    (shards / "index.npz").unlink()
+    url = upload(shards, s3, "unindexed")
+    remote = RemoteSettings(options=s3)
+    with pytest.raises(DistapError, match=r"no index\.npz in it; `distap data index s3://shards/unindexed`"):
+        load_index(url, remote)
+    for source in (url, f"{url}/*.tar", f"{url}/{{000000..000002}}.tar"):
+        index, _ = index_shards(source, remote=remote)
+        assert load_index(source, remote).fingerprint == index.fingerprint == expected
+    assert not any(home.iterdir())
+
+
+def test_a_scan_whose_index_could_not_be_written_is_not_done_again(s3, shards, home, tmp_path, monkeypatch):
+    url, remote = upload(shards, s3, "locked"), RemoteSettings(attempts=1, options=s3)
+
+    def refuse(storage, name, data):
+        raise DistapError(f"{storage.where(name)}: cannot be written: Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("distap.storage.remote_files.RemoteStorage.write", refuse)
+        with pytest.raises(DistapError, match="Access Denied"):
+            index_shards(url, remote=remote)
+    monkeypatch.setattr("distap.data.shards.scanning._scan", None)
+    index, _ = index_shards(parse_source(url, tmp_path / "kept.npz"), remote=remote)
+    assert index.fingerprint == load_index(shards).fingerprint
+
+
+def test_a_shard_that_changed_behind_a_url_is_found_when_the_index_is_loaded(web, shards):
+    with (shards / "000001.tar").open("ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: .* when it was indexed"):
+        load_index(web.url, QUICK)
+    (shards / "000001.tar").unlink()
+    with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: the shard is missing"):
+        load_index(web.url, QUICK)
+
+
+def test_a_storage_can_be_sent_to_another_process(web):
+    storage = storage_of(web.url, QUICK)
+    storage.read("000000.tar", 0, 10)
+    assert pickle.loads(pickle.dumps(storage)).read("000000.tar", 0, 10) == storage.read("000000.tar", 0, 10)
+
+
+def test_google_storage_is_read_listed_and_written(shards):
+    with gcs_server() as options:
+        remote = RemoteSettings(attempts=1, options=options)
+        storage = storage_of("gs://shards/train", remote)
+        for path in shards.iterdir():
+            storage.write(path.name, path.read_bytes())
+        assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]
+        expected = Reader(shards, load_index(shards))
+        reader = Reader("gs://shards/train", load_index("gs://shards/train", remote), remote=remote)
+        assert [reader.data(sample) for sample in range(9)] == [expected.data(sample) for sample in range(9)]
+        with pytest.raises(MissingFileError, match="gs://shards/train/none: there is no such file"):
+            storage.read("none", 0, 1)

@@ -1,0 +1,105 @@
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from ranks import RankFailedError, on_ranks
+
+from distap.errors import CollectiveError, DistapError
+from distap.world import World, joined_world
+
+TOTAL = 11
+
+
+def exchange(world):
+    rows = torch.arange(TOTAL * 2.0).view(TOTAL, 2)
+    mine = rows[world.rank :: world.size]
+    flags = world.gather_rows(mine[:, 0] > 6, TOTAL)
+    everything = world.gather_rows(mine, TOTAL)
+    back = world.scatter_rows(rows if world.rank == 0 else None, mine, TOTAL)
+    agreement = world.all_agree(True), world.all_agree(world.rank != 1)
+    greatest = world.maximum(world.rank), world.maximum(float("nan") if world.rank == 1 else 0.0)
+    same = world.all_same(5), world.all_same(world.rank)
+    return same, everything, flags, torch.equal(back, mine), agreement, greatest, world.sum(torch.tensor(1)).item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_are_gathered_and_scattered_in_slot_order(size):
+    for same, everything, flags, is_back, agreement, greatest, ranks in on_ranks(size, exchange):
+        assert torch.equal(everything, torch.arange(TOTAL * 2.0).view(TOTAL, 2))
+        assert flags.tolist() == [2 * slot > 6 for slot in range(TOTAL)]
+        assert is_back
+        assert same == (True, size == 1)
+        assert agreement == (True, size == 1)
+        assert greatest == (size - 1, 0.0 if size == 1 else float("inf"))
+        assert ranks == size
+
+
+def test_slots_are_dealt_round_robin():
+    assert [list(World(rank=r, size=3).slots(7)) for r in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_an_incomplete_environment_of_torchrun_is_an_error(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(DistapError, match="environment of torchrun is incomplete"), joined_world():
+        pass
+
+
+def test_a_lone_process_is_a_world_of_one(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with joined_world() as world:
+        assert (world.rank, world.size) == (0, 1)
+        assert not torch.distributed.is_initialized()
+
+
+def test_importing_the_command_line_does_not_wait_for_torch():
+    """So that --help answers at once."""
+    script = "import sys, distap.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env={**os.environ}).returncode == 0
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        message = rf"store at 127.0.0.1:{port} .* cannot be reached within 1 s"
+        with pytest.raises(CollectiveError, match=message), joined_world(timeout_seconds=1):
+            pass
+
+
+def leave_early(world):
+    world.note("gather of step 7")
+    if world.rank == 0:
+        raise DistapError("the data are gone")
+    world.barrier()
+
+
+def test_a_rank_that_leaves_with_an_error_is_quoted_by_the_others():
+    quoted = r"rank 1: barrier \(gather of step 7\) failed: rank 0 \(.*\) left: DistapError: the data are gone"
+    with pytest.raises(RankFailedError, match=quoted):
+        on_ranks(2, leave_early)
+
+
+def test_no_thread_outlives_the_world(monkeypatch):
+    def threads():
+        return {thread.name for thread in threading.enumerate() if thread.name.startswith("distap-")}
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    before = threads()  # of a logger that another test left hanging
+    with joined_world(timeout_seconds=20) as world:
+        assert world.size == 1
+        assert {"distap-beat", "distap-judge"} <= threads()
+    assert threads() == before

@@ -1,0 +1,52 @@
+"""Ranks on two hosts whose network breaks for good."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hosts import Hosts
+from launching import Job, started
+from trainings import Run
+
+from distap.errors import FAILED
+from distap.processes.agent import LEAVE_SECONDS
+from distap.processes.watchdog import LEAVE_SECONDS as RANK_LEAVES_SECONDS
+
+TIMEOUT_SECONDS = 5
+JOIN_SECONDS = 8
+# As the launcher's docstring says, with as much again for slow machines.
+BOUND_SECONDS = 2 * (TIMEOUT_SECONDS + RANK_LEAVES_SECONDS + LEAVE_SECONDS + TIMEOUT_SECONDS)
+
+
+@contextmanager
+def job(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
+    """The launcher on host a (0) or b (1), with one rank of a training."""
+    options = (
+        "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400 --rdzv-id=test "
+        f"--rdzv-conf=is_host={1 - number},join_timeout={JOIN_SECONDS} --local-addr={hosts.addresses[number]} "
+        "--max-restarts=1"
+    )
+    command = hosts.on(number, run.command(options, TIMEOUT_SECONDS))
+    environment = {**run.environment, "GLOO_SOCKET_IFNAME": hosts.cards[number]}
+    with started(command, run.folder.parent, **environment) as launched:
+        yield launched
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_both_sides_of_a_cut_network_leave_within_the_bound(hosts, tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=100_000, timeout_seconds=float(TIMEOUT_SECONDS))
+    with job(hosts, 0, run) as a, job(hosts, 1, run) as b:
+        a.wait_until(lambda: run.has_done(1))
+        hosts.cut()
+        # The side with the rendezvous waits for the other to come back, since ranks may be started again.
+        assert a.status(BOUND_SECONDS + 2 * JOIN_SECONDS) == FAILED
+        assert b.status(BOUND_SECONDS) == FAILED
+        assert a.left() == b.left() == []
+        where = r"rank \d: \w+ of [\w ]+ \(\w+ (of|after) step \d+\)"
+        silent = rf"{where} did not finish within 5 s: rank \d \(host-b, pid \d+\) has not been heard of for \d+ s"
+        assert re.search(silent, a.said), a.said
+        cut_off = rf"{where} (did not finish within 5 s|cannot go on): the store at 10.77.0.1:\d+ has not answered"
+        assert re.search(cut_off, b.said), b.said
+        assert re.search(r"nothing is known of rank \d \(host-a, pid \d+\)", b.said), b.said

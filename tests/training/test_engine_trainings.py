@@ -1,0 +1,81 @@
+"""Whole trainings under each engine: evaluation, checkpoints, going on under another engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from small_trainings import losses, parameters, recipe
+
+from distap.telemetry.runlog import read_run_log
+from distap.trainer import Trainer
+
+ENGINES = {
+    "ddp": {"name": "ddp", "bucket_megabytes": 5.0},
+    "fsdp": "fsdp",
+    "fsdp, resharding": {"name": "fsdp", "reshard": True},
+    "zero 1": {"name": "deepspeed", "stage": 1},
+    "zero 2": {"name": "deepspeed", "stage": 2},
+    "zero 3": {"name": "deepspeed", "stage": 3},
+}
+SETTINGS = {
+    "steps": len(ENGINES),
+    "checkpoint": {"every": 1},
+    "evaluation": {"every": 3, "batch_size": 8},
+    "optimizer": {"learning_rate": 1e-3, "clip_norm": 1.0},
+    "model": {"backbone": "resnet10t", "weights": {"name": "random"}, "drop_rate": 0.1},
+    "sampling": {"name": "random", "batch_size": 25},
+}
+
+
+def settings(shards, **changes):
+    data = {"train": str(shards[0]), "validation": str(shards[1]), "image_size": 32, "workers": 0}
+    return {**SETTINGS, "data": data, **changes}
+
+
+def train_until(world, run, shards, steps, engine, **changes):
+    """Train to a step, of as many as the schedule has."""
+    trainer = Trainer(recipe(run, shards, engine=engine, **settings(shards, **changes)), world)
+    images = trainer.images.shares
+    trainer.images.shares = lambda asked: images(range(asked.start, min(asked.stop, steps)))
+    trainer.train()
+
+
+def each_engine_takes_a_step(world, folder, shards):
+    train_until(world, folder / "ddp", shards, len(ENGINES), "ddp")
+    for number, engine in enumerate(ENGINES.values(), 1):
+        train_until(world, folder / "all", shards, number, engine)
+
+
+@pytest.mark.slow
+def test_every_engine_goes_on_where_another_one_stopped_as_if_it_had_been_one_training(tmp_path, training_shards):
+    on_ranks(2, each_engine_takes_a_step, tmp_path, training_shards)
+    assert losses(tmp_path / "all") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-4)
+    assert len(losses(tmp_path / "all")) == len(ENGINES)
+    steps = [entry for entry in read_run_log(tmp_path / "all") if "loss" in entry]
+    assert all(entry["seconds"]["reduce"] > 0 for entry in steps)
+    one, other = (parameters(tmp_path / run) for run in ("ddp", "all"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        # Adam divides by the gradient's size, so what is all but zero moves by what rounding says.
+        assert (other[name] - tensor).double().norm() <= 1e-2 * tensor.double().norm() + 1e-4, name
+
+
+def with_less_precision(world, folder, shards):
+    train_until(world, folder / "float32", shards, 3, "ddp", evaluation={"every": 0})
+    for engine in ("ddp", "fsdp", {"name": "deepspeed", "stage": 2}):
+        for precision in ("bf16", "fp16"):
+            name = engine if isinstance(engine, str) else engine["name"]
+            run, changes = folder / f"{name} {precision}", {"precision": precision, "evaluation": {"every": 0}}
+            train_until(world, run, shards, 1, engine, **changes)
+            train_until(world, run, shards, 3, engine, **changes)
+
+
+@pytest.mark.slow
+def test_every_engine_trains_in_half_precision_and_goes_on(tmp_path, training_shards):
+    on_ranks(2, with_less_precision, tmp_path, training_shards)
+    runs = [run for run in Path(tmp_path).iterdir() if run.name != "float32"]
+    assert len(runs) == 6
+    for run in runs:
+        assert losses(run) == pytest.approx(losses(tmp_path / "float32"), abs=0.03), run.name
+        assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in parameters(run).values())

@@ -1,0 +1,300 @@
+"""What a run does when something goes wrong: each test injects one fault into a real run of several ranks."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from faults import recorded_batches
+from launching import started
+from PIL import Image
+from small_trainings import losses, parameters
+from trainings import STEPS, Run
+
+from distap.checkpoint import find_checkpoint, list_checkpoints
+from distap.config import load_recipe
+from distap.data.shards.index import load_index
+from distap.data.shards.packing import pack
+from distap.errors import FAILED, MISTAKE, RESTART
+from distap.telemetry.runlog import read_run_log
+from distap.training.build import network_of
+from distap.world import World
+
+pytestmark = pytest.mark.slow
+
+
+def same(first: Run, second: Run) -> bool:
+    """Whether two runs ended with the same parameters, bit for bit."""
+    ours, theirs = parameters(first.folder), parameters(second.folder)
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def distance(first: Run, second: Run) -> float:
+    """How far apart two runs ended, as a share of the way from the start: Adam makes much of rounding at first."""
+    ours, theirs = parameters(first.folder), parameters(second.folder)
+    start = network_of(load_recipe(first.config), World()).state_dict()
+    apart, way = (
+        torch.cat([(ours[f"network.{name}"] - other).double().flatten() for name, other in others])
+        for others in ([(name, theirs[f"network.{name}"]) for name in start], start.items())
+    )
+    return float(apart.norm() / way.norm())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, training_shards) -> Run:
+    """The run on two ranks that nothing happens to."""
+    run = Run(tmp_path_factory.mktemp("undisturbed"), training_shards)
+    status, output = run.go(2)
+    assert status == 0, output
+    return run
+
+
+@pytest.mark.parametrize(
+    "place", ["step=0 stage=start", *(f"step=5 stage={s}" for s in ("describe", "rank", "replay", "checkpoint"))]
+)
+def test_a_killed_rank_brings_the_job_back_from_the_newest_checkpoint(tmp_path, training_shards, undisturbed, place):
+    run = Run(tmp_path, training_shards)
+    status, output = run.go(2, f"SIGKILL rank=1 {place}", restarts=1)
+    assert status == 0, output
+    assert "stage=start" in place or re.search(r"going on from .*step-0000000[24]", output)
+    assert run.batches() == undisturbed.batches()
+    assert losses(run.folder) == losses(undisturbed.folder)
+    assert same(run, undisturbed)
+
+
+def test_from_4_to_2_to_3_ranks_the_batches_and_the_parameters_are_those_of_one_run(
+    tmp_path, training_shards, undisturbed
+):
+    generator = np.random.default_rng(0)
+    run = Run(tmp_path, training_shards)
+    first, second = int(generator.integers(3, 5)), int(generator.integers(5, 7))
+    status, output = run.go(4, f"SIGKILL rank=2 step={first} stage=replay")
+    assert status == FAILED, output
+    status, output = run.go(2, f"SIGKILL rank=0 step={second} stage=describe")
+    assert status == FAILED, output
+    assert "going on from" in output
+    status, output = run.go(3)
+    assert status == 0, output
+    assert run.batches() == undisturbed.batches()
+    assert losses(run.folder) == pytest.approx(losses(undisturbed.folder), abs=1e-6)
+    assert distance(run, undisturbed) < 1e-3
+
+
+def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, training_shards, undisturbed):
+    run = Run(tmp_path, training_shards, checkpoint={"every": 100})
+    status, output = run.go(2, "SIGTERM rank=1 step=3 stage=rank", restarts=3)
+    assert status == RESTART, output
+    assert "SIGTERM: stopping after this step, with a checkpoint" in output
+    assert f"stopped after step 4 of {STEPS}, with a checkpoint" in output
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000004"]
+    assert set(recorded_batches(run.records)) == {0, 1, 2, 3}
+    status, output = run.go(2)
+    assert status == 0, output
+    assert run.batches() == undisturbed.batches()
+    assert same(run, undisturbed)
+
+
+def test_a_rank_killed_while_the_last_checkpoint_is_written_or_while_evaluating_is_no_mistake(
+    tmp_path, training_shards
+):
+    run = Run(
+        tmp_path,
+        training_shards,
+        data__validation=str(training_shards[1]),
+        evaluation={"every": STEPS, "at_start": False},
+    )
+    status, output = run.go(2, f"SIGKILL rank=1 step={STEPS - 1} stage=evaluation", restarts=1)
+    assert status == 0, output
+    assert len([entry for entry in read_run_log(run.folder) if "validation" in entry]) == 1
+    shutil.rmtree(run.folder)
+    status, output = run.go(2, f"SIGKILL rank=1 step={STEPS - 1} stage=checkpoint")
+    assert status == FAILED, output
+    assert re.search(
+        r"ERROR .* rank 0: writing of the checkpoint \(.*\) failed: rank 1 \(\S+, pid \d+\) has not", output
+    )
+
+
+def test_before_the_first_step_there_is_nothing_to_save_and_the_status_is_the_same(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards)
+    with run.started(2, "stand-still rank=1 step=0 stage=start") as job:
+        job.wait_until(lambda: len(job.left()) >= 3)
+        job.process.terminate()
+        assert job.status(120) == RESTART, job.said
+
+
+def test_a_launcher_that_is_asked_to_stop_stops_its_ranks_in_the_same_way(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
+    with run.started(2) as job:
+        job.wait_until(lambda: run.has_done(1))
+        job.process.send_signal(signal.SIGINT)
+        assert job.status(120) == RESTART, job.said
+        stopped = int(re.search(r"stopped after step (\d+) of 10000", job.said)[1])
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
+
+
+def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
+    options = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29471 --rdzv-id=two"
+    command = run.command(options, 60)
+    with started(command, tmp_path, **run.environment) as one, started(command, tmp_path, **run.environment) as other:
+        one.wait_until(lambda: run.has_done(1))
+        one.process.terminate()
+        assert one.status(120) == other.status(120) == RESTART, one.said + other.said
+        stopped = int(re.search(r"stopped after step (\d+) of 10000", one.said + other.said)[1])
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
+
+
+def test_a_second_request_stops_at_once(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards)
+    # The rank stands still in the step, so that the first request cannot be met.
+    with run.started(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank") as job:
+        job.wait_until(lambda: "stopping after this step" in job.said)
+        (rank,) = [pid for pid in job.left() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+
+        def asked_again() -> bool:
+            os.kill(rank, signal.SIGTERM)  # what comes within a second is the same request
+            return "SIGTERM again" in job.said
+
+        job.wait_until(asked_again)
+        assert job.status(120) == FAILED
+        assert "SIGTERM again: stopping at once" in job.said
+    assert not (run.folder / "checkpoints" / "step-00000004").exists()
+
+
+def test_a_stopped_rank_is_named_by_the_others_and_nothing_is_left(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, timeout_seconds=6.0, data__workers=1)
+    with run.started(4, "SIGSTOP rank=2 step=3 stage=rank", timeout=6) as job:
+        assert job.status(120) == FAILED, job.said
+        # Each of the others says so, in its own words or in those of the one that noticed first.
+        said = r"rank \d: all_reduce of a sum \(rank of step 4\) did not finish within 6 s: "
+        for speaker in (0, 1, 3):
+            named = rf"{said}rank 2 \(\S+, pid \d+\) has not been heard of for \d+ s"
+            named = rf"^\S+ ERROR run=run rank={speaker} step=4 {named}"
+            assert re.search(named, job.said, re.MULTILINE), job.said
+        job.wait_until_none_is_left()
+
+
+def test_a_killed_launcher_leaves_no_orphan(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=10_000, data__workers=1)
+    with run.started(2) as job:
+        job.wait_until(lambda: run.has_done(1))
+        assert len(job.left()) >= 5  # launcher, ranks and their loader workers
+        job.process.kill()
+        job.status()
+        job.wait_until_none_is_left()
+
+
+def test_the_grace_time_is_a_hard_limit(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, stop={"grace_seconds": 2})
+    status, output = run.go(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank")
+    assert "the grace time of 2 s (stop.grace_seconds) is over" in output
+    assert status in (FAILED, RESTART), output  # the other rank lost its peer, or was asked in time by the launcher
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
+
+
+def test_on_a_full_disk_the_run_goes_on_and_the_good_checkpoint_stays(small_disk, training_shards, undisturbed):
+    disk = small_disk("90m")  # for a checkpoint and a half
+    run = Run(disk, training_shards)
+    status, output = run.go(2)
+    assert status == MISTAKE, output
+    assert "step-00000004: the checkpoint cannot be written" in output
+    assert re.search(r"ERROR run=run .*step-00000008: the last checkpoint cannot be written.*MB are free", output)
+    assert len(losses(run.folder)) == STEPS
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
+    subprocess.run(["mount", "-o", "remount,size=400m", str(disk)], check=True)
+    status, output = run.go(2)
+    assert status == 0, output
+    assert "step-00000002" in output
+    assert run.batches() == undisturbed.batches()
+    assert same(run, undisturbed)
+
+
+def test_a_tar_that_was_cut_short_is_refused_by_name_before_training(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "cut")
+    shard = tmp_path / "cut" / "000001.tar"
+    shard.write_bytes(shard.read_bytes()[:-1024])
+    status, output = Run(tmp_path, [tmp_path / "cut"]).go(2, restarts=2)
+    assert status == MISTAKE, output
+    assert re.search(r"ERROR run=run .*000001\.tar: \d+ bytes, but \d+ when it was indexed", output)
+
+
+def test_a_corrupt_jpeg_is_left_out_and_named(tmp_path):
+    generator = np.random.default_rng(0)
+    for number in range(30):
+        path = tmp_path / "images" / f"class-{number % 5}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:1500])  # its header is sound
+    pack(tmp_path / "images", tmp_path / "shards")
+    run = Run(tmp_path, [tmp_path / "shards"], sampling={"name": "random", "batch_size": 30})
+    status, output = run.go(2)
+    assert status == 0, output
+    index = load_index(tmp_path / "shards")
+    key = next(key for key in index.key if key.endswith("-29"))
+    assert re.search(rf"000000\.tar:{key}: (truncated|decode_error) left out", output)
+    entries = [entry for entry in read_run_log(run.folder) if "loss" in entry]
+    assert [entry["skipped_images"] for entry in entries] == list(range(1, STEPS + 1))
+
+
+def test_a_flipped_byte_in_the_newest_checkpoint_is_found_and_the_one_before_used(
+    tmp_path, training_shards, undisturbed
+):
+    run = Run(tmp_path, training_shards)
+    # By then two checkpoints are whole, however slow the disk: the third waits for the second.
+    status, output = run.go(2, "SIGKILL rank=0 step=7 stage=rank")
+    assert status == FAILED, output
+    newest = list_checkpoints(run.folder / "checkpoints")[-1]
+    damaged = newest / "__1_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    damaged.write_bytes(content)
+    status, output = run.go(2)
+    assert status == 0, output
+    assert f"{newest}: damaged checkpoint: __1_0.distcp is not the file that was written" in output
+    assert f"going on from {list_checkpoints(run.folder / 'checkpoints')[0].parent}/step-" in output
+    assert same(run, undisturbed)
+
+
+def test_an_image_that_gives_nan_is_left_out_of_its_step(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards)
+    status, output = run.go(2, "nan-descriptor rank=1 step=3 stage=describe")
+    assert status == 0, output
+    image = run.batches()[3][1]  # rank 1's first
+    index = load_index(training_shards[0])
+    assert (
+        f"step 4: the descriptor of {index.shard_name[index.shard[image]]}:{index.key[image]} is not finite" in output
+    )
+    assert all(np.isfinite(losses(run.folder)))
+
+
+def test_a_step_that_is_not_finite_is_not_applied_but_written_down(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, checkpoint={"every": 1, "keep": 99})
+    status, output = run.go(2, "nan-gradient rank=0 step=3 stage=update")
+    assert status == 0, output
+    assert "step 4: the gradient is not finite; the parameters stay as they are" in output
+    (entry,) = [json.loads(line) for line in (run.folder / "not_finite.jsonl").read_text().splitlines()]
+    index = load_index(training_shards[0])
+    images = [f"{index.shard_name[index.shard[image]]}:{index.key[image]}" for image in run.batches()[3]]
+    assert (entry["step"], entry["what"], entry["samples"]) == (4, "gradient", images)
+    before, after = ((run.folder / "checkpoints" / f"step-{step:08d}") for step in (3, 4))
+    assert parameters_equal(before, after)
+
+
+def parameters_equal(first: Path, second: Path) -> bool:
+    ours, theirs = (find_checkpoint(path).tensors() for path in (first, second))
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_after_some_such_steps_in_a_row_training_stops(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, step__max_not_finite=3)
+    faults = "; ".join(f"nan-gradient rank=0 step={step} stage=update" for step in (1, 3, 4, 5))
+    status, output = run.go(2, faults, restarts=2)
+    assert status == MISTAKE, output
+    assert "step 6: the gradient was not finite in 3 steps in a row (step.max_not_finite)" in output
+    assert len((run.folder / "not_finite.jsonl").read_text().splitlines()) == 4

@@ -1,0 +1,57 @@
+"""The scripts that start a training on one host and on several."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hosts import Hosts
+from launching import HELPERS, ROOT, Job, started
+from trainings import Run
+
+from distap.errors import FAILED, FINISHED
+
+LAUNCH = ROOT / "launch"
+STEPS = 30
+TIMEOUT_SECONDS = 5.0
+
+
+def environment(run: Run) -> dict[str, str]:
+    """Has the scripts run the programs as they are, with a record of every batch."""
+    path = [HELPERS / "recording", HELPERS, ROOT]
+    return {**run.environment, "PYTHON": sys.executable, "PYTHONPATH": ":".join(map(str, path))}
+
+
+def small_run(folder, shards) -> Run:
+    return Run(folder, shards, steps=STEPS, timeout_seconds=TIMEOUT_SECONDS)
+
+
+@contextmanager
+def part(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
+    """The script on host a (0) or b (1), told nothing that it can find out itself."""
+    script = [str(LAUNCH / "train-multi-node"), "--nodes", "2", "--host", hosts.addresses[0], "--ranks", "1"]
+    command = hosts.on(number, [*script, str(run.config)])
+    with started(command, run.folder.parent, **environment(run)) as job:
+        yield job
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_host_that_was_cut_off_and_comes_back_goes_on_with_the_other(hosts, tmp_path, training_shards):
+    undisturbed = small_run(tmp_path / "undisturbed", training_shards)
+    script = [str(LAUNCH / "train-one-node"), "--ranks", "2", str(undisturbed.config)]
+    with started(script, tmp_path / "undisturbed", **environment(undisturbed)) as job:
+        assert job.status(120) == FINISHED, job.said
+
+    run = small_run(tmp_path / "disturbed", training_shards)
+    with part(hosts, 0, run) as a, part(hosts, 1, run) as b:
+        b.wait_until(lambda: run.has_done(3))
+        hosts.cut()
+        b.wait_until(lambda: f"again: status {FAILED}" in b.said)
+        hosts.mend()
+        assert a.status(120) == FINISHED, a.said
+        assert b.status(30) == FINISHED, b.said
+        assert a.left() == b.left() == []
+    assert "going on from" in a.said + b.said
+    assert "again:" not in a.said  # its launcher has waited, and met the one that came later
+    assert run.batches() == undisturbed.batches()

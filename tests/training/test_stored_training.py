@@ -1,0 +1,200 @@
+"""Trainings whose checkpoints are in an object store, on hosts that share nothing else."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+import torch
+from ranks import on_ranks
+from servers import s3_files, s3_server
+from small_trainings import losses, parameters, recipe, train
+
+from distap.checkpoint import opened_checkpoint
+from distap.errors import FINISHED, RESTART, DistapError
+from distap.evaluation.saved import saved_steps
+from distap.telemetry.runlog import read_run_log
+from distap.trainer import Trainer
+from distap.training.build import trained_network
+from distap.training.state import BESIDE
+from distap.world import World
+
+STEPS = {"steps": 4, "checkpoint__every": 2}
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server() as options, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", options["s3"]["endpoint_url"])
+        yield options
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, training_shards):
+    """A run that keeps its checkpoints on disk and is not interrupted."""
+    run = tmp_path_factory.mktemp("undisturbed")
+    train(World(), run, training_shards, **STEPS, **evaluated(training_shards))
+    return run
+
+
+def evaluated(shards):
+    return {"data__validation": str(shards[1]), "evaluation": {"every": 2}}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def at(url):
+    with opened_checkpoint(url) as checkpoint:
+        return checkpoint.tensors("network.")
+
+
+def stopped_in(trainer, number):
+    """The exit status of a training that is asked to stop in a step."""
+    step = trainer.step
+
+    def stop(share, learning_rate):
+        if share.step == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(share, learning_rate)
+
+    trainer.step = stop
+    return trainer.train()
+
+
+def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(tmp_path, training_shards, undisturbed, s3):
+    url = "s3://shards/stopped"
+    changes = {**STEPS, "checkpoint__store": url, **evaluated(training_shards)}
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert stopped_in(Trainer(recipe(first, training_shards, **changes), World()), 1) == RESTART
+    assert Trainer(recipe(second, training_shards, **changes), World()).train() == FINISHED
+    assert losses(second) == losses(undisturbed)
+    assert saved_steps(second) == saved_steps(undisturbed)
+    assert [entry["step"] for entry in read_run_log(second) if "validation" in entry] == [0, 2, 4]
+    for run in (first, second):
+        assert list((run / "checkpoints").iterdir()) == []
+    # What a run in a store is taken for elsewhere: its newest and its best network, and what was beside them.
+    _, network = trained_network(url, World())
+    saved = parameters(undisturbed)
+    assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
+    with opened_checkpoint(url, best=True, beside=BESIDE) as best:
+        assert best.manifest.score is not None
+        assert losses(best.path.parent.parent) == losses(undisturbed)
+    with pytest.raises(DistapError, match="s3://shards/nothing: no checkpoint is there"):
+        trained_network("s3://shards/nothing", World())
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_trained_again(tmp_path, training_shards, caplog):
+    store = tmp_path / "store"
+    changes = {**STEPS, "checkpoint__store": f"file://{store}"}
+    train(World(), tmp_path / "first", training_shards, **changes)
+    undisturbed = parameters(store)  # a store that is a folder is a run as it is, and so is a copy of any other
+    newest = max((store / "checkpoints").iterdir())
+    data = bytearray((newest / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(DistapError, match=f"{newest.name}: damaged checkpoint: __0_0"):
+        trained_network(f"file://{newest}", World())
+    train(World(), tmp_path / "second", training_shards, **changes)
+    assert f"{newest.name} is damaged; its manifest is damaged-manifest.json now" in caplog.text
+    assert "going on from file://" in caplog.text
+    assert same(at(f"file://{store}"), undisturbed)
+    assert losses(tmp_path / "second") == losses(tmp_path / "first")
+
+
+def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there(tmp_path, training_shards, caplog):
+    store, run = tmp_path / "store", tmp_path / "run"
+    changes = {**STEPS, "checkpoint__store": f"file://{store}"}
+    trainer = Trainer(recipe(run, training_shards, **changes), World())
+    step = trainer.step
+
+    def blocked_after_the_probe(share, learning_rate):
+        if not store.is_file():
+            store.rename(tmp_path / "away")
+            store.write_text("a file where the folder was")
+        return step(share, learning_rate)
+
+    trainer.step = blocked_after_the_probe
+    with pytest.raises(DistapError, match=r"the last checkpoint cannot be written: .*it stays in .*step-00000004"):
+        trainer.train()
+    assert trainer.report.metrics.checkpoint_failures._value.get() == 2
+    assert "the one before stays the newest" in caplog.text
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
+    before = parameters(run)
+    store.unlink()
+    (tmp_path / "away").rename(store)
+    assert Trainer(recipe(run, training_shards, **changes), World()).train() == FINISHED
+    assert "all 4 steps are done already" in caplog.text
+    assert same(at(f"file://{store}"), before)
+    assert list((run / "checkpoints").iterdir()) == []
+
+
+def test_the_images_of_a_loss_that_is_not_finite_are_in_the_store_though_no_checkpoint_follows(
+    tmp_path, training_shards
+):
+    changes = {**STEPS, "checkpoint__store": f"file://{tmp_path}/store", "step__max_not_finite": 1}
+    trainer = Trainer(recipe(tmp_path / "run", training_shards, **changes), World())
+    step = trainer.step
+    trainer.step = lambda *given: dataclasses.replace(step(*given), skipped="loss")
+    with pytest.raises(DistapError, match="the loss was not finite in 1 steps in a row"):
+        trainer.train()
+    assert len(json.loads((tmp_path / "store/not_finite.jsonl").read_text())["samples"]) == 25
+
+
+def test_a_best_state_that_could_not_be_written_bars_no_later_one(tmp_path, training_shards):
+    state = Trainer(recipe(tmp_path / "run", training_shards), World()).state
+    folder = tmp_path / "run" / "checkpoints"
+    state.save(1, 0.5)
+    assert state.wait().error is None
+    folder.rename(tmp_path / "away")
+    folder.write_text("a file where the folder was")
+    state.save(2, 0.9)
+    assert state.wait().error
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    state.save(3)
+    assert state.wait().error is None
+    assert state.is_best(0.6) and not state.is_best(0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint__store": "shared/run"}, r"checkpoint\.store: 'shared/run': .* is no URL; expected one such as"),
+        ({"checkpoint__store": "s3://k:s@b/run"}, r"checkpoint\.store: .* credentials in a URL"),
+        ({"checkpoint__remote": {"attemps": 1}}, r"checkpoint\.remote\.attemps: unknown key; .*attempts"),
+    ],
+)
+def test_a_wrong_store_is_named_by_its_key(tmp_path, changes, message):
+    with pytest.raises(DistapError, match=message):
+        recipe(tmp_path, [tmp_path], **changes)
+
+
+def _train_on_a_host_of_its_own(world, folder, shards, changes):
+    world = dataclasses.replace(world, local_rank=0)
+    train(world, folder / f"host-{world.rank}", shards, **changes)
+
+
+@pytest.mark.slow
+def test_two_hosts_that_share_nothing_else_go_on_bit_for_bit(tmp_path, training_shards, s3):
+    url = "s3://shards/two-hosts"
+    changes = {**STEPS, "checkpoint__store": url, "checkpoint__remote": {"options": s3}}
+    on_ranks(2, _train_on_a_host_of_its_own, tmp_path / "first", training_shards, changes)
+    undisturbed = at(url)
+    files = s3_files(s3)
+    newest = max(path for path in files.ls("shards/two-hosts/checkpoints"))
+    assert {path.rpartition("/")[2] for path in files.ls(newest)} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "manifest.json",
+        "state.json",
+    }
+    files.rm(newest, recursive=True)
+    on_ranks(2, _train_on_a_host_of_its_own, tmp_path / "second", training_shards, changes)
+    assert same(at(url), undisturbed)
+    assert losses(tmp_path / "second/host-0") == losses(tmp_path / "first/host-0")
+    # Nothing but checkpoints on their way was ever on the other host.
+    assert [path.name for path in (tmp_path / "first/host-1").iterdir()] == ["checkpoints"]

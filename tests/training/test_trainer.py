@@ -1,0 +1,344 @@
+import os
+import re
+import shutil
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from images import write_images
+from PIL import Image
+from ranks import on_ranks
+from small_trainings import losses, parameters, recipe, train
+
+import distap.checkpoint.folder
+from distap.checkpoint import find_checkpoint, list_checkpoints
+from distap.data.shards.index import load_index
+from distap.data.shards.packing import pack
+from distap.errors import FINISHED, RESTART, DistapError
+from distap.evaluation.extraction import ImageDescriber
+from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
+from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.runlog import read_run_log
+from distap.trainer import Trainer
+from distap.training.build import trained_network
+from distap.world import World
+
+
+def train_on_ranks(world, run, shards, changes):
+    train(world, run, shards, **changes)
+
+
+@pytest.mark.slow
+def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(tmp_path, training_shards):
+    curves = []
+    for ranks in (1, 2, 4):
+        run = tmp_path / str(ranks)
+        on_ranks(ranks, train_on_ranks, run, training_shards, {"data__workers": int(ranks == 2)})
+        curves.append(losses(run))
+    assert len(curves[0]) == 10
+    assert curves[1] == pytest.approx(curves[0], abs=1e-4)
+    assert curves[2] == pytest.approx(curves[0], abs=1e-4)
+    assert curves[0][-1] < curves[0][0]
+
+
+WITH_MEMORY = {
+    "loss": {"sup_ap": 0.5, "calibration": {"weight": 0.5, "weights": "class"}},
+    "memory": {"size": 60, "after": 2},
+    "steps": 8,
+    "checkpoint": {"every": 4},
+}
+
+
+@pytest.mark.slow
+def test_with_a_sum_of_losses_and_a_memory_the_curve_does_not_depend_on_the_ranks(tmp_path, training_shards):
+    for ranks in (1, 2):
+        on_ranks(ranks, train_on_ranks, tmp_path / str(ranks), training_shards, WITH_MEMORY)
+    # The slope of SupAP, 100, makes more of rounding than AP_Q does.
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), abs=1e-3)
+
+
+def test_a_memory_is_restored_with_the_checkpoint(tmp_path, training_shards):
+    whole, resumed, without = tmp_path / "whole", tmp_path / "resumed", tmp_path / "without"
+    train(World(), whole, training_shards, **WITH_MEMORY)
+    checkpoint = Path("checkpoints") / "step-00000004"
+    assert len(find_checkpoint(whole / checkpoint).tensors("memory.")["memory.labels"]) == 50
+    shutil.copytree(whole / checkpoint, resumed / checkpoint)
+    train(World(), resumed, training_shards, **WITH_MEMORY)
+    assert losses(resumed) == losses(whole)[4:]
+    assert all(torch.equal(parameters(whole)[name], parameters(resumed)[name]) for name in parameters(whole))
+    train(World(), without, training_shards, **WITH_MEMORY | {"memory": {"size": 0}})
+    assert losses(without)[:3] == losses(whole)[:3]
+    assert losses(without)[3] != losses(whole)[3]
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=2)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    train(World(), tmp_path, training_shards, steps=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 1}, "another seed: 0, now 1"),
+        ({"sampling": {"name": "random", "batch_size": 24}}, "another sampling"),
+        ({"model__projection": 16}, "another model"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another_training(tmp_path, training_shards, changes, named):
+    train(World(), tmp_path, training_shards, steps=1)
+    with pytest.raises(DistapError, match=named):
+        train(World(), tmp_path, training_shards, **{"steps": 2, **changes})
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=1)
+    with pytest.raises(DistapError, match=r"another data\.train"):
+        train(World(), tmp_path, training_shards[::-1], steps=2)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_kept_under_another_name(tmp_path, training_shards, caplog):
+    train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
+    whole = parameters(tmp_path)
+    state = tmp_path / "checkpoints" / "step-00000004" / "__0_0.distcp"
+    state.write_bytes(state.read_bytes()[:-1])
+    caplog.clear()
+    train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
+    assert "step-00000004: damaged checkpoint: __0_0.distcp is not the file that was written" in caplog.text
+    assert f"going on from {tmp_path / 'checkpoints' / 'step-00000002'}" in caplog.text
+    assert all(torch.equal(whole[name], again) for name, again in parameters(tmp_path).items())
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["damaged-step-00000004", "step-00000002", "step-00000004"]
+
+
+def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=1, model__projection=8)
+    loaded, network = trained_network(tmp_path, World())
+    assert loaded.model.projection == 8
+    saved = parameters(tmp_path)
+    assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
+
+
+def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_path, training_shards):
+    evaluation = {"every": 2, "at_start": False}
+    settings = {"steps": 2, "data__validation": str(training_shards[1]), "evaluation": evaluation}
+    trainer = Trainer(recipe(tmp_path, training_shards, **settings), World())
+    step = trainer.step
+
+    def stop_in_the_last(share, learning_rate):
+        if share.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(share, learning_rate)
+
+    trainer.step = stop_in_the_last
+    assert trainer.train() == RESTART
+    assert not any("validation" in entry for entry in read_run_log(tmp_path))
+    assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == FINISHED
+    evaluated = [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry]
+    assert evaluated == [2]
+    Trainer(recipe(tmp_path, training_shards, **settings), World()).train()
+    assert [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry] == evaluated
+    assert find_checkpoint(tmp_path, best=True).step == 2
+
+
+@pytest.mark.parametrize(("steps", "checkpoints"), [(2, ["step-00000002"]), (0, [])])
+def test_a_request_in_an_evaluation_breaks_it_off(tmp_path, training_shards, monkeypatch, caplog, steps, checkpoints):
+    evaluation = {"every": 2, "at_start": steps == 0}
+    settings = {"steps": 4, "data__validation": str(training_shards[1]), "evaluation": evaluation}
+    describe, described = ImageDescriber.__call__, []
+
+    def asked_at_the_first_batch(describer, pixels):
+        described.append(len(pixels))
+        if len(described) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while "stopping after this step" not in caplog.text:
+                threading.Event().wait(0.01)
+        return describe(describer, pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageDescriber, "__call__", asked_at_the_first_batch)
+        assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == RESTART
+    assert len(described) == 1
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == checkpoints
+    assert Trainer(recipe(tmp_path, training_shards, **settings), World()).train() == FINISHED
+    evaluated = [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry]
+    assert evaluated == sorted({0 if steps == 0 else 2, 2, 4})
+
+
+def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
+    generator = np.random.default_rng(0)
+    for number in range(24):  # with nothing in common, so that the figure goes up and down
+        path = tmp_path / "noise" / f"noise-{number % 6}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(path)
+    pack(tmp_path / "noise", tmp_path / "hard")
+    train(
+        World(),
+        tmp_path,
+        training_shards,
+        steps=6,
+        data__validation=str(tmp_path / "hard"),
+        evaluation={"every": 1, "at_start": False},
+        checkpoint={"every": 5, "keep": 1},
+    )
+    scores = {entry["step"]: entry["validation"]["mAP"] for entry in read_run_log(tmp_path) if "validation" in entry}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept == sorted({f"step-{best:08d}", "step-00000006"})
+    assert find_checkpoint(tmp_path, best=True).manifest.score == scores[best]
+    _, network = trained_network(tmp_path, World(), best=True)
+    assert isinstance(network.state_dict()["pooling.power"], torch.Tensor)
+    # The numbers went up and down between the first, the best and the last.
+    assert saved_steps(tmp_path) == sorted({1, best, 6})
+
+
+def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(tmp_path, training_shards):
+    settings = {"steps": 2, "data__validation": str(training_shards[1])}
+    train(World(), tmp_path / "with", training_shards, **settings, evaluation={"every": 2})
+    train(World(), tmp_path / "without", training_shards, **settings)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    lines = [entry for entry in read_run_log(tmp_path / "with") if "validation" in entry]
+    assert [line["step"] for line in lines] == [0, 2] == saved_steps(tmp_path / "with")
+    assert read_evaluation(folder_of_step(tmp_path / "with", 2)).figures == lines[1]["validation"]
+    assert saved_steps(tmp_path / "without") == []
+
+
+def test_a_full_disk_costs_the_kept_evaluation_and_not_the_training(tmp_path, training_shards, caplog):
+    (tmp_path / "evaluations").write_text("a file where the folder should be")
+    settings = {"steps": 1, "data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
+    train(World(), tmp_path, training_shards, **settings)
+    assert "the evaluation is not kept for the report" in caplog.text
+    assert len([entry for entry in read_run_log(tmp_path) if "validation" in entry]) == 2
+
+
+def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_shards):
+    shared = write_images(tmp_path / "images", {"test-3": 3, "train-5": 3})
+    pack(shared, tmp_path / "shared")
+    with pytest.raises(DistapError, match=r"shares 1 classes with the training set \(train-5"):
+        train(World(), tmp_path / "run", training_shards, data__validation=str(tmp_path / "shared"))
+    names = [set(load_index(folder).class_name.tolist()) for folder in training_shards]
+    assert not names[0] & names[1]
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path, training_shards):
+    small = {"name": "random", "batch_size": 2}
+    with pytest.raises(DistapError, match="2 images a batch, fewer than the 3 ranks"):
+        Trainer(recipe(tmp_path, training_shards, sampling=small), World(rank=0, size=3))
+
+
+def spoil(folder: Path, samples: list[int]) -> None:
+    """Overwrite some images within their shards."""
+    index = load_index(folder)
+    for sample in samples:
+        with (folder / str(index.shard_name[index.shard[sample]])).open("r+b") as file:
+            file.seek(int(index.offset[sample]))
+            file.write(b"damage")
+
+
+def test_damaged_images_are_skipped_and_counted(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt", [0, 9])
+    sampling = {"name": "random", "batch_size": len(load_index(tmp_path / "spoilt"))}
+    on_ranks(2, train_on_ranks, tmp_path / "run", [tmp_path / "spoilt"], {"steps": 2, "sampling": sampling})
+    entries = [entry for entry in read_run_log(tmp_path / "run") if "loss" in entry]
+    assert [entry["skipped_images"] for entry in entries] == [2, 4]
+    assert all(entry["loss"] > 0 for entry in entries)
+
+
+def test_too_much_damage_stops_the_training_and_names_it(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt", list(range(40)))
+    with pytest.raises(
+        DistapError, match=r"of 25 images are damaged, more than data\.max_damaged \(0\.2\).*\.tar:.*crc_mismatch"
+    ):
+        train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=0.2)
+
+
+def test_too_much_damage_in_one_step_stops_the_training(tmp_path, training_shards):
+    shutil.copytree(training_shards[0], tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt", list(range(24)))
+    with pytest.raises(DistapError, match=r"of 25 images are damaged, more than data\.max_damaged_in_step \(0\.25\)"):
+        train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=1.0)
+
+
+def start_apart(world, run, shards):
+    """Rank 1 sees another data set."""
+    try:
+        train(world, run, shards[world.rank :])
+    except DistapError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_that_see_different_data_are_refused_on_every_rank(tmp_path, training_shards):
+    for answer in on_ranks(2, start_apart, tmp_path, training_shards):
+        assert "the ranks see different data" in answer
+
+
+def test_ranks_that_see_different_checkpoints_are_refused_on_every_rank(tmp_path, training_shards):
+    train(World(), tmp_path / "0", training_shards, steps=1)
+    for answer in on_ranks(2, resume_apart, tmp_path, training_shards):
+        assert "the ranks see different checkpoints" in answer
+
+
+def resume_apart(world, folder, shards):
+    """Each rank has a run folder of its own, and only rank 0's has a checkpoint."""
+    distap.checkpoint.folder.LISTING_SECONDS = 0.0
+    return start_apart(World(world.rank, 2), folder / str(world.rank), [shards[0]] * 2)
+
+
+def scrape_while_training(world, run, shards, port):
+    """What this rank's metrics endpoint answers after each step."""
+    endpoint = Endpoint(world.rank)
+    trainer = Trainer(recipe(run, shards, steps=2), world, endpoint)
+    answers, report = [], trainer._report
+
+    def report_and_scrape(*arguments):
+        report(*arguments)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port + world.rank}/metrics") as answer:
+            answers.append(answer.read().decode())
+
+    trainer._report = report_and_scrape
+    with endpoint.served(port + world.rank, "127.0.0.1"):
+        trainer.train()
+    return answers
+
+
+def test_every_rank_answers_with_its_metrics_and_rank_0_with_the_global_ones(tmp_path, training_shards):
+    first, second = on_ranks(2, scrape_while_training, tmp_path, training_shards, 19400)
+    assert "distap_step 1.0" in first[0] and "distap_step 2.0" in first[1]
+    for answer in (first[1], second[1]):
+        assert "distap_steps_total 2.0" in answer
+        assert 'distap_stage_duration_seconds_count{stage="replay"} 2.0' in answer
+        assert 'distap_samples_skipped_total{reason="truncated"} 0.0' in answer
+        assert 'distap_data_cache_requests_total{result="hit"} 0.0' in answer
+        assert float(re.search(r"distap_data_read_bytes_total (\d\S*)", answer)[1]) > 24 * 1000
+        assert "distap_spool_size_bytes 0.0" in answer
+    assert 'distap_images_total{stage="describe"} 26.0' in first[1]
+    assert 'distap_images_total{stage="describe"} 24.0' in second[1]
+    assert f"distap_loss_ratio {losses(tmp_path)[1]}" in first[1]
+    assert "distap_world_size_ranks 2.0" in first[1]
+    assert "distap_loss_ratio" not in second[1]
+
+
+def test_a_start_that_fails_early_has_been_seen(tmp_path):
+    endpoint = Endpoint()
+    with pytest.raises(DistapError, match=r"no index\.npz"):
+        Trainer(recipe(tmp_path / "run", [tmp_path]), World(), endpoint)
+    seen = endpoint.registry.get_sample_value
+    assert (seen("distap_planned_steps"), seen("distap_world_size_ranks"), seen("distap_step")) == (10, 1, 0)
+
+
+def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, steps=2)
+    for entry in read_run_log(tmp_path):
+        if "loss" in entry:
+            seconds = entry["seconds"]
+            parts = sum(value for name, value in seconds.items() if name not in ("step", "network"))
+            assert parts == pytest.approx(seconds["step"], abs=1e-4)
+            assert 0 < seconds["network"] < seconds["step"]

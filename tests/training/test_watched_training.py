@@ -1,0 +1,111 @@
+"""What a person or a scheduler can ask of a training that runs: its health, and a trace of its next steps."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from servers import free_ports
+from small_trainings import recipe
+from trainings import Run
+
+from distap.errors import RESTART
+from distap.processes.stopping import TRACE_SIGNAL
+from distap.telemetry.tracing import STEPS
+from distap.trainer import Trainer
+from distap.world import World
+
+
+def answers(url: str, method: str = "GET") -> int:
+    """The status of an answer; 0 where there is none."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code
+    except OSError:
+        return 0
+
+
+def events_of(trace) -> list[dict[str, Any]]:
+    with gzip.open(trace, "rt") as file:
+        return list(json.load(file)["traceEvents"])
+
+
+@pytest.mark.slow
+def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, training_shards):
+    port = free_ports(2)
+    run = Run(tmp_path, training_shards, steps=100_000, metrics={"port": port})
+    traces = run.folder / "traces"
+    urls = [f"http://127.0.0.1:{port + rank}" for rank in range(2)]
+    with run.started(2) as job:
+        job.wait_until(lambda: all(answers(f"{url}/healthz") == 200 for url in urls))
+        job.wait_until(lambda: all(answers(f"{url}/readyz") == 200 for url in urls))
+        job.wait_until(lambda: "the first step was done" in job.said)
+        assert answers(f"{urls[1]}/trace?steps=2", "POST") == 202
+        job.wait_until(lambda: len(list(traces.glob("step-*.rank-?.json.gz"))) == 2)
+        by_request = set(traces.glob("step-*"))
+        os.kill(job.process.pid, TRACE_SIGNAL)
+        job.wait_until(lambda: len(set(traces.glob("step-*")) - by_request) == 2)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.status() == RESTART
+    for trace in traces.iterdir():
+        names = {event.get("name") for event in events_of(trace)}
+        assert {"data_wait", "describe", "gather", "rank", "replay", "optimizer", "aten::conv2d"} <= names
+    steps = sorted(re.findall(r"tracing step (\d+) to (\d+)", job.said), key=lambda pair: int(pair[0]))
+    assert [int(last) - int(first) + 1 for first, last in steps] == [2, STEPS]
+    told = re.search(r"the first step was done (\S+) s after the start: launcher \S+, imports \S+, joining", job.said)
+    assert told and float(told[1]) > 0, job.said
+
+
+def traced(run, shards, traced_steps=STEPS, **changes) -> Path:
+    """The folder of traces of a training that was asked for them before its first step."""
+    trainer = Trainer(recipe(run, shards, **changes), World())
+    trainer.tracer.ask(traced_steps)
+    trainer.train()
+    return run / "traces"
+
+
+def test_an_evaluation_between_the_request_and_the_traced_step_is_not_in_the_trace(tmp_path, training_shards):
+    evaluated = {"data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
+    counts = []
+    for name, changes in (("with", evaluated), ("without", {})):
+        [trace] = traced(tmp_path / name, training_shards, steps=2, **changes).iterdir()
+        assert trace.name == "step-2.rank-0.json.gz"
+        counts.append(sum(event.get("name") == "aten::conv2d" for event in events_of(trace)))
+    assert counts[0] == counts[1] > 0
+
+
+def test_an_evaluation_between_traced_steps_is_in_no_trace(tmp_path, training_shards):
+    evaluated = {"data__validation": str(training_shards[1]), "evaluation": {"every": 2}}
+    counts = {}
+    for name, changes in (("with", evaluated), ("without", {})):
+        traces = traced(tmp_path / name, training_shards, traced_steps=2, steps=3, **changes)
+        counts[name] = {
+            trace.name: sum(event.get("name") == "aten::conv2d" for event in events_of(trace))
+            for trace in traces.iterdir()
+        }
+    assert sorted(counts["with"]) == ["step-2.rank-0.json.gz", "step-3.rank-0.json.gz"]
+    assert sum(counts["with"].values()) == sum(counts["without"].values()) > 0
+
+
+def test_a_trace_that_is_asked_for_in_the_last_step_is_not_begun(tmp_path, training_shards):
+    assert not traced(tmp_path, training_shards, steps=1).exists()
+    assert not torch.autograd._profiler_enabled()
+
+
+@pytest.mark.slow
+def test_a_trace_that_is_asked_for_too_early_ends_no_rank(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=3)
+    with run.started(2) as job:
+        job.wait_until(lambda: len(job.left()) > 1)  # ranks that have hardly begun
+        os.kill(job.process.pid, TRACE_SIGNAL)
+        assert job.status(120) == 0, job.said
