@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from distap.stages.memory_use import SavedBytes
+from distap.stages.sizes import SavedBytes
 
 SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices multiplied: large enough to be bound by arithmetic
 

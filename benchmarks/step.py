@@ -33,7 +33,7 @@ from distap.errors import DistapError
 from distap.model import build_network
 from distap.model.weights import weights_source
 from distap.ranking import QuantizedAP
-from distap.stages.memory_use import free_memory
+from distap.stages.sizes import free_memory
 from distap.world import World, joined_world
 
 RESULT = "result: "  # what rank 0 prints its figures behind

@@ -1,37 +1,39 @@
-"""Micro-batches as large as is fast and fits, and as many kept graphs as memory allows: found by trying."""
+"""Find how large micro-batches may be and how many graphs fit in memory, by trying."""
 
 import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from distap.engine import Engine
 from distap.errors import DistapError
-from distap.stages.memory_use import SavedBytes, free_memory
 from distap.stages.micro_batches import is_out_of_memory
 from distap.world import World
 
-ENOUGH_FASTER = 1.03  # a size twice as large is worth its memory where it is faster an image by this
-SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest is for what a step may need once
+ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
+SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
+CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
 
 
 class Fitting:
-    """Tries micro-batches of random images on every rank alike.
+    """Tries micro-batches of random images, in the same order on every rank.
 
     Args:
-        engine: the network over the ranks.
-        world: the ranks.
         image_size: width and height, pixels.
         share: most images of a rank in a step.
     Raises:
-        DistapError: the ranks communicate in each micro-batch, so that one rank cannot try and fail by itself.
+        DistapError: ranks communicate in every micro-batch, so one rank alone cannot run out of memory and go on.
     """
 
     def __init__(self, engine: Engine, world: World, image_size: int, share: int) -> None:
@@ -43,24 +45,22 @@ class Fitting:
         self._engine, self._world, self._image_size, self._share = engine, world, image_size, share
 
     def replay_size(self) -> int:
-        """The size of a micro-batch with a graph that is fastest an image."""
-
+        """Return the micro-batch size with the fewest seconds per image, forward and backward."""
         with _untouched(self._engine):
             return self._fastest("replay", partial(_there_and_back, self._engine))
 
     def describe_size(self, describe: Callable[[Tensor], Tensor] | None = None) -> int:
-        """The size of a micro-batch without a graph that is fastest an image.
+        """Return the micro-batch size with the fewest seconds per image without a graph.
 
-        Args:
-            describe: what describes instead of the engine.
+        `describe` replaces the engine's own forward pass.
         """
         with self._engine.describing(), torch.no_grad():
             return self._fastest("describe", describe or self._engine.describe)
 
     def kept_graphs(self, size: int) -> int:
-        """How many micro-batches of `size` images can keep their graph beside what a step takes, on this rank.
+        """Return how many micro-batches of `size` images can keep their graph on this rank.
 
-        To be asked after a step, when what that took is known to the allocator.
+        Call it after a step, when the allocator knows how much memory a step takes.
         """
         size = min(size, self._share)
         try:
@@ -69,19 +69,14 @@ class Fitting:
             if not is_out_of_memory(error):
                 raise
             return 0
-        room = free_memory(self._world.device) * SHARE_FOR_GRAPHS
-        count = min(int(room / max(graph, 1)), -(-self._share // size))
-        logger.info(
-            "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB were free for them",
-            count,
-            -(-self._share // size),
-            graph / 1e9,
-            room / 1e9,
-        )
+        room, needed = free_memory(self._world.device) * SHARE_FOR_GRAPHS, -(-self._share // size)
+        count = min(int(room / max(graph, 1)), needed)
+        text = "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB were free for them"
+        logger.info(text, count, needed, graph / 1e9, room / 1e9)
         return count
 
     def _fastest(self, stage: str, attempt: Callable[[Tensor], Any]) -> int:
-        """The size with the fewest seconds an image on the slowest rank; the same on all ranks."""
+        """Double the size until the slowest rank gains no more; the result is the same on all ranks."""
         best, best_seconds, size = 0, math.inf, 1
         while True:
             seconds = self._world.maximum(self._seconds_an_image(size, attempt))
@@ -101,14 +96,17 @@ class Fitting:
         return best
 
     def _seconds_an_image(self, size: int, attempt: Callable[[Tensor], Any]) -> float:
-        """Infinite where memory does not suffice."""
+        """Return infinity if memory runs out."""
+        device = self._world.device
         try:
             images = self._images(size)
-            attempt(images)  # the first of its size sets things up
-            self._synchronize()
-            started = time.perf_counter()
-            attempt(images)
-            self._synchronize()
+            for _ in range(2):  # the first pass of a size includes its set-up
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                started = time.perf_counter()
+                attempt(images)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             return (time.perf_counter() - started) / size
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -117,32 +115,71 @@ class Fitting:
 
     def _bytes_of_graph(self, size: int) -> int:
         engine, images = self._engine, self._images(size)
-        with engine.describing():  # where the parameters are whole
+        with engine.describing():  # parameters are whole here, so their storages can be told from the graph's
             saved = SavedBytes(engine.network)
-        with _untouched(engine), engine.accumulating(is_last=False):
-            with saved:
-                descriptors = engine.forward(images)
-            engine.backward(descriptors, torch.zeros_like(descriptors))
+        with _untouched(engine):
+            _there_and_back(engine, images, saved)
         return saved.bytes
 
     def _images(self, size: int) -> Tensor:
         shape = (size, 3, self._image_size, self._image_size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=self._world.device)
 
-    def _synchronize(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+
+class SavedBytes(saved_tensors_hooks):
+    """Count the bytes that autograd keeps for the backward pass, except the network's own tensors."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._own = {_storage(tensor) for tensor in (*network.parameters(), *network.buffers())}
+        self._saved: dict[int, torch.UntypedStorage] = {}  # holding them keeps an address from being used twice
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes seen so far; tensors that share memory count once."""
+        return sum(storage.nbytes() for storage in self._saved.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in self._own:
+            self._saved[_storage(tensor)] = tensor.untyped_storage()
+        return tensor
 
 
-def _there_and_back(engine: Engine, images: Tensor) -> None:
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes this rank may take beyond its peak so far.
+
+    On a CPU the ranks of a host share what the kernel or the container's limit leaves.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+    facts = Path("/proc/meminfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    room = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), sys.maxsize)
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            room = min(room, max(int(limit) - int(used), 0))
+    except OSError:
+        pass  # no container
+    return room // int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def _storage(tensor: Tensor) -> int:
+    # A fake tensor has no memory address, but its storage is an object with one.
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _there_and_back(engine: Engine, images: Tensor, during_forward: Any = None) -> None:
     with engine.accumulating(is_last=False):
-        descriptors = engine.forward(images)
+        with during_forward or nullcontext():
+            descriptors = engine.forward(images)
         engine.backward(descriptors, torch.zeros_like(descriptors))
 
 
 @contextmanager
 def _untouched(engine: Engine) -> Iterator[None]:
-    """Leave no gradient, and running statistics as they were."""
+    """Discard gradients and restore running statistics at the end."""
     before = [buffer.clone() for buffer in engine.network.buffers()]
     try:
         yield

@@ -9,8 +9,7 @@ from torch import nn
 
 from distap.engine import DDPEngine
 from distap.errors import DistapError
-from distap.stages.memory_use import SavedBytes, free_memory
-from distap.stages.sizes import Fitting
+from distap.stages.sizes import Fitting, SavedBytes, free_memory
 from distap.world import World
 
 # A step whose micro-batches of 256 images need some 3 GB, in a process that may take a fifth of that.

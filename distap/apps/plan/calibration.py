@@ -25,7 +25,7 @@ from distap.config import Recipe
 from distap.engine import Engine
 from distap.model import Describer
 from distap.ranking import Gathered, gather, rank_descriptors
-from distap.stages.memory_use import free_memory
+from distap.stages.sizes import free_memory
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.training.build import describer_of, engine_of, fitting_of, network_of, step_of

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from distap.apps.plan.inputs import Line, NetworkFacts, Operation, Pass
 from distap.engine.precision import Precision, PrecisionName
-from distap.stages.memory_use import SavedBytes
+from distap.stages.sizes import SavedBytes
 
 FEW, MANY = 2, 8  # images that are counted with; what lies between and beyond is on the line through both
 
