@@ -247,5 +247,14 @@ def bench_network(
     console.print(table(list(track(measured, "rates", len(rates)))))
 
 
+@bench.command("trace")
+def bench_trace(loss: Annotated[str, typer.Option(help="Loss to rank with, by name.")] = "ap_q") -> None:
+    """Print how many files and lines of distap one training step of one rank runs."""
+    from benchmarks.trace import table, traced_step
+    from distap.telemetry.terminal import console
+
+    console.print(table(loss, traced_step(loss)))
+
+
 if __name__ == "__main__":
     run(bench, "benchmarks")

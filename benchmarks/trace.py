@@ -1,0 +1,79 @@
+"""Count the files and lines of distap that one training step runs: how much a reader of the step has to read."""
+
+import sys
+import threading
+from collections import defaultdict
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import distap
+from benchmarks.contenders import SeededBatch
+from benchmarks.tables import figures_table
+from distap.engine import DDPEngine
+from distap.engine.optimizer import GroupSettings, build_optimizer
+from distap.ranking import build_loss
+from distap.step import ThreeStageStep
+from distap.world import World
+
+PACKAGE = f"{distap.__path__[0]}/"
+
+
+class TinyNetwork(nn.Module):
+    """A network without any code of distap: one convolution, a mean over the places, length 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 16, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Descriptors (n, 16) of images (n, 3, h, w) in bytes."""
+        return normalize(self.convolution(images.float() / 255).mean((2, 3)))
+
+
+def traced_step(loss: str) -> dict[str, set[int]]:
+    """Run one step of one rank on the CPU and return the lines of distap that it ran, by file.
+
+    Only `ThreeStageStep.__call__` is traced, and only in its second step, so that what is built once does not count.
+    File names are relative to the package. The batch has 32 images in 4 micro-batches; all of them are replayed.
+
+    Args:
+        loss: name of a loss, with its defaults.
+    """
+    torch.manual_seed(0)
+    world = World()
+    network = TinyNetwork()
+    optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
+    step = ThreeStageStep(DDPEngine(network, lambda: optimizer, world), build_loss(loss), world, 0, 8)
+    batch = SeededBatch(32, 32, 4, world)
+    step(batch, 1e-4)
+    lines: dict[str, set[int]] = defaultdict(set)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not file.startswith(PACKAGE):
+            return None
+        if event == "line":
+            lines[file.removeprefix(PACKAGE)].add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        step(batch, 1e-4)
+    finally:
+        sys.settrace(before)
+        threading.settrace(None)
+    return dict(lines)
+
+
+def table(loss: str, lines: dict[str, set[int]]) -> Table:
+    """Lines by file, those with most first, and their sum."""
+    rows = [[file, str(len(found))] for file, found in sorted(lines.items(), key=lambda item: -len(item[1]))]
+    rows.append([f"{len(lines)} files", str(sum(map(len, lines.values())))])
+    return figures_table(f"lines that a step with {loss} runs", "", ("file", "lines"), rows)
