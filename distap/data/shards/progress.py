@@ -9,7 +9,7 @@ T = TypeVar("T")
 class Track(Protocol):
     """Wraps a loop: yields the items unchanged and shows how far it is."""
 
-    def __call__(self, items: Iterable[T], description: str, total: int, /) -> Iterable[T]: ...  # noqa: D102
+    def __call__(self, items: Iterable[T], description: str, total: int, /) -> Iterable[T]: ...
 
 
 def untracked(items: Iterable[T], description: str, total: int, /) -> Iterable[T]:

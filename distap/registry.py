@@ -1,0 +1,257 @@
+"""Everything that a recipe chooses by name, in one table, and the way from a name to an object.
+
+To add one of ours, write a class and add its line to REGISTRY. To use a class of your own, write
+`name: "package.module:Class"` in the recipe; no line here is needed. Either way the class is a dataclass or a
+pydantic model: its fields are the keys that stand beside `name`, and METHODS names the method that it needs.
+"""
+
+import difflib
+import importlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError, ValidationInfo
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
+
+from distap.errors import DistapError
+
+_TIMM_OPTIMIZER = "distap.engine.optimizer:TimmOptimizer"
+_TIMM_SCHEDULE = "distap.engine.schedule:TimmSchedule"
+
+REGISTRY: dict[str, dict[str, str]] = {
+    "loss": {
+        "ap_q": "distap.ranking.losses.quantized:QuantizedAP",
+        "ap_t": "distap.ranking.losses.quantized:TieAwareAP",
+        "fast_ap": "distap.ranking.losses.quantized:FastAP",
+        "smooth_ap": "distap.ranking.losses.smooth:SmoothAP",
+        "sup_ap": "distap.ranking.losses.smooth:SupAP",
+        "calibration": "distap.ranking.losses.calibration:Calibration",
+        "roadmap": "distap.ranking.losses.calibration:Roadmap",
+        "blackbox_ap": "distap.ranking.losses.blackbox:BlackBoxAP",
+        "metric_learning": "distap.ranking.losses.metric_learning:MetricLearning",
+        "sum": "distap.ranking.losses.sums:WeightedSum",
+    },
+    "sampling": {
+        "random": "distap.data.sampling.random:RandomSampling",
+        "classes": "distap.data.sampling.classes:ClassesSampling",
+        "p_by_k": "distap.data.sampling.p_by_k:PByKSampling",
+        "super_p_by_k": "distap.data.sampling.super_p_by_k:SuperPByKSampling",
+        "streams": "distap.data.sampling.streams:StreamsSampling",
+    },
+    "augmentation": {"crop_flip_colour": "distap.data.images.augmentation:CropFlipColour"},
+    "source": {
+        "indexed": "distap.data.loading.indexed:IndexedSource",
+        "streamed": "distap.data.loading.streamed:StreamedSource",
+    },
+    "backbone": {"timm": "distap.model.backbone:TimmBackbone"},
+    "weights": {
+        "timm": "distap.model.weights:TimmWeights",
+        "random": "distap.model.weights:RandomWeights",
+        "file": "distap.model.weights:FileWeights",
+        "package": "distap.model.weights:PackageWeights",
+    },
+    "pooling": {"gem": "distap.model.pooling:GeMPooling", "mean": "distap.model.pooling:MeanPooling"},
+    "optimizer": {
+        "adam": _TIMM_OPTIMIZER,
+        "adamw": _TIMM_OPTIMIZER,
+        "nadamw": _TIMM_OPTIMIZER,
+        "radam": _TIMM_OPTIMIZER,
+        "sgd": _TIMM_OPTIMIZER,
+        "momentum": _TIMM_OPTIMIZER,
+        "rmsprop": _TIMM_OPTIMIZER,
+        "lamb": _TIMM_OPTIMIZER,
+        "lars": _TIMM_OPTIMIZER,
+        "lion": _TIMM_OPTIMIZER,
+        "adafactor": _TIMM_OPTIMIZER,
+        "adopt": _TIMM_OPTIMIZER,
+    },
+    "schedule": {
+        "constant": _TIMM_SCHEDULE,
+        "linear": _TIMM_SCHEDULE,
+        "cosine": _TIMM_SCHEDULE,
+        "step": _TIMM_SCHEDULE,
+        "multistep": _TIMM_SCHEDULE,
+    },
+    "engine": {
+        "ddp": "distap.engine.ddp:DDPSettings",
+        "fsdp": "distap.engine.fsdp:FSDPSettings",
+        "deepspeed": "distap.engine.deepspeed.config:DeepSpeedSettings",
+    },
+    "logger": {
+        "tensorboard": "distap.telemetry.loggers.tensorboard:TensorBoard",
+        "wandb": "distap.telemetry.loggers.weights_and_biases:WeightsAndBiases",
+        "mlflow": "distap.telemetry.loggers.mlflow:MLflow",
+    },
+}
+
+METHODS = {
+    "loss": "value_and_gradient",
+    "sampling": "batch",
+    "augmentation": "transform",
+    "source": "open",
+    "backbone": "build",
+    "weights": "load",
+    "pooling": "build",
+    "optimizer": "build",
+    "schedule": "factor",
+    "engine": "build",
+    "logger": "open",
+}
+
+NAMES_ONLY = "names only"  # the pydantic context of a first pass that imports no class
+
+
+def suggestion(word: str, known: Collection[str]) -> str:
+    """The end of a message about an unknown word: 'did you mean', or the words that are known."""
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"expected one of {', '.join(known)}" if known else "it has none"
+
+
+def class_of(kind: str, name: str) -> type:
+    """Import the class that `name` stands for.
+
+    Args:
+        kind: a key of REGISTRY.
+        name: a name of that kind, or "package.module:Class".
+    Raises:
+        ValueError: there is no such name, module or class, or the class lacks what its kind needs.
+    """
+    check_name(kind, name)
+    module, _, attribute = REGISTRY[kind].get(name, name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if name in REGISTRY[kind]:
+            raise ValueError(f"{kind} {name} needs a package that is not installed: {error.name}") from error
+        raise ValueError(f"{name}: {error}; is its folder on PYTHONPATH, or its package installed?") from error
+    except AttributeError as error:
+        raise ValueError(f"{name}: the module {module} has no {attribute}") from error
+    if not isinstance(found, type) or not (is_dataclass(found) or issubclass(found, BaseModel)):
+        raise ValueError(f"{name}: expected a dataclass or a pydantic model, whose fields are the recipe's keys")
+    if not callable(getattr(found, METHODS[kind], None)):
+        raise ValueError(f"{name}: a {kind} needs a method {METHODS[kind]!r}, which {attribute} has not")
+    return found
+
+
+def check_name(kind: str, name: str) -> None:
+    """Check a name without importing its class.
+
+    Raises:
+        ValueError: it is neither in the table nor of the form "package.module:Class".
+    """
+    module, colon, attribute = name.partition(":")
+    of_others = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if name not in REGISTRY[kind] and not of_others:
+        raise ValueError(f"{kind} {name!r} is unknown; {suggestion(name, REGISTRY[kind])}")
+
+
+def name_of(kind: str, part: object) -> str:
+    """The name that a recipe gives to an object of this kind."""
+    own = getattr(part, "name", None)  # a class that serves several names keeps the one it was given
+    if isinstance(own, str):
+        return own
+    place = f"{type(part).__module__}:{type(part).__qualname__}"
+    return next((name for name, known in REGISTRY[kind].items() if known == place), place)
+
+
+def keys_of(chosen: type) -> list[str]:
+    """The keys that a class takes beside its name."""
+    names = list(chosen.model_fields) if issubclass(chosen, BaseModel) else [field.name for field in fields(chosen)]
+    return [name for name in names if name != "name"]
+
+
+def build_part(kind: str, name: str, **options: Any) -> Any:
+    """An object of this kind from its name and its keys.
+
+    Raises:
+        DistapError: the name, a key or a value is wrong; each is named.
+    """
+    try:
+        return _validated(kind, {"name": name, **options})
+    except ValidationError as error:
+        problems = "; ".join(_said(item) for item in error.errors())
+        raise DistapError(f"{kind} {name}: {problems}") from error
+    except ValueError as error:
+        raise DistapError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Annotates a field of a recipe that is chosen by name: `loss: Annotated[Any, Chosen("loss")] = "ap_q"`.
+
+    A recipe gives a name, or a mapping of `name` and keys; the field then holds the object of the named class.
+    With the context NAMES_ONLY the field keeps the mapping, and only the name is checked.
+
+    Args:
+        kind: a key of REGISTRY.
+        otherwise: the name of a mapping that gives none.
+    """
+
+    kind: str
+    otherwise: str | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            self._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(self._dump, info_arg=True),
+        )
+
+    def _validate(self, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            if callable(getattr(value, METHODS[self.kind], None)):
+                return value
+            raise ValueError(f"expected the name of a {self.kind}, or a mapping with its name and keys")
+        name = value.get("name", self.otherwise)
+        if not isinstance(name, str):
+            raise ValueError(f"the name of the {self.kind} is missing; {suggestion('', REGISTRY[self.kind])}")
+        if info.context == NAMES_ONLY:
+            check_name(self.kind, name)
+            return dict(value)
+        return _validated(self.kind, {**value, "name": name})
+
+    def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
+        if isinstance(part, Mapping):
+            return part
+        return {"name": name_of(self.kind, part), **TypeAdapter(type(part)).dump_python(part, mode=info.mode)}
+
+
+def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
+    """Raises ValidationError for its keys, ValueError for its name."""
+    name = settings["name"]
+    chosen = class_of(kind, name)
+    options = {key: value for key, value in settings.items() if key != "name"}
+    known = keys_of(chosen)
+    presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
+    if options.get("preset") is not None:
+        preset = options.pop("preset")
+        if preset not in presets:
+            raise ValueError(f"{kind} {name} has no preset {preset!r}; {suggestion(str(preset), presets)}")
+        options = {**presets[preset], **options}
+    wrong = [unknown_key(key, options[key], known) for key in options if key not in known]
+    if wrong:
+        raise ValidationError.from_exception_data(f"{kind} {name}", wrong)
+    if "name" in getattr(chosen, "__dataclass_fields__", getattr(chosen, "model_fields", {})):
+        options["name"] = name
+    return TypeAdapter(chosen).validate_python(options)
+
+
+def unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:
+    """A line of a ValidationError that says which key may have been meant."""
+    hint = suggestion(str(key), known)
+    return InitErrorDetails(
+        type=PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint}), loc=(key,), input=value
+    )
+
+
+def _said(error: ErrorDetails) -> str:
+    """One wrong key."""
+    said = error["msg"].removeprefix("Value error, ")
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "unknown_key":
+        return f"no option {where!r}{said.removeprefix('unknown key')}"
+    return f"{where} is {error['input']!r}: {said[:1].lower()}{said[1:]}" if where else said

@@ -1,0 +1,58 @@
+from dataclasses import dataclass
+
+import pytest
+
+from distap.errors import DistapError
+from distap.ranking.losses.smooth import SmoothAP
+from distap.registry import METHODS, REGISTRY, build_part, class_of, name_of
+
+
+def test_a_name_and_its_keys_make_the_object_and_the_object_tells_its_name():
+    loss = build_part("loss", "smooth_ap", tau=0.1)
+    assert loss == SmoothAP(tau=0.1)
+    assert name_of("loss", loss) == "smooth_ap"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "said"),
+    [
+        ("loss", "smoth_ap", {}, "loss 'smoth_ap' is unknown; did you mean smooth_ap?"),
+        ("loss", "smooth_ap", {"tua": 1}, "loss smooth_ap: no option 'tua'; did you mean tau?"),
+        ("loss", "smooth_ap", {"tau": "warm"}, "tau is 'warm': input should be a valid number"),
+        ("loss", "ap_q", {"preset": "dirtorhc"}, "loss ap_q has no preset 'dirtorhc'; did you mean dirtorch?"),
+        ("loss", "no_such_package.losses:Mine", {}, "No module named 'no_such_package'; is its folder on PYTHONPATH"),
+        ("loss", "torch.nn:Mine", {}, "the module torch.nn has no Mine"),
+        ("loss", "torch.nn:Linear", {}, "expected a dataclass or a pydantic model"),
+        ("loss", "distap.stopwatch:Stopwatch", {}, "expected a dataclass|needs a method 'value_and_gradient'"),
+    ],
+)
+def test_what_is_wrong_with_a_name_or_a_key_is_said(kind, name, options, said):
+    with pytest.raises(DistapError, match=said.replace("?", r"\?")):
+        build_part(kind, name, **options)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in REGISTRY for name in REGISTRY[kind]])
+def test_every_line_of_the_table_names_a_class_that_is_there(kind, name):
+    assert callable(getattr(class_of(kind, name), METHODS[kind]))
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A schedule from outside the package."""
+
+    rate: float = 1.0
+
+    def factor(self, step: int, steps: int) -> float:
+        return self.rate
+
+
+def test_a_class_from_outside_needs_no_line_in_the_table():
+    name = f"{__name__}:Constant"
+    schedule = build_part("schedule", name, rate="0.5")
+    assert schedule == Constant(0.5) and name_of("schedule", schedule) == name
+
+
+def test_one_of_ours_is_one_line_in_the_table(monkeypatch):
+    monkeypatch.setitem(REGISTRY["schedule"], "flat", f"{__name__}:Constant")
+    assert build_part("schedule", "flat") == Constant()
+    assert name_of("schedule", Constant()) == "flat"
