@@ -8,7 +8,7 @@ pydantic model: its fields are the keys that stand beside `name`, and METHODS na
 import difflib
 import importlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError, ValidationInfo
@@ -157,10 +157,9 @@ def name_of(kind: str, part: object) -> str:
     return next((name for name, known in REGISTRY[kind].items() if known == place), place)
 
 
-def keys_of(chosen: type) -> list[str]:
-    """The keys that a class takes beside its name."""
-    names = list(chosen.model_fields) if issubclass(chosen, BaseModel) else [field.name for field in fields(chosen)]
-    return [name for name in names if name != "name"]
+def fields_of(chosen: type) -> list[str]:
+    """The names of a dataclass's or pydantic model's fields."""
+    return list(getattr(chosen, "model_fields", None) or getattr(chosen, "__dataclass_fields__", ()))
 
 
 def build_part(kind: str, name: str, **options: Any) -> Any:
@@ -217,7 +216,10 @@ class Chosen:
     def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
         if isinstance(part, Mapping):
             return part
-        return {"name": name_of(self.kind, part), **TypeAdapter(type(part)).dump_python(part, mode=info.mode)}
+        return {
+            "name": name_of(self.kind, part),
+            **TypeAdapter(type(part)).dump_python(part, mode="json" if info.mode == "json" else "python"),
+        }
 
 
 def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
@@ -225,7 +227,7 @@ def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
     name = settings["name"]
     chosen = class_of(kind, name)
     options = {key: value for key, value in settings.items() if key != "name"}
-    known = keys_of(chosen)
+    known = [field for field in fields_of(chosen) if field != "name"]
     presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
     if options.get("preset") is not None:
         preset = options.pop("preset")
@@ -235,7 +237,7 @@ def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
     wrong = [unknown_key(key, options[key], known) for key in options if key not in known]
     if wrong:
         raise ValidationError.from_exception_data(f"{kind} {name}", wrong)
-    if "name" in getattr(chosen, "__dataclass_fields__", getattr(chosen, "model_fields", {})):
+    if "name" in fields_of(chosen):
         options["name"] = name
     return TypeAdapter(chosen).validate_python(options)
 
