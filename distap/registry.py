@@ -159,7 +159,7 @@ def name_of(kind: str, part: object) -> str:
 
 def fields_of(chosen: type) -> list[str]:
     """The names of a dataclass's or pydantic model's fields."""
-    return list(getattr(chosen, "model_fields", None) or getattr(chosen, "__dataclass_fields__", ()))
+    return [*getattr(chosen, "model_fields", ()), *getattr(chosen, "__dataclass_fields__", ())]
 
 
 def build_part(kind: str, name: str, **options: Any) -> Any:
