@@ -8,6 +8,8 @@ import pickle
 import warnings
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from functools import cache
+from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,22 +23,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from distap.checkpoint.manifest import METADATA_FILE, DamagedCheckpointError
+from distap.storage.pickles import ForbiddenGlobalError, RestrictedUnpickler
 
 DCP = "torch.distributed.checkpoint"
 METADATA_CLASSES = {
-    f"{DCP}.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    f"{DCP}.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},  # looks a layout up by name
-    "torch": {"Size"}
-    | {str(kind).removeprefix("torch.") for kind in vars(torch).values() if type(kind) is torch.dtype},
+    f"{DCP}.metadata": (
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{DCP}.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),  # looks a layout up by name
+    "torch": (
+        "Size",
+        *(str(kind).removeprefix("torch.") for kind in vars(torch).values() if type(kind) is torch.dtype),
+    ),
 }
 
 # A world of one is what we mean; the warning is not the user's.
@@ -109,7 +109,11 @@ class _ClosedReader(FileSystemReader):
         """The metadata, if it is what a checkpoint of ours may have."""
         try:
             with (self._folder / METADATA_FILE).open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
+                metadata = RestrictedUnpickler(file, _allowed()).load()
+        except ForbiddenGlobalError as error:
+            raise DamagedCheckpointError(
+                self._folder, f"{METADATA_FILE}: {error} is no part of a checkpoint's metadata"
+            ) from error
         except Exception as error:  # a pickle fails with whatever its bytes lead to
             raise DamagedCheckpointError(self._folder, f"{METADATA_FILE}: {error}") from error
         if not isinstance(metadata, Metadata) or not all(
@@ -127,15 +131,18 @@ class _ClosedReader(FileSystemReader):
         return dict(self.read_metadata().state_dict_metadata)  # type: ignore[arg-type]  # checked there
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath", "Path"):
-            return PurePath  # where the checkpoint was written: of no use here
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member  # as Python 3.11.0 to 3.11.3 write a member down
-        if name not in METADATA_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
-        return super().find_class(module, name)
+@cache
+def _allowed() -> dict[tuple[str, str], Any]:
+    """The classes that a checkpoint's metadata consist of."""
+    allowed: dict[tuple[str, str], Any] = {
+        (module, name): getattr(import_module(module), name)
+        for module, names in METADATA_CLASSES.items()
+        for name in names
+    }
+    for module in ("pathlib", "pathlib._local"):  # where the checkpoint was written: of no use here
+        allowed |= {(module, name): PurePath for name in ("Path", "PosixPath", "WindowsPath")}
+    # Python 3.11.0 to 3.11.3 write the member of an enum as a call of getattr.
+    return allowed | {("builtins", "getattr"): _enum_member}
 
 
 def _enum_member(kind: Any, name: str) -> Enum:

@@ -10,19 +10,16 @@ import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 
 from distap.errors import DistapError
+from distap.storage.pickles import ForbiddenGlobalError, RestrictedUnpickler
 
 ARRAY_CLASS = object()  # stands for numpy.ndarray, which pickles name but never call
 ORDERS: dict[str, Literal["<", ">", "="]] = {"<": "<", ">": ">", "=": "=", "|": "="}
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
-
-
-class ForbiddenGlobalError(pickle.UnpicklingError):
-    """The pickle names something that is not on the list."""
 
 
 class _Type:
@@ -115,19 +112,6 @@ ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _ClosedUnpickler(pickle.Unpickler):
-    """Knows the names above and no other."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return ALLOWED[module, name]
-        except KeyError:
-            raise ForbiddenGlobalError(f"{module}.{name}") from None
-
-    def persistent_load(self, identifier: Any) -> NoReturn:
-        raise pickle.UnpicklingError("reference to something outside the file")
-
-
 def load_plain(path: Path) -> Any:
     """The contents of a pickle of plain containers, numbers, strings and numpy arrays; use `items` on its arrays.
 
@@ -136,7 +120,7 @@ def load_plain(path: Path) -> Any:
     """
     try:
         with path.open("rb") as file:
-            return _ClosedUnpickler(file, encoding="latin1").load()
+            return RestrictedUnpickler(file, ALLOWED, encoding="latin1").load()
     except ForbiddenGlobalError as error:
         raise DistapError(
             f"{path}: names {error}, which plain data has no need of: nothing of it was run; "
