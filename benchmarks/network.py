@@ -23,7 +23,7 @@ from distap.apps.plan.inputs import Link
 from distap.apps.plan.plan import bytes_per_second
 from distap.apps.plan.recipes import facts_of, workload_of
 from distap.apps.plan.step import Step
-from distap.config import load_recipe
+from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.world import joined_world
 

@@ -38,7 +38,7 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     Raises:
         DistapError: the recipe is wrong, or does not fit the options; no rank was started.
     """
-    from distap.config import load_recipe
+    from distap.config.reading import load_recipe
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
     set_up_early_logging(overrides, rank=None)

@@ -30,7 +30,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
     end_when_asked()
     startup = Startup()
     # Imported here, so that --help does not wait for torch.
-    from distap.config import load_recipe
+    from distap.config.reading import load_recipe
     from distap.telemetry.endpoint import Endpoint
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
     from distap.trainer import Trainer

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 from distap.data.loading.indexed import ShareOfBatch
 from distap.data.shards.index import load_index
 from distap.engine.optimizer import LinearDecay

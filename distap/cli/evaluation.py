@@ -23,7 +23,7 @@ from distap.errors import DistapError
 from distap.train import OVERRIDES
 
 if TYPE_CHECKING:
-    from distap.config import Recipe
+    from distap.config.recipe import Recipe
     from distap.evaluation import Describing, EvaluationSet
     from distap.retrieval.refinement import Refinement
     from distap.storage.locations import Source
@@ -105,7 +105,7 @@ def eval_command(
     Oxford or Paris, or for Google Landmarks v2: by its ground truth. Give a recipe to evaluate the network that
     training starts from, or --checkpoint for a trained one. On several ranks: `torchrun [...] -m distap.cli eval`.
     """
-    from distap.config import load_recipe
+    from distap.config.reading import load_recipe
     from distap.evaluation.extraction import refuse_foreign_whitening
     from distap.telemetry.terminal import set_up_logging
     from distap.training.build import describing_of, network_of, trained_network

@@ -39,7 +39,7 @@ def plan_command(
     between the ranks as well.
     """
     from distap.apps.plan.planning import from_card, from_measurement
-    from distap.config import load_recipe
+    from distap.config.reading import load_recipe
     from distap.telemetry.terminal import console
 
     recipe = load_recipe(config, overrides or [])

@@ -1,31 +1,20 @@
-"""Reading a recipe: YAML, overrides, and what is said of a wrong key or value."""
+"""Read a recipe from YAML, apply overrides, and say what is wrong with a key or value."""
 
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ValidationError,
-)
+from pydantic import BaseModel, ValidationError
 
 from distap.config.recipe import Recipe
-from distap.config.sections import (
-    SumOfLosses,
-    Term,
-)
 from distap.errors import DistapError
-from distap.ranking import (
-    suggestion,
-)
+from distap.registry import NAMES_ONLY, fields_of, suggestion
 from distap.storage.redact import without_secrets
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and change what the overrides say.
+    """Read a recipe and apply overrides.
 
     Args:
         path: a YAML file.
@@ -47,11 +36,16 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_from(settings: dict[str, Any], source: str) -> Recipe:
-    """Check settings; `source` is named in the error."""
+    """Check settings; `source` is named in the error.
+
+    A first pass checks all that needs no class behind a chosen name, so that a typo is answered before torch is
+    imported.
+    """
     try:
+        Recipe.model_validate(settings, context=NAMES_ONLY)
         return Recipe.model_validate(settings)
     except ValidationError as error:
-        problems = [_problem(dict(item)) for item in error.errors()]
+        problems = [_problem(dict(item), settings) for item in error.errors()]
         raise DistapError(f"{source}: " + f"\n{source}: ".join(problems)) from error
 
 
@@ -74,61 +68,49 @@ def _override(settings: dict[str, Any], override: str) -> None:
     section[last] = value
 
 
-# Keys that recipes leave out: `loss.sup_ap` stands for `loss.terms.sup_ap.loss`.
-UNWRITTEN = ((SumOfLosses, "terms"), (Term, "loss"))
-
-
-def _problem(error: dict[str, Any]) -> str:
+def _problem(error: dict[str, Any], settings: dict[str, Any]) -> str:
     """One line for one wrong key or value: where, what was found, what was expected."""
-    location, known = _resolve(error["loc"])
-    where = ".".join(location)
+    keys = _written_keys(error["loc"], settings)
+    where = ".".join(keys)
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{where}: unknown key; {suggestion(location[-1], known)}"
+        return f"{where}: unknown key; {suggestion(keys[-1], _known_beside(keys))}"
     if error["type"] == "missing":
         return f"{where}: missing; a value is needed"
     expected = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "unknown_key":
+        return f"{where}: {expected}"
     if not where:
         return expected
     # Of a whole section the words name the key; its values may be long, or secret.
-    value = "" if isinstance(error["input"], dict) else f"{error['input']!r}: "
+    value = "" if isinstance(error["input"], Mapping) else f"{error['input']!r}: "
     return without_secrets(f"{where}: {value}{expected[:1].lower()}{expected[1:]}")
 
 
-def _resolve(loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """The keys of a pydantic location, without the tags of unions, and the keys known at its last section."""
+def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> list[str]:
+    """The keys of pydantic's location as the recipe writes them: no tags of unions, and terms of a sum by name."""
+    loc, loss = list(location), settings.get("loss")
+    if loc[:2] == ["loss", "terms"] and isinstance(loss, dict) and "terms" not in loss:
+        number, place, *rest = loc[2:]
+        return ["loss", list(loss)[int(number)], *(map(str, rest) if place else ["weight"])]
     keys: list[str] = []
+    here: Any = settings
+    for part in loc:
+        if isinstance(here, dict) and (part in here or part == loc[-1]):
+            keys.append(str(part))
+            here = here.get(part)
+        elif isinstance(here, list) and isinstance(part, int):
+            keys.append(str(part))
+            here = here[part]
+    return keys
+
+
+def _known_beside(keys: list[str]) -> list[str]:
+    """The keys of the section that the last of `keys` was written in."""
     section: Any = Recipe
-    known = list(Recipe.model_fields)
-    for part in map(str, loc):
-        members = [member for member in get_args(section) or (section,) if _keys(member)]
-        tagged = [member for member in members if part == _name(member)]
-        if not members and get_origin(section) in (Union, UnionType):
-            continue  # which of several plain types was tried
-        if len(members) > 1 and tagged:
-            section = tagged[0]  # a union's location names the chosen member, which is no key
-            known = list(_keys(section))
-            continue
-        if (section, part) not in UNWRITTEN:
-            keys.append(part)
-        if get_origin(section) is dict:
-            section = get_args(section)[1]
-            continue
-        types = [_keys(member)[part] for member in members if part in _keys(member)]
-        known = [key for member in members for key in _keys(member)] or known
-        section = types[0] if types else None
-    return keys, known
-
-
-def _keys(section: Any) -> dict[str, Any]:
-    """Keys of a section, with their types."""
-    if isinstance(section, type) and issubclass(section, BaseModel):
-        return {name: field.annotation for name, field in section.model_fields.items()}
-    if isinstance(section, type) and is_dataclass(section):
-        return {field.name: field.type for field in fields(section)}
-    return {}
-
-
-def _name(section: Any) -> str | None:
-    """What the discriminator of a union calls this section."""
-    names = get_args(_keys(section).get("name"))
-    return str(names[0]) if len(names) == 1 else None
+    for key in keys[:-1]:
+        if not issubclass(section, BaseModel):
+            break
+        annotation = section.model_fields[key].annotation if key in section.model_fields else section
+        candidates = [annotation, *get_args(annotation)]
+        section = next((one for one in candidates if isinstance(one, type) and fields_of(one)), section)
+    return fields_of(section)

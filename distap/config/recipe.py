@@ -1,5 +1,6 @@
 """The recipe of a training: all sections together, and what may be written shorter."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,6 +8,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -25,21 +27,11 @@ from distap.config.sections import (
     RankSection,
     ReplaySection,
     Section,
-    SingleLoss,
     StepSection,
     StopSection,
-    SumOfLosses,
 )
-from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, StreamsSampling, SuperPByKSampling
-from distap.engine import DDPSettings, DeepSpeedSettings, FSDPSettings, PrecisionName
-from distap.ranking import (
-    LOSSES,
-    Loss,
-    QuantizedAP,
-    WeightedSum,
-    suggestion,
-    with_preset,
-)
+from distap.engine import PrecisionName
+from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
 LOADER_CHUNK = 16  # images that a worker hands over at once, where micro-batches find their size themselves
@@ -51,16 +43,13 @@ class Recipe(Section):
     run: Path = Field(description="folder of the run: configuration, metrics, checkpoints")
     seed: int = Field(0, ge=0)
     steps: PositiveInt
-    engine: Annotated[DDPSettings | FSDPSettings | DeepSpeedSettings, Field(discriminator="name")] = DDPSettings()
+    engine: Annotated[Any, Chosen("engine")] = "ddp"
     precision: PrecisionName = Field("float32", description="what the network computes in; parameters stay float32")
     timeout_seconds: PositiveFloat = Field(600, description="a collective that takes longer fails")
     data: DataSection
-    sampling: Annotated[
-        RandomSampling | ClassesSampling | PByKSampling | SuperPByKSampling | StreamsSampling,
-        Field(discriminator="name"),
-    ] = RandomSampling()
+    sampling: Annotated[Any, Chosen("sampling")] = "random"
     model: ModelSection = ModelSection()
-    loss: Annotated[SingleLoss | SumOfLosses, Field(discriminator="name")] = QuantizedAP()
+    loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
     memory: MemorySection = MemorySection()
     describe: DescribeSection = DescribeSection()
     rank: RankSection = RankSection()
@@ -76,27 +65,16 @@ class Recipe(Section):
 
     @field_validator("loss", mode="before")
     @classmethod
-    def _loss_in_full(cls, loss: Any) -> Any:
-        """What may be written shorter: a name alone, a preset, a sum as losses with their weights."""
-        if isinstance(loss, str):
-            return {"name": loss}
-        if not isinstance(loss, dict) or loss.get("name") == "sum":
+    def _sum_in_full(cls, loss: Any) -> Any:
+        """`{sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}` is a sum, each loss with its weight and keys."""
+        if not isinstance(loss, Mapping) or "name" in loss or not loss.keys() & REGISTRY["loss"].keys():
             return loss
-        if "name" in loss or not loss.keys() & LOSSES.keys():
-            return with_preset({"name": "ap_q", **loss})
-        return {"name": "sum", "terms": {name: _term(name, value) for name, value in loss.items()}}
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _engine_in_full(cls, engine: Any) -> Any:
-        return {"name": engine} if isinstance(engine, str) else engine
-
-    @property
-    def listwise_loss(self) -> Loss:
-        """What stage two computes."""
-        if isinstance(self.loss, SumOfLosses):
-            return WeightedSum(tuple((term.weight, term.loss) for term in self.loss.terms.values()))
-        return self.loss
+        terms = []
+        for name, value in loss.items():
+            check_name("loss", name)
+            options = dict(value) if isinstance(value, Mapping) else {"weight": value}
+            terms.append((options.pop("weight", 1.0), {**options, "name": name}))
+        return {"name": "sum", "terms": terms}
 
     @property
     def loader_chunk(self) -> int:
@@ -117,46 +95,29 @@ class Recipe(Section):
         return FLOAT32_DRIFT if precisions == {"float32"} else LOWER_PRECISION_DRIFT
 
     @model_validator(mode="after")
-    def _reading_is_possible(self) -> "Recipe":
-        data = self.data
+    def _parts_fit(self, info: ValidationInfo) -> "Recipe":
+        """Refuse combinations that cannot work. The first pass, which knows names only, leaves them to the second."""
+        if info.context == NAMES_ONLY:
+            return self
+        data, engine = self.data, self.engine
         if data.train.startswith("pipe:") and not (data.allow_pipes and data.reading == "streamed"):
             raise ValueError(
                 f"data.train: {data.train}: pipe: runs a shell command, which needs data.allow_pipes: true and "
                 "data.reading: streamed"
             )
-        if data.reading == "streamed" and self.sampling.name != "streams":
+        sampling = name_of("sampling", self.sampling)
+        if data.reading == "streamed" and sampling != "streams":
             raise ValueError(
                 f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
-                f"{self.sampling.name}; set it to streams, or data.reading to indexed"
+                f"{sampling}; set it to streams, or data.reading to indexed"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _engine_allows_it(self) -> "Recipe":
-        engine = self.engine
-        if engine.name == "deepspeed" and engine.stage == 3:
-            for key, value in (
-                ("describe.fold_batchnorm", self.describe.fold_batchnorm),
-                ("step.compile", self.step.compile),
-            ):
-                if value:
-                    raise ValueError(
-                        f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; set it "
-                        "to false, engine.stage to 2 or engine to fsdp"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_has_images(self) -> "Recipe":
-        if self.evaluation.every and self.data.validation is None:
+        needs_whole = {"describe.fold_batchnorm": self.describe.fold_batchnorm, "step.compile": self.step.compile}
+        for key, value in needs_whole.items():
+            if value and name_of("engine", engine) == "deepspeed" and engine.stage == 3:
+                raise ValueError(
+                    f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; set it "
+                    "to false, engine.stage to 2 or engine to fsdp"
+                )
+        if self.evaluation.every and data.validation is None:
             raise ValueError("evaluation.every is set, but data.validation names no data set")
         return self
-
-
-def _term(name: str, value: Any) -> dict[str, Any]:
-    """A loss of a sum, from its weight alone or from its weight and options."""
-    if name not in LOSSES:
-        raise ValueError(f"loss {name!r} is unknown; {suggestion(name, LOSSES)}")
-    options = dict(value) if isinstance(value, dict) else {"weight": value}
-    weight = options.pop("weight", 1.0)
-    return {"weight": weight, "loss": with_preset({"name": name, **options})}

@@ -1,5 +1,6 @@
 """The sections of a recipe, each with its keys, their meaning and their defaults."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,8 +12,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
+    model_validator,
 )
 
 from distap.data.images.augmentation import Augmentation
@@ -21,27 +25,16 @@ from distap.data.loading.shard_cache import CacheSettings
 from distap.engine import PrecisionName
 from distap.engine.optimizer import GroupSettings
 from distap.errors import DistapError
-from distap.ranking import (
-    BlackBoxAP,
-    Calibration,
-    FastAP,
-    MetricLearning,
-    QuantizedAP,
-    Roadmap,
-    SmoothAP,
-    SupAP,
-    TieAwareAP,
-)
+from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings, of_recipe
 from distap.storage.store_urls import checked_url
-from distap.telemetry.loggers import LOGGERS, LoggerSettings, MLflow, TensorBoard, WeightsAndBiases
 
 
 class Section(BaseModel):
-    """Closed to unknown keys, and not changed after it has been read."""
+    """Closed to unknown keys, and frozen. Defaults are validated, since a default may be a name to look up."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class DataSection(Section):
@@ -147,25 +140,6 @@ class ModelSection(Section):
     batchnorm: Literal["frozen", "batch"] = "frozen"
     drop_rate: float = Field(0.0, ge=0, lt=1, description="dropout")
     drop_path_rate: float = Field(0.0, ge=0, lt=1, description="stochastic depth")
-
-
-SingleLoss = (
-    QuantizedAP | TieAwareAP | FastAP | SmoothAP | SupAP | Calibration | Roadmap | BlackBoxAP | MetricLearning
-)
-
-
-class Term(Section):
-    """A loss of a sum."""
-
-    weight: float
-    loss: Annotated[SingleLoss, Field(discriminator="name")]
-
-
-class SumOfLosses(Section):
-    """Losses by name, each with a weight; written `loss: {sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}`."""
-
-    name: Literal["sum"] = "sum"
-    terms: dict[str, Term] = Field(min_length=1)
 
 
 class MemorySection(Section):
@@ -317,15 +291,30 @@ class LogsSection(Section):
 
 
 class LoggersSection(Section):
-    """Where figures go beside Prometheus and the run folder; a name alone, such as `tensorboard: {}`, chooses one."""
+    """Where figures go beside Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."""
 
-    tensorboard: TensorBoard | None = None
-    wandb: WeightsAndBiases | None = None
-    mlflow: MLflow | None = None
-    lines: PositiveInt = Field(1000, description="that wait for a slow logger at most; more are lost")
-    close_seconds: PositiveFloat = Field(30, description="that loggers have to finish after the last step")
+    chosen: dict[str, Annotated[Any, Chosen("logger")]] = Field({}, description="Each logger's keys, by its name.")
+    lines: PositiveInt = Field(1000, description="Lose further lines when this many wait for a slow logger.")
+    close_seconds: PositiveFloat = Field(30, description="Wait this long for loggers to finish after the last step.")
 
-    @property
-    def chosen(self) -> dict[str, LoggerSettings]:
-        """Loggers by name."""
-        return {name: settings for name in LOGGERS if (settings := getattr(self, name)) is not None}
+    @model_validator(mode="before")
+    @classmethod
+    def _collect(cls, settings: Any) -> Any:
+        own, chosen = _split(cls, settings)
+        named = {
+            key: {**value, "name": key} if isinstance(value, Mapping) else value for key, value in chosen.items()
+        }
+        return own | {"chosen": {key: value for key, value in named.items() if value is not None}}
+
+    @model_serializer(mode="wrap")
+    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        return settings.pop("chosen") | settings
+
+
+def _split(section: type[Section], settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a section itself, and those that belong to what it chooses."""
+    if not isinstance(settings, Mapping):
+        raise ValueError("expected a mapping of keys to values")
+    own = {key: value for key, value in settings.items() if key in section.model_fields}
+    return own, {key: value for key, value in settings.items() if key not in own}

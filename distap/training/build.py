@@ -10,7 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from distap.checkpoint import opened_checkpoint
-from distap.config import RandomWeights, Recipe, recipe_from
+from distap.config.reading import recipe_from
+from distap.config.recipe import Recipe
+from distap.config.sections import RandomWeights
 from distap.data.images.transforms import training_transform
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import SlotImages
@@ -231,7 +233,7 @@ def step_of(
             describer.compile(sizes)
     return ThreeStageStep(
         engine,
-        recipe.listwise_loss,
+        recipe.loss,
         world,
         recipe.seed,
         replay,

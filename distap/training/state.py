@@ -21,7 +21,7 @@ from distap.checkpoint.resumption import newest_of_store, probe
 from distap.checkpoint.store import Store
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import send_beside
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
 from distap.engine import Engine
 from distap.engine.optimizer import LinearDecay

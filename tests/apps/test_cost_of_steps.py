@@ -26,7 +26,8 @@ from distap.apps.plan.recipes import facts_of, workload_of
 from distap.apps.plan.step import Step
 from distap.apps.plan.wire import Collective
 from distap.cli import main
-from distap.config import Recipe, recipe_from
+from distap.config.reading import recipe_from
+from distap.config.recipe import Recipe
 from distap.engine.precision import Precision
 from distap.errors import DistapError
 from distap.model import build_network

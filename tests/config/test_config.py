@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from distap.config import Recipe, load_recipe, recipe_from
+from distap.config.reading import load_recipe, recipe_from
+from distap.config.recipe import Recipe
 from distap.data.sampling import RandomSampling
 from distap.errors import DistapError
 from distap.ranking import Calibration, MetricLearning, QuantizedAP, SmoothAP, SupAP, WeightedSum
@@ -46,9 +47,9 @@ def test_overrides_change_values_deep_down(recipe):
 )
 def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
     loaded = load_recipe(recipe, [f"loss={text}"])
-    assert loaded.listwise_loss == loss
+    assert loaded.loss == loss
     # What is written into a checkpoint is read again as the same.
-    assert recipe_from(loaded.model_dump(mode="json"), "checkpoint").listwise_loss == loss
+    assert recipe_from(loaded.model_dump(mode="json"), "checkpoint").loss == loss
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("optimizer.backbone.facto=3", "optimizer.backbone.facto: unknown key; did you mean factor"),
         ("loss.bins=abc", "loss.bins: 'abc': input should be a valid integer"),
         ("loss.bins=1", "bins is 1; 2 to 128 are possible"),
-        ("loss=smoth_ap", "loss.*'smoth_ap'.*'smooth_ap'"),
+        ("loss=smoth_ap", "'smoth_ap' is unknown; did you mean smooth_ap"),
         ("loss={name: smooth_ap, taw: 1}", "loss.taw: unknown key; did you mean tau"),
         ("loss={name: smooth_ap, tau: 0}", "tau is 0"),
         ("loss={name: ap_q, preset: dirtorsh}", "no preset 'dirtorsh'; did you mean dirtorch"),
@@ -71,11 +72,11 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("loss={name: ap_t, form: complete}", "loss.form: 'complete': input should be 'simplified' or 'full'"),
         ("memory.sise=3", "memory.sise: unknown key; did you mean size"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: -1: input should be greater than 0"),
-        ("sampling.name=foo", "sampling.*'foo'.*'random', 'classes', 'p_by_k'"),
+        ("sampling.name=foo", "sampling 'foo' is unknown; expected one of random, classes, p_by_k"),
         ("model.weights.name=file", "model.weights.path: missing"),
         ("data.augmentation.crop=0", "crop is 0"),
         ("evaluation.every=2", "data.validation names no data set"),
-        ("engine=horovod", "engine.*'horovod'.*'ddp', 'fsdp', 'deepspeed'"),
+        ("engine=horovod", "engine 'horovod' is unknown; expected one of ddp, fsdp, deepspeed"),
         ("engine={name: fsdp, reshrad: true}", "engine.reshrad: unknown key; did you mean reshard"),
         ("precision=fp8", "precision: 'fp8': input should be 'float32', 'bf16' or 'fp16'"),
         ("replay.size=many", "replay.size: 'many'"),
@@ -97,8 +98,8 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
 
 
 def test_all_problems_are_told_at_once(recipe):
-    with pytest.raises(DistapError, match=r"(?s)steps: 0.*loss\.binz: unknown"):
-        load_recipe(recipe, ["loss.binz=3", "steps=0"])
+    with pytest.raises(DistapError, match=r"(?s)steps: 0.*metrics\.prot: unknown"):
+        load_recipe(recipe, ["metrics.prot=3", "steps=0"])
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\0"])

@@ -8,7 +8,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distap.config import Recipe, load_recipe, recipe_from
+from distap.config.reading import load_recipe, recipe_from
+from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.model.weights import read_state
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from streamed import SAMPLING, STEPS, seen, streamed, write_by_webdataset
 
-from distap.config import recipe_from
+from distap.config.reading import recipe_from
 from distap.data.loading.pipes import FailedCommandError, piped
 from distap.data.loading.streams import SequentialShards
 from distap.data.sampling import StreamsSampling

@@ -13,7 +13,8 @@ from typing import Any
 from built_manifests import Objects
 from torch.distributed import run as torchrun
 
-from distap.config import Recipe, load_recipe
+from distap.config.reading import load_recipe
+from distap.config.recipe import Recipe
 
 OPERATORS_PORT = "29500"  # of Kubeflow Trainer
 RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")

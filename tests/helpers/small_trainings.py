@@ -1,7 +1,8 @@
 """A training of ten steps on a small network, and what it left in its run folder."""
 
 from distap.checkpoint import find_checkpoint
-from distap.config import Recipe, recipe_from
+from distap.config.reading import recipe_from
+from distap.config.recipe import Recipe
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 

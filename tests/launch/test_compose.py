@@ -12,7 +12,7 @@ import yaml
 from compose_spec import PyCompose
 from torch.distributed.run import get_args_parser
 
-from distap.config import load_recipe
+from distap.config.reading import load_recipe
 from distap.config.sections import StopSection
 from distap.data.shards.parallel import usable_cores
 from distap.processes.stopping import MARGIN_SECONDS

@@ -18,7 +18,7 @@ from small_trainings import losses, parameters
 from trainings import STEPS, Run
 
 from distap.checkpoint import find_checkpoint, list_checkpoints
-from distap.config import load_recipe
+from distap.config.reading import load_recipe
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import FAILED, MISTAKE, RESTART

@@ -1,4 +1,4 @@
-from distap.config import recipe_from
+from distap.config.reading import recipe_from
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.world import World

@@ -8,7 +8,7 @@ from ranks import on_ranks
 from small_trainings import losses, parameters, recipe
 from streamed import SPOILT, write_by_webdataset
 
-from distap.config import load_recipe
+from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.step import ThreeStageStep
 from distap.trainer import Trainer

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.checkpoint import Checkpoint
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation

@@ -41,7 +41,7 @@ from distap.apps.export.programs import (
 )
 from distap.checkpoint import opened_checkpoint
 from distap.checkpoint.manifest import file_identity
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction import ImageDescriber, describer_of

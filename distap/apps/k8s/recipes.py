@@ -6,7 +6,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from distap.apps.k8s.request import Request, claim_of, quantity_bytes
-from distap.config import Recipe, load_recipe
+from distap.config.reading import load_recipe
+from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.storage.redact import without_secrets
 

@@ -14,7 +14,7 @@ from distap.apps.k8s.building import built
 from distap.apps.k8s.recipes import arguments_of, cautions, checked_recipe
 from distap.apps.k8s.request import Request, claim_of, parsed_image, quantity_bytes
 from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, Sizes, sizes_of
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.processes.rendezvous import C10D_PORT
 from distap.processes.stopping import MARGIN_SECONDS

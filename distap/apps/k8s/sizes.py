@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from distap.apps.k8s.request import Request
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 
 GIB = 2**30
 RANK_BYTES = 6 * GIB  # torch with its libraries, a network and its micro-batches on a CPU

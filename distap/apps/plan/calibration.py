@@ -21,7 +21,7 @@ from benchmarks.contenders import SeededBatch
 from distap.apps.plan.inputs import Line, Link, Machine, NetworkFacts, Workload
 from distap.apps.plan.recipes import without_weights
 from distap.apps.plan.step import pairs_of
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 from distap.engine import Engine
 from distap.model import Describer
 from distap.ranking import Gathered, gather, rank_descriptors
@@ -203,7 +203,7 @@ class Bench:
 
     def _rank(self, gathered: Gathered) -> float:
         with self._timed() as seconds:
-            rank_descriptors(self.recipe.listwise_loss, gathered, "sharded", self.recipe.rank.memory)
+            rank_descriptors(self.recipe.loss, gathered, "sharded", self.recipe.rank.memory)
         return seconds[0]
 
     def _reduce(self, numbers: int) -> float:

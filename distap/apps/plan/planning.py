@@ -9,7 +9,7 @@ from distap.apps.plan.memory import Memory
 from distap.apps.plan.plan import Check, Plan, bytes_per_second, common_assumptions, numbers_of_gpus
 from distap.apps.plan.recipes import facts_of, workload_of
 from distap.apps.plan.step import Step
-from distap.config import Recipe
+from distap.config.recipe import Recipe
 from distap.stages.sizes import ENOUGH_FASTER
 from distap.world import World, joined_world
 

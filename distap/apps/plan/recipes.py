@@ -6,7 +6,8 @@ import torch
 
 from distap.apps.plan.counting import count
 from distap.apps.plan.inputs import NetworkFacts, Sharding, Workload
-from distap.config import RandomWeights, Recipe
+from distap.config.recipe import Recipe
+from distap.config.sections import RandomWeights
 from distap.model import RetrievalNetwork, activation_checkpointing
 from distap.ranking import Loss, WeightedSum
 from distap.ranking.losses.quantized import SoftBinnedAP
@@ -45,7 +46,7 @@ def workload_of(recipe: Recipe) -> Workload:
         replay_size=None if replay == "auto" else replay,
         describe_size=None if describe == "auto" else describe,
         keep=None if keep == "auto" else keep,
-        bins=_bins(recipe.listwise_loss),
+        bins=_bins(recipe.loss),
         remembered=recipe.memory.size,
         ranking_memory=recipe.rank.memory,
         central=recipe.rank.mode == "central",

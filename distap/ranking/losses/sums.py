@@ -1,11 +1,12 @@
 """Weighted sums of losses."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any
 
 from distap.ranking.budget import Budget
 from distap.ranking.gathered import Gathered
-from distap.ranking.protocol import Loss, LossValue
+from distap.ranking.protocol import LossValue
+from distap.registry import Chosen
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,7 @@ class WeightedSum:
         terms: weight and loss of each.
     """
 
-    terms: tuple[tuple[float, Loss], ...]
-    name: Literal["sum"] = "sum"
+    terms: tuple[tuple[float, Annotated[Any, Chosen("loss")]], ...]
 
     def __post_init__(self) -> None:
         if not self.terms:

@@ -15,7 +15,7 @@ from manifest_parts import parts_of
 from distap.apps.k8s.rendering import render, rendered
 from distap.apps.k8s.request import parsed_image, quantity_bytes
 from distap.cli import main
-from distap.config import load_recipe
+from distap.config.reading import load_recipe
 from distap.errors import MISTAKE, DistapError
 
 CLAIMS = STORAGE["claims"]
