@@ -20,7 +20,7 @@ from benchmarks.materialised import materialised_loss
 from distap.engine import DDPEngine, Precision
 from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.ranking import Loss
-from distap.stages.micro_batches import Rows, cut
+from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -148,10 +148,9 @@ class ThreeStages:
             task.loss,
             task.world,
             0,
-            task.micro_batch,
+            MicroBatchSizes(task.micro_batch, keep=keep),
             max_drift=float("inf"),  # bfloat16 has more of it than trainings tolerate by default
             stopwatch=Stopwatch(task.world.device),  # as in training, with what it costs
-            keep=keep,
         )
         self.seconds = self._step.stopwatch.seconds
         self.left_out = 0

@@ -13,7 +13,7 @@ from distap.engine import DDPEngine
 from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.model import build_network
 from distap.ranking import QuantizedAP
-from distap.stages.micro_batches import Rows
+from distap.stages.micro_batches import MicroBatchSizes, Rows
 from distap.step import ThreeStageStep
 from distap.telemetry.metrics import host_memory_peak
 from distap.world import World
@@ -70,7 +70,9 @@ def one_step(batch_size: int, image_size: int, micro_batch: int, backbone: str) 
     torch.manual_seed(0)
     network = build_network(backbone, {"name": "random"}, {"name": "gem"}).train()
     optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
-    step = ThreeStageStep(DDPEngine(network, lambda: optimizer, World()), QuantizedAP(), World(), 0, micro_batch)
+    step = ThreeStageStep(
+        DDPEngine(network, lambda: optimizer, World()), QuantizedAP(), World(), 0, MicroBatchSizes(micro_batch)
+    )
     batch = SyntheticBatch(batch_size, image_size)
     step(batch, 1e-4)
     stages = step.stopwatch.seconds

@@ -27,6 +27,7 @@ from distap.errors import DistapError
 from distap.model import Describer, RetrievalNetwork, activation_checkpointing, build_network, compile_backbone
 from distap.model.weights import weights_source
 from distap.ranking import QuantizedAP
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.world import World, joined_world
@@ -150,7 +151,7 @@ class Candidate:
             QuantizedAP(),
             world,
             0,
-            setting.micro_batch,
+            MicroBatchSizes(setting.micro_batch),
             max_drift=float("inf"),
             stopwatch=Stopwatch(world.device),
             describer=describer,

@@ -17,6 +17,7 @@ from benchmarks.tables import figures_table
 from distap.engine import DDPEngine
 from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.ranking import build_loss
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.world import World
 
@@ -48,7 +49,9 @@ def traced_step(loss: str) -> dict[str, set[int]]:
     world = World()
     network = TinyNetwork()
     optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
-    step = ThreeStageStep(DDPEngine(network, lambda: optimizer, world), build_loss(loss), world, 0, 8)
+    step = ThreeStageStep(
+        DDPEngine(network, lambda: optimizer, world), build_loss(loss), world, 0, MicroBatchSizes(8)
+    )
     batch = SeededBatch(32, 32, 4, world)
     step(batch, 1e-4)
     lines: dict[str, set[int]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""Time the stages of a step."""
 
 import time
 from collections import defaultdict
@@ -10,20 +10,21 @@ from torch.profiler import record_function
 
 
 class Stopwatch:
-    """Seconds by stage; time inside an inner stage counts for the inner one alone.
+    """Seconds by stage. Time inside an inner stage counts for the inner one alone.
 
-    Only the outermost stage waits for the device, at its begin and its end: inner ones would keep it from working
-    while the host prepares what comes next. An inner one that is part of the outer is timed by the device itself.
+    Only the outermost stage waits for the device, at its begin and end; an inner one would keep the device from
+    working while the host prepares its next work. Inner stages that are part of the outer are timed by the device.
 
     Args:
-        device: whose queued work counts for the stage that queued it.
+        device: its queued work counts for the stage that queued it.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._device = device if device is not None and device.type == "cuda" else None
-        self._inside = 0.0  # seconds of inner stages since the present stage began
+        self._inside = 0.0  # seconds of inner stages since the current stage began
         self._depth = 0
+        self._elsewhere: dict[str, float] = {}
         self._on_device: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -37,7 +38,7 @@ class Stopwatch:
         started = self._now()
         self._depth += 1
         try:
-            with record_function(name):  # its name in a trace, where one is taken
+            with record_function(name):  # names the stage in a profiler's trace
                 yield
         finally:
             self._depth -= 1
@@ -45,8 +46,14 @@ class Stopwatch:
             self.seconds[name] += elapsed - self._inside
             self._inside = outer_inside + (self._inside if part_of_outer else elapsed)
 
-    def move(self, name: str, seconds: float) -> None:
-        """Count seconds measured elsewhere for `name` instead of the present stage, in which they passed."""
+    def catch_up(self, name: str, total: float) -> None:
+        """Count for `name`, instead of the present stage, what a clock elsewhere has added since the last call.
+
+        Args:
+            total: seconds that the other clock shows; its seconds before the first call were not of this stopwatch.
+        """
+        seconds = total - self._elsewhere.get(name, total)
+        self._elsewhere[name] = total
         self.seconds[name] += seconds
         self._inside += seconds
 

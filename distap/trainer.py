@@ -156,7 +156,7 @@ class Trainer:
         """After a step: as many as memory allows, where the recipe says so."""
         if self.recipe.replay.keep == "auto" and self.engine.keeps_graphs:
             fitting = fitting_of(self.recipe, self.engine, self.world, self.images.size)
-            self.step.keep = fitting.kept_graphs(self.step.replay_size)
+            self.step.sizes.keep = fitting.kept_graphs(self.step.sizes.replay)
 
     def _report(self, share: ShareOfBatch, result: StepResult, seconds: float) -> None:
         """Tell what the step did."""

@@ -9,6 +9,7 @@ from distap.engine import DDPEngine
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.ranking import QuantizedAP
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import DROPOUT, ThreeStageStep
 from distap.world import World
 
@@ -30,10 +31,11 @@ CASES = {
 }
 
 
-def step_on(world, network, describe_size, replay_size, mode, **options):
+def step_on(world, network, describe_size, replay_size, mode, keep=0, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     engine = DDPEngine(network, lambda: optimizer, world)
-    return ThreeStageStep(engine, QuantizedAP(), world, SEED, replay_size, describe_size, mode, **options)
+    sizes = MicroBatchSizes(replay_size, describe_size, keep)
+    return ThreeStageStep(engine, QuantizedAP(), world, SEED, sizes, mode, **options)
 
 
 def three_stage_gradients(world, settings, describe_size, replay_size, mode, keep=0):
@@ -162,7 +164,7 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
     before = [p.detach().clone() for p in network.parameters()]
     engine = DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=1.0), world)
     loss = Indifferent(chosen, factor)
-    step = ThreeStageStep(engine, loss, world, SEED, 4, None, keep=keep, skip_below=skip_below)
+    step = ThreeStageStep(engine, loss, world, SEED, MicroBatchSizes(4, None, keep), skip_below=skip_below)
     sizes = []
 
     def note(module, images, descriptors):
@@ -245,7 +247,7 @@ def test_micro_batches_are_halved_where_memory_runs_out(limits, sizes, caplog):
     assert result.loss == pytest.approx(loss, rel=1e-12)
     for got, wanted in zip(moved, expected, strict=True):
         assert (got - wanted).norm() <= 1e-9 * wanted.norm()
-    assert (step.replay_size, step.describe_size, step.keep) == sizes
+    assert (step.sizes.replay, step.sizes.describe, step.sizes.keep) == sizes
     assert "out of memory in" in caplog.text
 
 
@@ -260,7 +262,7 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
         greedy(small_images(1)[0])
     greedy.graphs = 3
     described = step.describe(TensorBatch(*small_images(IMAGES), World(), STEP))
-    assert (step.keep, described.kept) == (2, {})
+    assert (step.sizes.keep, described.kept) == (2, {})
     greedy.graphs = 99
     step(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
     expected, _ = full_batch_gradients(1, {}, 4)

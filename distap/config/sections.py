@@ -165,7 +165,7 @@ class RankSection(Section):
     """Stage two: the loss of the global batch and the gradient of each descriptor."""
 
     mode: Literal["sharded", "central"] = Field("sharded", description="rank on all ranks, or on rank 0")
-    memory: PositiveInt | None = Field(
+    memory_bytes: PositiveInt | None = Field(
         None, description="bytes that ranking may use beside the descriptors; none takes what suits the device"
     )
     overlap: bool = Field(True, description="gather and count while the network describes, as descriptors arrive")

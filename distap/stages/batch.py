@@ -1,4 +1,4 @@
-"""What a step is given: a rank's share of a global batch."""
+"""The input of a step: one rank's share of a global batch."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -18,12 +18,12 @@ class Batch(Protocol):
 
     @property
     def labels(self) -> Int64[Tensor, " b"]:
-        """Classes of the images, known once every image has been asked for."""
+        """Classes of the images; complete once every image was asked for."""
         ...
 
     @property
     def samples(self) -> Sequence[int]:
-        """Numbers of the images in the data set, known once every image has been asked for."""
+        """Numbers of the images in the data set; complete once every image was asked for."""
         ...
 
     @property
@@ -32,9 +32,9 @@ class Batch(Protocol):
         ...
 
     def images(self, rows: Rows) -> Tensor:
-        """Pixels of some of the share's images, (n, ...); waits for those that have not been read yet."""
+        """Return pixels (n, ...) of these rows; wait for images that are still being read."""
         ...
 
     def blank(self, rows: Tensor) -> None:
-        """Forget the pixels of these images: the network cannot describe them."""
+        """Replace the pixels of these images, which the network cannot describe, by zeros."""
         ...

@@ -1,30 +1,27 @@
-"""Pixels on their way to a GPU while it computes."""
+"""Copy pixels to a GPU while it computes."""
 
 from collections import deque
 
 import torch
 from torch import Tensor
 
-AHEAD = 2  # micro-batches that the host prepares before the device has computed the present one
+AHEAD = 2  # micro-batches that the host prepares while the device computes
 
 
 class DeviceCopies:
-    """Copies micro-batches to the device beside its computing; on a CPU there is nothing to copy.
+    """Copies micro-batches to the device on a stream of its own; on a CPU there is nothing to copy.
 
-    The host does not wait for the device but to stay `AHEAD` of it, so the next pixels are there in time and no more
-    than that of them take room.
-
-    Args:
-        device: to copy to.
+    The host runs `AHEAD` micro-batches ahead of the device and then waits, so the next pixels are there in time and
+    no more than `AHEAD` micro-batches take memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._begun: deque[torch.cuda.Event] = deque()  # when the device reached the micro-batches before
+        self._begun: deque[torch.cuda.Event] = deque()  # when the device reached each micro-batch
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """The pixels on the device, for what is queued there next; copied while it works where they are pinned."""
+        """Return the pixels on the device; pinned ones are copied while the device works."""
         if self._stream is None:
             return pixels.to(self._device)
         if len(self._begun) == AHEAD:
@@ -33,7 +30,7 @@ class DeviceCopies:
         with torch.cuda.stream(self._stream):
             copy = pixels.to(self._device, non_blocking=True)
         computing.wait_stream(self._stream)
-        # Its memory belongs to the stream of copies, which must not take it for the next before it has been used.
+        # The copy stream owns this memory; tell the allocator not to reuse it before the computing stream is done.
         copy.record_stream(computing)
         self._begun.append(computing.record_event())
         return copy

@@ -1,65 +1,164 @@
-"""How a rank's share of a batch is cut into micro-batches, for describe and for replay."""
+"""Cut a rank's share of a batch into micro-batches, and halve them when memory runs out."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from distap.errors import DistapError
+from distap.world import World
+
 T = TypeVar("T")
 Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, ascending
+logger = logging.getLogger("distap")
 OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")
+
+
+@dataclass
+class MicroBatchSizes:
+    """How many images the network takes at once. A size that proves too large is halved, and stays so.
+
+    Args:
+        replay: images in a micro-batch of stage three.
+        describe: images in a micro-batch of stage one; None takes `replay`.
+        keep: micro-batches of this rank that keep their graph from stage one, so that they need no second forward.
+    """
+
+    replay: int
+    describe: int | None = None
+    keep: int = 0
+
+    def check(self, mixing: str | None, keeps_graphs: bool) -> None:
+        """Refuse sizes that the network or the engine does not allow.
+
+        Args:
+            mixing: why a descriptor depends on its micro-batch, as `mixes_images` says.
+            keeps_graphs: whether the engine can hold the graphs of several micro-batches.
+        """
+        if mixing and self.describe not in (None, self.replay):
+            raise DistapError(
+                f"describe and replay need the same micro-batch with this network, not {self.describe} and "
+                f"{self.replay}: {mixing}"
+            )
+        if self.keep and not keeps_graphs:
+            raise DistapError(
+                f"replay.keep is {self.keep}, but this engine can have the graph of one micro-batch only, since its "
+                "parameters come and go with each; set it to 0"
+            )
+
+    def first_kept(self, share: int) -> int:
+        """The first row of a share that keeps its graph: the last micro-batches do, to hold memory the shortest."""
+        return max(-(-share // self.replay) - self.keep, 0) * self.replay if self.keep else share
+
+    def halve(self, stage: str, size: int, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
+        """Halve what a stage holds in memory at once.
+
+        Args:
+            stage: `describe` or `replay`.
+            size: images of the micro-batch that did not fit.
+            keeps: whether it was to keep its graph; then fewer are kept.
+            error: what torch raised.
+            obstacle: why micro-batches cannot be halved now, if they cannot.
+        Raises:
+            RuntimeError: `error` has another cause than memory.
+            DistapError: no smaller size is possible.
+        """
+        if not is_out_of_memory(error):
+            raise error
+        if keeps:
+            self.keep //= 2
+            logger.warning("out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep)
+            return
+        if size == 1:
+            raise DistapError(
+                f"out of memory in {stage} with micro-batches of one image; take smaller images (data.image_size), a "
+                "smaller backbone, or step.activation_checkpointing"
+            ) from error
+        if obstacle:
+            raise DistapError(
+                f"out of memory in {stage} with micro-batches of {size} images, and they cannot be halved now: "
+                f"{obstacle}; set {stage}.size to less, or take smaller images (data.image_size)"
+            ) from error
+        half = size // 2
+        logger.warning("out of memory in %s: micro-batches of %d images from now on, not of %d", stage, half, size)
+        if stage == "describe":
+            self.describe = half
+        else:
+            self.describe, self.replay = self.describe or size, half
 
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """Some rows of stage three: their gradient, and their descriptors where the graph was kept."""
+    """Rows of stage three with their gradient, and with their descriptors if the graph was kept."""
 
     rows: Rows
     gradient: Float[Tensor, "n C"]
     kept: Tensor | None = None
-    is_padding: bool = False  # only keeps a rank in step with the others
+    is_padding: bool = False  # it only keeps a rank in step with the others
 
 
 def cut(start: int, stop: int, size: int) -> list[slice]:
-    """Rows start to stop - 1 in micro-batches of `size`, the last one shorter where they do not divide."""
+    """Cut rows start to stop - 1 into micro-batches of `size`; the last one may be shorter."""
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def first_of(rows: Rows) -> int:
-    """The first of some rows."""
+    """Return the number of the first row."""
     return int(rows.start if isinstance(rows, slice) else rows[0])
 
 
 def backward_passes(
-    count: int,
-    size: int,
-    gradient: Callable[[slice], Float[Tensor, "n C"]],
+    descriptors: Float[Tensor, "b C"],
     kept: Mapping[int, Tensor],
+    gradient: Callable[[slice], Float[Tensor, "n C"]],
+    size: int,
     limit: float = 0.0,
     regroup: bool = True,
-) -> Iterator[BackwardPass]:
-    """The micro-batches of stage three; a rank without gradient has none.
+    lockstep: World | None = None,
+) -> Iterable[BackwardPass]:
+    """Cut stage three into micro-batches, at least one, so that no rank misses the reduction of gradients.
 
-    Kept graphs come first, since they hold memory. Images whose gradient is no longer than `limit` need no replay.
+    Kept graphs come first, since they hold memory. Images whose gradient is no longer than `limit` are left out.
 
     Args:
-        count: b, images of the rank's share.
+        descriptors: of the rank's share.
+        kept: descriptors of the micro-batches that kept their graph, by their first row.
+        gradient: rows -> dL/d descriptors, called when they are needed, once for each row.
         size: images in a micro-batch.
-        gradient: rows -> dL/d descriptors, asked for when they are needed, each row once.
-        kept: by its first row, the descriptors of a micro-batch whose graph is there.
-        limit: of the gradient's norm.
-        regroup: fill micro-batches up with the images of the next where some are left out; otherwise a micro-batch
-            stays as it was cut, and is left out where no image of it has a gradient.
+        limit: smallest norm of a gradient that is worth a replay.
+        regroup: fill gaps that left-out images leave with images of the next micro-batch. Otherwise a micro-batch
+            stays as stage one cut it, and is left out only if none of its images has a gradient.
+        lockstep: the ranks, if they communicate in every pass and so need the same number of them.
     """
-    for first, descriptors in kept.items():
-        rows = slice(first, first + len(descriptors))
+    passes = _passes_with_gradient(descriptors, kept, gradient, size, limit, regroup)
+    # A pass that changes nothing: the first image with a gradient of 0.
+    nothing = BackwardPass(slice(0, 1), torch.zeros_like(descriptors[:1]), is_padding=True)
+    if lockstep is None:
+        return chain([next(passes, nothing)], passes)
+    mine = list(passes)
+    longest = int(lockstep.maximum(max(len(mine), 1)))
+    return mine + [nothing] * (longest - len(mine))
+
+
+def _passes_with_gradient(
+    descriptors: Tensor,
+    kept: Mapping[int, Tensor],
+    gradient: Callable[[slice], Tensor],
+    size: int,
+    limit: float,
+    regroup: bool,
+) -> Iterator[BackwardPass]:
+    for first, with_graph in kept.items():
+        rows = slice(first, first + len(with_graph))
         of_rows = gradient(rows)
         if _is_longer(of_rows, limit).any():
-            yield BackwardPass(rows, of_rows, descriptors)
-    others = [rows for rows in cut(0, count, size) if rows.start not in kept]
+            yield BackwardPass(rows, of_rows, with_graph)
+    others = [rows for rows in cut(0, len(descriptors), size) if rows.start not in kept]
     if not regroup:
         for rows in others:
             of_rows = gradient(rows)
@@ -79,13 +178,8 @@ def backward_passes(
         yield BackwardPass(_as_rows(numbers), waiting)
 
 
-def padding(descriptors: Float[Tensor, "b C"]) -> BackwardPass:
-    """A micro-batch that changes nothing, for a rank that has none while others do: its first image, gradient 0."""
-    return BackwardPass(slice(0, 1), torch.zeros_like(descriptors[:1]), is_padding=True)
-
-
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last; it is handed out once it is known whether another follows."""
+    """Yield each item and whether it is the last one. An item is held back until the next one is known."""
     held: list[T] = []
     for item in items:
         if held:
@@ -96,19 +190,19 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate what it needed; on the CPU it has no error of its own for that.
+    """Tell whether torch ran out of memory. On the CPU it has no error class for that.
 
-    oneDNN's way to say so is that it could not make a convolution's primitive.
+    oneDNN reports it as a convolution's primitive that could not be created.
     """
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_CPU_MEMORY)
 
 
 def _is_longer(gradient: Float[Tensor, "n C"], limit: float) -> Tensor:
-    # What is not a number counts: the update finds out, and all ranks skip the step.
+    # NaN counts as longer: the update will find it, and all ranks skip the step together.
     return torch.logical_not(gradient.norm(dim=1) <= limit)
 
 
 def _as_rows(numbers: Tensor) -> Rows:
-    """The same rows as a slice where none is missing: their pixels need no copy."""
+    """Turn consecutive row numbers into a slice, so that their pixels need no copy."""
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers

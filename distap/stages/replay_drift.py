@@ -1,12 +1,14 @@
-"""What the three stages rest on: an image's descriptor depends on the image and the random state alone."""
+"""Watch what the three stages rest on: an image's descriptor depends on the image and the random state alone."""
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from distap.errors import DistapError
 
 
 def mixes_images(network: nn.Module) -> str | None:
-    """Why an image's descriptor depends on its micro-batch in this network, or None where it does not.
+    """Say why an image's descriptor depends on its micro-batch in this network; None if it does not.
 
     Raises:
         DistapError: no replay can give the same descriptors.
@@ -24,10 +26,19 @@ def mixes_images(network: nn.Module) -> str | None:
     return None
 
 
-def drift_message(drift: float, limit: float, step: int) -> str:
-    """What to say where the two descriptors of an image differ by more than they may, in a step counted from 1."""
-    return (
-        f"step {step}: replay drift {drift:.2g} exceeds {limit:g}: describe and replay gave different descriptors "
+def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:
+    """Return the greatest difference between two descriptors of an image.
+
+    An image whose first descriptor was not finite has been blanked since, and does not count.
+    """
+    difference = (again - before).abs().amax(dim=1)
+    return torch.where(before.isfinite().all(dim=1), difference, 0).max().double()
+
+
+def drift_error(worst: float, limit: float, step: int) -> DistapError:
+    """The error for a drift above its limit; `step` counts from 1."""
+    return DistapError(
+        f"step {step}: replay drift {worst:.2g} exceeds {limit:g}: describe and replay gave different descriptors "
         "for the same image, so the gradient would be wrong. Usual causes: randomness that torch's generators do "
         "not control, BatchNorm whose statistics change within the step, a layer that mixes the images of a "
         "micro-batch, or a precision too low for the limit (replay.max_drift)"

@@ -36,6 +36,7 @@ from distap.model import (
     compile_backbone,
 )
 from distap.ranking import CrossBatchMemory
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images
 from distap.stages.sizes import Fitting
 from distap.step import ThreeStageStep
@@ -236,15 +237,13 @@ def step_of(
         recipe.loss,
         world,
         recipe.seed,
-        replay,
-        describe,
+        MicroBatchSizes(replay, describe, 0 if recipe.replay.keep == "auto" else recipe.replay.keep),
         mode=recipe.rank.mode,
-        ranking_memory=recipe.rank.memory,
+        memory_bytes=recipe.rank.memory_bytes,
         memory=CrossBatchMemory(0) if memory is None else memory,
         memory_after=recipe.memory.after,
         max_drift=recipe.max_drift,
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
-        keep=0 if recipe.replay.keep == "auto" else recipe.replay.keep,
         skip_below=recipe.replay.skip_below,
         describer=describer,
         overlap=recipe.rank.overlap,

@@ -17,6 +17,7 @@ from distap.data.shards.packing import pack
 from distap.engine import DDPEngine
 from distap.errors import DistapError
 from distap.ranking import QuantizedAP
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -119,7 +120,7 @@ def gradients(world, folder, way):
     before = [p.detach().clone() for p in network.parameters()]
     scaled = torch.nn.Sequential(Scaling(), network)
     engine = DDPEngine(scaled, lambda: torch.optim.SGD(scaled.parameters(), lr=1.0), world)
-    step = ThreeStageStep(engine, QuantizedAP(), world, 0, REPLAY, DESCRIBE)
+    step = ThreeStageStep(engine, QuantizedAP(), world, 0, MicroBatchSizes(REPLAY, DESCRIBE))
     losses = [step(share, 1.0).loss for share in shares_of(folder, world, way)]
     return losses, [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
 

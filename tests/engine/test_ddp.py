@@ -11,6 +11,7 @@ from ranks import on_ranks
 
 from distap.engine import ENGINES
 from distap.ranking import QuantizedAP
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.world import World
 
@@ -26,7 +27,7 @@ def moved(world, name, clip_norm):
     before = [p.detach().clone() for p in network.parameters()]
     engine = ENGINES[name](network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), world, clip_norm=clip_norm)
     # A larger loss, so that the clipping bites.
-    step = ThreeStageStep(engine, QuantizedAP(bins=100), world, 0, replay_size=2)
+    step = ThreeStageStep(engine, QuantizedAP(bins=100), world, 0, MicroBatchSizes(2))
     result = step(TensorBatch(*small_images(IMAGES), world), learning_rate=1.0)
     with engine.describing():  # where parameters are whole
         steps = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
@@ -76,7 +77,9 @@ def leave_nothing_behind(world):
     """Whether the network is gone once the engine is, after a step."""
     network = small_network()
     engine = ENGINES["ddp"](network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), world)
-    ThreeStageStep(engine, QuantizedAP(), world, 0, replay_size=4)(TensorBatch(*small_images(IMAGES), world), 1.0)
+    ThreeStageStep(engine, QuantizedAP(), world, 0, MicroBatchSizes(4))(
+        TensorBatch(*small_images(IMAGES), world), 1.0
+    )
     reference = weakref.ref(network)
     del network, engine
     gc.collect()

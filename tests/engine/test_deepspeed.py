@@ -16,6 +16,7 @@ from distap.engine.deepspeed.config import DeepSpeedSettings
 from distap.engine.deepspeed.engine import DeepSpeedEngine
 from distap.randomness import seed_for
 from distap.ranking import SmoothAP, rank
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import DROPOUT, ThreeStageStep
 from distap.world import World
 
@@ -75,7 +76,7 @@ def deepspeed(world, stage, kind=torch.optim.Adam, clip_norm=None, path=None, pr
 
 
 def three_stages(world, engine, steps, keep=0, size=SIZE, first=0):
-    step = ThreeStageStep(engine, SmoothAP(tau=0.1), world, 0, replay_size=size, keep=keep)
+    step = ThreeStageStep(engine, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(size, keep=keep))
     return [
         step(Pixels(*images_and_labels(), world, number), learning_rate=0.02)
         for number in range(first, first + steps)

@@ -16,6 +16,7 @@ from distap.engine.fsdp import FSDPEngine, FSDPSettings, blocks
 from distap.engine.precision import Precision
 from distap.randomness import seed_for
 from distap.ranking import QuantizedAP, rank
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import DROPOUT, ThreeStageStep
 from distap.world import World
 
@@ -117,7 +118,7 @@ def one_step(world, settings, size, keep=0, dropout=0.0, frozen=()):
     with engine.describing(), torch.inference_mode():
         for _ in range(world.rank + 1):
             engine.describe(small_images(2)[0])
-    step = ThreeStageStep(engine, QuantizedAP(bins=BINS), world, 0, replay_size=size, keep=keep)
+    step = ThreeStageStep(engine, QuantizedAP(bins=BINS), world, 0, MicroBatchSizes(size, keep=keep))
     result = step(TensorBatch(*small_images(IMAGES), world), learning_rate=1.0)
     expected, norm = full_batch(world.size, size, dropout, frozen)
     found = whole(engine)
@@ -175,11 +176,11 @@ def out_of_memory(world, settings):
     network = Greedy().double().train()
     network.failures = world.rank  # on the second rank alone
     engine = engine_of(world, network, settings, clip_norm=CLIP_NORM)
-    step = ThreeStageStep(engine, QuantizedAP(bins=BINS), world, 0, replay_size=4)
+    step = ThreeStageStep(engine, QuantizedAP(bins=BINS), world, 0, MicroBatchSizes(4))
     step(TensorBatch(*small_images(IMAGES), world), learning_rate=1.0)
     expected, _ = full_batch(world.size, 4)
     found = whole(engine)
-    return max(float((found[n] - expected[n]).abs().max()) for n in found) / CLIP_NORM, step.replay_size
+    return max(float((found[n] - expected[n]).abs().max()) for n in found) / CLIP_NORM, step.sizes.replay
 
 
 def overflow(world):
@@ -201,7 +202,7 @@ def overflow(world):
 def is_collected(world):
     network = network_with()
     engine = engine_of(world, network, FSDPSettings(units="blocks"))
-    step = ThreeStageStep(engine, QuantizedAP(bins=BINS), world, 0, replay_size=4)
+    step = ThreeStageStep(engine, QuantizedAP(bins=BINS), world, 0, MicroBatchSizes(4))
     step(TensorBatch(*small_images(IMAGES), world), learning_rate=1.0)
     reference = weakref.ref(network)
     del network, engine, step

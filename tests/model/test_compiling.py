@@ -11,6 +11,7 @@ from distap.errors import DistapError
 from distap.model import Describer, GeM, RetrievalNetwork, build_network, compile_backbone
 from distap.model.speed.compiling import MOST_GRAPHS, CompiledBackbone
 from distap.ranking import QuantizedAP
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.world import World
 
@@ -115,7 +116,9 @@ def test_steps_with_a_compiled_network_are_those_of_the_uncompiled_one(networks)
         optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
         engine = DDPEngine(network, lambda optimizer=optimizer: optimizer, World())
         for describer in (None, describe):
-            step = ThreeStageStep(engine, QuantizedAP(), World(), 0, 4, max_drift=1e-5, describer=describer)
+            step = ThreeStageStep(
+                engine, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5, describer=describer
+            )
             for number in range(2):
                 batch = SeededBatch(15, 16, 3, World())
                 batch.step = number

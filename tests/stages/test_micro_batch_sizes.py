@@ -20,6 +20,7 @@ from benchmarks.memory import SyntheticBatch
 from distap.world import World
 from distap.engine import DDPEngine
 from distap.ranking import QuantizedAP
+from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 
 class Wide(nn.Module):
@@ -32,13 +33,13 @@ class Wide(nn.Module):
 torch.manual_seed(0)
 network = Wide()
 engine = DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), World())
-step = ThreeStageStep(engine, QuantizedAP(), World(), 0, 256)
+step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(256))
 step(SyntheticBatch(64, 8), 0.1)  # what is set up once
 batch = SyntheticBatch(256, 128)
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + 700 * 2**20,) * 2)
 result = step(batch, 0.1)
-print(json.dumps([result.loss, result.gradient_norm, result.replayed, step.describe_size, step.replay_size]))
+print(json.dumps([result.loss, result.gradient_norm, result.replayed, step.sizes.describe, step.sizes.replay]))
 """
 
 

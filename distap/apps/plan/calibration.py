@@ -203,7 +203,7 @@ class Bench:
 
     def _rank(self, gathered: Gathered) -> float:
         with self._timed() as seconds:
-            rank_descriptors(self.recipe.loss, gathered, "sharded", self.recipe.rank.memory)
+            rank_descriptors(self.recipe.loss, gathered, "sharded", self.recipe.rank.memory_bytes)
         return seconds[0]
 
     def _reduce(self, numbers: int) -> float:

@@ -48,7 +48,7 @@ def workload_of(recipe: Recipe) -> Workload:
         keep=None if keep == "auto" else keep,
         bins=_bins(recipe.loss),
         remembered=recipe.memory.size,
-        ranking_memory=recipe.rank.memory,
+        ranking_memory=recipe.rank.memory_bytes,
         central=recipe.rank.mode == "central",
         gathers_early=recipe.rank.overlap,
         # DeepSpeed updates a copy of the parameters of its own.
