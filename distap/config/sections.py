@@ -309,7 +309,8 @@ class LoggersSection(Section):
     @model_serializer(mode="wrap")
     def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         settings: dict[str, Any] = handler(self)
-        return settings.pop("chosen") | settings
+        chosen: dict[str, Any] = settings.pop("chosen")
+        return chosen | settings
 
 
 def _split(section: type[Section], settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:

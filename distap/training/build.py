@@ -36,6 +36,7 @@ from distap.model import (
     compile_backbone,
 )
 from distap.ranking import CrossBatchMemory
+from distap.registry import name_of
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images
 from distap.stages.sizes import Fitting
@@ -187,7 +188,9 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
     if recipe.step.activation_checkpointing:
         activation_checkpointing(network)
     precision = Precision(recipe.precision, world.device.type)
-    return ENGINES[recipe.engine.name](network, build, world, recipe.engine, optimizer.clip_norm, precision)
+    return ENGINES[name_of("engine", recipe.engine)](
+        network, build, world, recipe.engine, optimizer.clip_norm, precision
+    )
 
 
 def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:

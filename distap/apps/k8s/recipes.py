@@ -9,6 +9,7 @@ from distap.apps.k8s.request import Request, claim_of, quantity_bytes
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
+from distap.registry import name_of
 from distap.storage.redact import without_secrets
 
 RECIPE = "/etc/distap/recipe.yaml"
@@ -55,7 +56,7 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
     _check_batch(recipe, request)
     if recipe.precision == "fp16" and not request.gpus:
         raise DistapError("--gpus 0: precision fp16 needs GPUs; set precision=bf16 or float32, or --gpus")
-    if recipe.engine.name == "deepspeed" and recipe.engine.config is not None:
+    if name_of("engine", recipe.engine) == "deepspeed" and recipe.engine.config is not None:
         _check_path("engine.config", str(recipe.engine.config), request)
     for key, text in _local_paths(recipe):
         _check_path(key, text, request)
@@ -137,7 +138,7 @@ def _check_batch(recipe: Recipe, request: Request) -> None:
     hosts = f"--nodes {request.nodes} {'--gpus' if request.gpus else '--ranks'} {request.ranks_a_host}"
     if batch < world:
         raise DistapError(f"{hosts}: {world} ranks, but a batch has {batch} images (sampling); take fewer ranks")
-    if recipe.sampling.name == "streams" and recipe.sampling.streams % world:
+    if name_of("sampling", recipe.sampling) == "streams" and recipe.sampling.streams % world:
         raise DistapError(
             f"{hosts}: {world} ranks do not divide the {recipe.sampling.streams} streams of sampling.streams, of "
             "which each rank reads whole ones"
