@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import skip_if_fast
 
 PHONE, DESKTOP = (390, 844), (1280, 900)
 QUIET = (
@@ -69,6 +70,7 @@ class Browser:
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
     """A browser whose settings are kept in the folder `profile`; the test is skipped where there is none."""
+    skip_if_fast("a browser")
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     program, driver = shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")
     if program is None or driver is None:

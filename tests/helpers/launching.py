@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ranks import skip_if_fast
+
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 MARK = "DISTAP_TEST_JOB"
@@ -89,7 +91,8 @@ class Job:
 
 @contextmanager
 def started(command: Sequence[str], folder: Path, **environment: str) -> Iterator[Job]:
-    """A job, killed with all that belongs to it at the end."""
+    """Start a job, and kill all that belongs to it at the end."""
+    skip_if_fast("launchers")
     folder.mkdir(parents=True, exist_ok=True)
     job = Job(command, folder, environment)
     try:

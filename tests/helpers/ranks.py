@@ -1,4 +1,4 @@
-"""Real process groups for tests: gloo ranks, forked from a server that has imported distap and done nothing else."""
+"""Run functions on real gloo ranks, forked from a server that has imported distap and done nothing else."""
 
 import os
 import pickle
@@ -9,16 +9,24 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 
 from distap.world import World, joined_world
 
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
-    """Call function(world, *arguments) on `size` ranks; their results in the order of ranks.
+def skip_if_fast(what: str) -> None:
+    """Skip the present test under `launch/test --fast`, which starts no processes."""
+    if "DISTAP_FAST_TESTS" in os.environ:
+        pytest.skip(f"starts {what}, which --fast leaves out")
 
-    The function is to be at the top level of a test module. An error on a rank is raised here.
+
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
+    """Call function(world, *arguments) on `size` ranks and return their results in the order of ranks.
+
+    The function must be at the top level of a test module. An error on a rank is raised here.
     """
+    skip_if_fast("ranks")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

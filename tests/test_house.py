@@ -1,0 +1,54 @@
+"""The shape of the package: its size, its names, its layers, and how much of it one step runs."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trace import traced_step
+
+ROOT = Path(__file__).parents[1]
+MODULES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "distap").rglob("*.py"))}
+MOST_LINES, MOST_OF_A_FILE, MOST_LAYERS = 25_000, 300, 12
+MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 16, 400
+
+
+def test_the_package_stays_small():
+    lines = {path: text.count("\n") for path, text in MODULES.items()}
+    assert sum(lines.values()) <= MOST_LINES
+    assert [path for path in lines if lines[path] > MOST_OF_A_FILE] == []
+
+
+def test_no_public_name_is_defined_twice():
+    places = defaultdict(list)
+    for path, text in MODULES.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path))
+    assert {name: where for name, where in places.items() if len(where) > 1 and name != "main"} == {}
+
+
+def test_there_are_few_layers():
+    (contract,) = (
+        contract
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    )
+    assert len(contract["layers"]) <= MOST_LAYERS
+
+
+def test_a_recipe_is_read_without_torch():
+    code = "import sys, distap.config.reading, distap.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("loss", ["ap_q", "smooth_ap"])
+def test_a_reader_of_the_step_has_few_files_and_lines_to_read(loss):
+    """One step of one rank on the CPU, after a first one that builds what is built once."""
+    lines = traced_step(loss)
+    assert len(lines) <= MOST_FILES_OF_A_STEP, sorted(lines)
+    assert sum(map(len, lines.values())) <= MOST_LINES_OF_A_STEP
