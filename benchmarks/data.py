@@ -34,7 +34,7 @@ from distap.data.plan import Classes, Plan
 from distap.data.sampling import RandomSampling
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
-from distap.data.shards.progress import Track, untracked
+from distap.data.shards.parallel import Track, untracked
 from distap.pages.page import write_page
 from distap.stopwatch import Stopwatch
 

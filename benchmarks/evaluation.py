@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 
 from benchmarks.peak import peak_bytes
 from benchmarks.tables import figures_table
-from distap.data.shards.progress import Track, untracked
+from distap.data.shards.parallel import Track, untracked
 from distap.errors import DistapError
 from distap.retrieval.graded import GradedQuery, evaluate_graded
 from distap.retrieval.metrics import evaluate_labelled_set

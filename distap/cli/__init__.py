@@ -2,7 +2,6 @@
 
 import typer
 
-from distap.cli.convert import convert_command
 from distap.cli.data import data
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
@@ -20,7 +19,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data.command("convert")(convert_command)
 app.add_typer(data, name="data")
 app.command("train")(train_command)
 app.command("eval")(eval_command)

@@ -1,4 +1,4 @@
-"""`distap data`: fetch, pack, index, check and count images."""
+"""`distap data`: fetch, convert, pack, index, check and count images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,29 +8,39 @@ import typer
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
+    from distap.data.converters.converting import Converted
     from distap.data.shards.index import Index
-    from distap.data.shards.indexing import Skipped
+    from distap.data.shards.samples import Skipped
     from distap.storage.remotes import RemoteSettings
 
-data = typer.Typer(help="Fetch, pack, index, check and count images.", no_args_is_help=True)
+SHOWN = 5  # missing or damaged images that are named
+
+data = typer.Typer(help="Fetch, convert, pack, index, check and count images.", no_args_is_help=True)
 fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
 data.add_typer(fetch, name="fetch")
 
 SOURCE = Annotated[
     str,
-    typer.Argument(
-        help="Folder, glob or brace pattern of WebDataset shards, or a URL of them; indexed.", show_default=False
-    ),
+    typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.", show_default=False),
 ]
 INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="beside the shards")]
 REMOTE = Annotated[
-    str | None, typer.Option(help="What a recipe has as data.remote, such as '{options: {s3: {anon: true}}}'.")
+    str | None, typer.Option(help="The settings that a recipe has as data.remote: '{options: {s3: {anon: true}}}'.")
 ]
-WORKERS = Annotated[int | None, typer.Option(help="Processes that work.", min=1, show_default="one a core")]
+WORKERS = Annotated[int | None, typer.Option(help="Number of processes.", min=1, show_default="one a core")]
+IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
+SHUFFLE = Annotated[
+    int | None,
+    typer.Option(
+        help="Seed of a random order; streamed reading needs classes mixed, reading by the index does not.",
+        min=0,
+        show_default="as listed, class by class",
+    ),
+]
 
 
 @fetch.command("emoji")
-def fetch_emoji(
+def fetch_emoji_command(
     output: Annotated[Path, typer.Argument(help="Folder to write train/ and test/ into.")] = Path(
         "data/emoji/images"
     ),
@@ -40,35 +50,86 @@ def fetch_emoji(
 
     Needs npm. Writes OUTPUT/{train,test}/CLASS/VENDOR.png: 795 classes to train on and 796 unseen ones to test.
     """
-    from distap.data.converters.emoji import fetch as fetch_images
+    from distap.data.converters.emoji import fetch_emoji
     from distap.telemetry.terminal import console, track
 
-    record = fetch_images(output, size, track)
+    record = fetch_emoji(output, size, track)
     classes = record["classes"]
     console.print(
         f"{output}: {record['images']} images, {classes['train']} classes to train on, {classes['test']} to test"
     )
 
 
+@data.command("convert")
+def convert_command(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k or "
+            "revisitop1m.",
+            show_default=False,
+        ),
+    ],
+    source: Annotated[Path, typer.Argument(help="Folder of the files that you downloaded.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Folder to write one folder per split into.", show_default=False)],
+    split: Annotated[
+        list[str] | None,
+        typer.Option(help="A split to convert; may be given several times.", show_default="the usual ones"),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop with an error if images are missing.")] = False,
+    images_per_shard: IMAGES_PER_SHARD = 1000,
+    shuffle: SHUFFLE = None,
+    workers: WORKERS = None,
+) -> None:
+    """Pack a data set of the papers into shards, OUTPUT/SPLIT, from the files as their authors distribute them.
+
+    distap/data/converters/README.md tells which files to download, where to put them, and their licences. Missing
+    images are counted and listed in OUTPUT/missing.txt. An interrupted conversion continues when it is called again.
+    """
+    import difflib
+
+    from distap.data.converters.converting import MISSING_FILE, convert
+    from distap.data.converters.datasets import DATASETS
+    from distap.data.shards.parallel import usable_cores
+    from distap.telemetry.terminal import console, track
+
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(DATASETS)}"
+        raise DistapError(f"no data set is called {name!r}; {hint}")
+    converted = convert(
+        DATASETS[name],
+        source,
+        output,
+        only=split or (),
+        strict=strict,
+        images_per_shard=images_per_shard,
+        shuffle=shuffle,
+        workers=workers or usable_cores(),
+        track=track,
+    )
+    for part in converted:
+        kept = ", from an earlier call" if part.kept else ""
+        folder = output / part.listed.split.name
+        console.print(f"{folder}: {part.images:,} images of {part.classes:,} classes{kept}", markup=False)
+        for warning in _warnings(part):
+            console.print(f"{part.listed.split.name}{warning}", markup=False, style="yellow")
+    if any(part.listed.missing for part in converted):
+        console.print(f"{output / MISSING_FILE}: every missing image", markup=False)
+
+
 @data.command("pack")
-def pack(
+def pack_command(
     source: Annotated[
         Path,
-        typer.Argument(help="A folder with a sub-folder a class, or a CSV of path,label.", show_default=False),
+        typer.Argument(help="A folder with a sub-folder per class, or a CSV of path,label.", show_default=False),
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.", show_default=False)],
-    images_per_shard: Annotated[int, typer.Option(help="Images in a shard, at most.", min=1)] = 1000,
+    images_per_shard: IMAGES_PER_SHARD = 1000,
     max_shard_mb: Annotated[
-        float | None, typer.Option(help="Size of a shard, at most, megabytes.", min=0.001, show_default="no limit")
+        float | None, typer.Option(help="Maximum size of a shard, megabytes.", min=0.001, show_default="no limit")
     ] = None,
-    shuffle: Annotated[
-        int | None,
-        typer.Option(
-            help="Seed of a random order; streamed reading needs classes mixed, reading by the index does not.",
-            min=0,
-            show_default="as listed, class by class",
-        ),
-    ] = None,
+    shuffle: SHUFFLE = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="Decode every image to find damage, instead of reading its header only.")
     ] = False,
@@ -76,17 +137,17 @@ def pack(
 ) -> None:
     """Pack images into WebDataset tar shards with an index beside them.
 
-    A CSV has the columns path,label or path,class (said by its first line) and may have a third, group, the
+    A CSV has the columns path,label or path,class (its first line says which) and may have a third, group, the
     super-category of the class; paths are relative to the file, labels are integers, classes are any names. Images
     are packed byte for byte. Damaged ones are left out and listed. After an interruption or a full disk the same
-    command goes on from the shards that are whole.
+    command continues from the shards that are whole.
     """
-    from distap.data.shards.packing import pack as pack_images
+    from distap.data.shards.packing import pack
     from distap.data.shards.parallel import usable_cores
     from distap.telemetry.terminal import console, track
 
     try:
-        index, skipped = pack_images(
+        index, skipped = pack(
             source,
             output,
             images_per_shard,
@@ -99,28 +160,16 @@ def pack(
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from the shards that are whole")
         raise
-    _say_indexed(output, index, skipped)
+    _print_indexed(output, index, skipped)
 
 
 @data.command("index")
-def index(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.", show_default=False
-        ),
-    ],
-    path: Annotated[
-        Path | None, typer.Option("--index", help="File to write the index to.", show_default="beside the shards")
-    ] = None,
-    workers: WORKERS = None,
-    remote: REMOTE = None,
-) -> None:
-    """Index WebDataset shards that others made: reads every byte once, refuses damaged tars and lists them all.
+def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = None, remote: REMOTE = None) -> None:
+    """Write the index of WebDataset shards that others made: reads every byte once and lists all damaged tars.
 
     Each sample needs one image and a .cls member with its class number. A file classes.txt beside the shards may name
-    the classes, a line each: the name and, after a tab, the super-category. Called again after an interruption, it
-    goes on where it stopped.
+    the classes, a line each: the name and, after a tab, the super-category. Called again after an interruption, the
+    command continues where it stopped.
     """
     from distap.data.shards.indexing import index_shards
     from distap.data.shards.parallel import usable_cores
@@ -128,15 +177,15 @@ def index(
     from distap.telemetry.terminal import track
 
     parsed = parse_source(source, path)
-    _say_indexed(source, *index_shards(parsed, track, workers or usable_cores(), _remote(remote)))
+    _print_indexed(source, *index_shards(parsed, track, workers or usable_cores(), _remote(remote)))
 
 
 @data.command("check")
-def check(
+def check_command(
     source: SOURCE,
     path: INDEX = None,
     output: Annotated[
-        Path | None, typer.Option(help="CSV file to list what is damaged in.", show_default="only printed")
+        Path | None, typer.Option(help="CSV file to write the list of damage to.", show_default="only printed")
     ] = None,
     workers: WORKERS = None,
     remote: REMOTE = None,
@@ -145,13 +194,12 @@ def check(
 
     Nothing is changed. A damaged or missing shard is listed and the check goes on.
     """
-    from distap.data.shards.checking import check as check_source
-    from distap.data.shards.checking import write_damage
+    from distap.data.shards.checking import check, write_damage
     from distap.data.shards.parallel import usable_cores
     from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console, track
 
-    checked = check_source(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
+    checked = check(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
     for damage in checked.damaged:
         console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
     if output is not None:
@@ -166,7 +214,7 @@ def check(
 
 
 @data.command("stats")
-def stats(
+def stats_command(
     source: SOURCE,
     path: INDEX = None,
     output: Annotated[
@@ -175,9 +223,9 @@ def stats(
     ] = None,
     remote: REMOTE = None,
 ) -> None:
-    """Count classes, images a class and sizes, and say what each way of sampling would make of them.
+    """Count classes, images per class and sizes, and describe the batches that each way of sampling would give.
 
-    Reads the index, and few images: some for their format, and those that the page shows.
+    Reads the index, and few images: a sample of them for their format, and those that the page shows.
     """
     from distap.data.loading.reading import Reader
     from distap.data.shards.index import load_index
@@ -198,26 +246,47 @@ def stats(
 
 
 def _remote(text: str | None) -> "RemoteSettings | None":
-    """The settings of --remote, checked as a recipe's are."""
+    """Parse --remote with the checks of a recipe."""
     import yaml
     from pydantic import TypeAdapter, ValidationError
 
     from distap.storage.remotes import RemoteSettings
 
-    if text is None:
-        return None
     try:
-        return TypeAdapter(RemoteSettings).validate_python(yaml.safe_load(text))
+        return None if text is None else TypeAdapter(RemoteSettings).validate_python(yaml.safe_load(text))
     except (yaml.YAMLError, ValidationError) as error:
         raise DistapError(f"--remote {text!r}: {error}") from error
 
 
-def _say_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]") -> None:
+def _print_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]") -> None:
     from distap.telemetry.terminal import console
 
     for image in skipped:
         console.print(f"left out: {image.name}: {image.reason}", markup=False)
     console.print(
         f"{source}: {len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
-        + (f", {len(skipped)} damaged ones left out" if skipped else "")
+        + (f", {len(skipped)} damaged ones left out" if skipped else ""),
+        markup=False,
     )
+
+
+def _warnings(part: "Converted") -> list[str]:
+    """Return what to report about a split, to be printed behind its name."""
+    listed = part.listed
+    lines = []
+    if listed.differs:
+        published = ", or ".join(map(str, listed.split.published))
+        lines.append(
+            f" differs from the published split: its list names {listed.images:,} images of {listed.classes:,} "
+            f"classes, published are {published}"
+        )
+    if listed.repeated:
+        lines.append(f": {listed.repeated:,} images are listed twice, and packed once")
+    for problem, names in (
+        ("missing", listed.missing),
+        ("damaged and left out", [f"{image.name} ({image.reason})" for image in part.damaged]),
+    ):
+        if names:
+            more = f", and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            lines.append(f": {len(names):,} images are {problem}: {', '.join(names[:SHOWN])}{more}")
+    return lines

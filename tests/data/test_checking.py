@@ -66,7 +66,7 @@ def test_a_changed_label_is_told_from_a_changed_image(tmp_path):
     flip(shard, label)
     (damage,) = check(tmp_path / "out").damaged
     assert damage.reason == "shard_sha256"
-    assert "no image, but what is around them, such as labels" in damage.detail
+    assert "no image, but the data around them, such as labels" in damage.detail
 
 
 def test_a_sample_that_lost_its_label_is_named(shards):

@@ -10,12 +10,12 @@ import webdataset
 from PIL import Image
 from servers import web_server
 
-from distap.data.shards import scanning
+from distap.data.shards import indexing
+from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.packing import pack_images
-from distap.data.shards.scanning import Skipped, read_samples
-from distap.data.shards.sources import ImageFile
+from distap.data.shards.packing import pack
+from distap.data.shards.samples import Skipped, read_samples
 from distap.data.shards.tar import BLOCK
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
@@ -74,7 +74,7 @@ def sound_archives(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(png(30 * number))
         images.append(ImageFile(path, f"class {number % 3}"))
-    pack_images(images, tmp_path / "packed")
+    pack(images, tmp_path / "packed")
     written["ours"] = (tmp_path / "packed" / "000000.tar").read_bytes()
     for name, prefix in (("webdataset", ""), ("webdataset, long names", LONG + "é")):
         path = tmp_path / "webdataset.tar"
@@ -242,7 +242,7 @@ def test_a_pax_header_may_only_name_its_file(payload, message):
         ([member("L", b"b.png\0", type=tarfile.GNUTYPE_LONGNAME)], "without its file"),
         ([member("L", b"b.png\0", type=tarfile.GNUTYPE_LONGNAME)] * 2, "two long names"),
         ([member("x", pax((b"path", b"b.png")), type=tarfile.XGLTYPE), member("a.png")], "two long names"),
-        ([member("L", bytes(2**20 + 1), type=tarfile.GNUTYPE_LONGNAME)], "more than the 1048576"),
+        ([member("L", bytes(2**20 + 1), type=tarfile.GNUTYPE_LONGNAME)], "more than the limit of 1048576"),
         ([member("folder", b"contents", type=tarfile.DIRTYPE)], "has contents"),
     ],
 )
@@ -263,15 +263,14 @@ def test_folders_and_harmless_pax_headers_are_passed_over():
     assert samples(whole) == [("folder/a", 3, zlib.crc32(png()))]
 
 
+def test_data_behind_the_end_is_refused():
+    assert "no proper end" in refusal(archive(sample_members("a")) + b"x" * BLOCK)
+
+
 def test_data_in_the_padding_is_refused():
     whole = bytearray(archive(sample_members("a")))
     whole[BLOCK + 5] = 1
     assert "where zeros are expected" in refusal(bytes(whole))
-
-
-def test_a_label_of_countless_digits_is_refused():
-    members = [member("a.cls", b"9" * 5000), member("a.png", png())]
-    assert "is no integer of 0 or more" in refusal(archive(members))
 
 
 EVIL = ["/tmp/distap-evil", "../../distap-evil", "a/../../distap-evil", "~/distap-evil", "C:\\distap-evil"]
@@ -312,6 +311,34 @@ def test_a_missing_shard_of_a_pattern_is_listed(shards):
     assert f"{shards}/000003.tar: there is no such file" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([member("a.png", png()), member("a.cls", b"cat")], "label 'cat' of key 'a' is no integer of 0 or more"),
+        ([member("a.png", png()), member("a.cls", b"9" * 5000)], "is no integer of 0 or more"),
+        ([member("a.png", png())], "key 'a' has no .cls member"),
+        ([member("a.cls", b"1")], "key 'a' needs one image member"),
+        ([member("a.jpg", png()), *sample_members("a")], "key 'a' needs one image member"),
+        ([member("a.png", png()), *sample_members("b"), member("a.cls", b"1")], "key 'a' has no .cls"),
+        ([*sample_members("a"), *sample_members("b"), member("a.json", b"{}")], "key 'a' are not adjacent"),
+        ([member("a.png", png()), *sample_members("a")], "two members .png"),
+    ],
+)
+def test_an_incomplete_sample_is_refused_by_shard_and_key(members, message):
+    assert message in refusal(archive(members))
+
+
+def test_shards_that_webdataset_writes_are_indexed(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(3):
+            writer.write({"__key__": f"sub/{number}", "png": png(), "cls": 5 * number, "json": {"more": 1}})
+    index, skipped = index_shards(tmp_path)
+    assert index.key.tolist() == ["sub/0", "sub/1", "sub/2"]
+    assert index.class_name.tolist() == ["0", "5", "10"]
+    assert index.label.tolist() == [0, 1, 2]
+    assert not skipped
+
+
 def test_processes_side_by_side_make_the_same_index(shards):
     alone, _ = index_shards(shards)
     together, _ = index_shards(shards, workers=2)
@@ -319,14 +346,15 @@ def test_processes_side_by_side_make_the_same_index(shards):
 
 
 def count_scans(monkeypatch):
+    """Names of the shards that are read from now on."""
     scanned = []
-    real = scanning._scan
+    real = indexing.read_samples
 
-    def counted(storage, name, about):
-        scanned.append(name)
-        return real(storage, name, about)
+    def counted(file, length, where, skipped):
+        scanned.append(where.rpartition("/")[2])
+        return real(file, length, where, skipped)
 
-    monkeypatch.setattr(scanning, "_scan", counted)
+    monkeypatch.setattr(indexing, "read_samples", counted)
     return scanned
 
 
@@ -408,9 +436,12 @@ def test_a_records_folder_that_is_another_s_is_refused(shards, home, tmp_path):
         {"size": lambda sizes: sizes + np.iinfo(np.int64).max // 2},
         {"label": lambda labels: labels - 9},
         {"key": lambda keys: keys[1:]},
-        {"sha256": lambda digests: np.char.upper(digests)},
-        {"sha256": lambda digests: digests[:0]},
+        {"shard_sha256": lambda digests: np.char.upper(digests)},
+        {"shard_sha256": lambda digests: digests[:0]},
         {"left_out": lambda names: np.array(["a"])},
+        {"shard_name": lambda names: np.array(["another.tar"])},
+        {"shard_size": lambda sizes: sizes + 1},
+        {"class_name": lambda names: np.char.add("x", names)},
     ],
 )
 def test_a_record_that_cannot_be_of_its_shard_is_scanned_again(shards, home, monkeypatch, changes):
@@ -468,20 +499,6 @@ def test_super_categories_are_read_from_the_names_of_classes(shards):
     assert index.fingerprint != plain.fingerprint
 
 
-def test_an_index_of_version_one_is_read_and_stands_for_the_same_data(shards):
-    import hashlib
-
-    index = load_index(shards)
-    columns = {name: getattr(index, name) for name in index.__dataclass_fields__ if name != "class_group"}
-    digest = hashlib.sha256()
-    for values in columns.values():  # as version 1 defined it
-        digest.update("\0".join(values.tolist()).encode() if values.dtype.kind == "U" else values.tobytes())
-    np.savez_compressed(shards / "index.npz", version=np.array(1), **columns)
-    old = load_index(shards)
-    assert old.fingerprint == index.fingerprint == digest.hexdigest()
-    assert old.class_group.tolist() == ["", "", ""]
-
-
 def test_patterns_in_one_folder_have_an_index_each(shards):
     first, _ = index_shards(f"{shards}/00000[01].tar")
     second, _ = index_shards(f"{shards}/{{000002..000002}}.tar")
@@ -498,3 +515,31 @@ def test_shards_in_folders_below_are_named_by_their_path(tmp_path, shards):
     source = f"{tmp_path}/parts/{{a,b}}/*.tar"
     index, _ = index_shards(source)
     assert load_index(source).shard_name.tolist() == index.shard_name.tolist() == ["a/0.tar", "b/0.tar"]
+
+
+def test_a_missing_or_changed_shard_is_found_when_the_index_is_loaded(shards):
+    shard = shards / "000001.tar"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-512])
+    with pytest.raises(DistapError, match=r"000001\.tar: .* when it was indexed"):
+        load_index(shards)
+    shard.unlink()
+    with pytest.raises(DistapError, match=r"000001\.tar: the shard is missing"):
+        load_index(shards)
+
+
+def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
+    with pytest.raises(DistapError, match="nowhere: no such data set"):
+        load_index(tmp_path / "nowhere")
+    path = shards / "index.npz"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DistapError, match=r"index\.npz: not a readable index"):
+        load_index(shards)
+    path.unlink()
+    with pytest.raises(DistapError, match=r"no index\.npz in it"):
+        load_index(shards)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_no_traceback():
+    with pytest.raises(DistapError, match="a: cannot be looked at: File name too long"):
+        load_index(300 * "a")

@@ -15,9 +15,9 @@ from images import write_images
 from PIL import Image
 
 from distap.data.loading.reading import Reader
+from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.index import load_index
-from distap.data.shards.packing import pack, pack_images
-from distap.data.shards.sources import ImageFile, list_images
+from distap.data.shards.packing import pack
 from distap.errors import DistapError
 
 
@@ -93,17 +93,17 @@ def test_groups_of_classes_are_kept(tmp_path, image_folder):
         ImageFile(path, path.parent.name, {"apple": "food", "bear": "animal"}.get(path.parent.name, ""))
         for path in sorted(image_folder.rglob("*.png"))
     ]
-    index, _ = pack_images(images, tmp_path / "out")
+    index, _ = pack(images, tmp_path / "out")
     assert (tmp_path / "out" / "classes.txt").read_text() == "apple\tfood\nbear\tanimal\ncar\n"
     assert index.class_group.tolist() == ["food", "animal", ""]
     with pytest.raises(DistapError, match=r"1\.png: class 'apple' is in group 'tool', but in 'food' before"):
-        pack_images([images[0], ImageFile(images[1].path, "apple", "tool")], tmp_path / "other")
+        pack([images[0], ImageFile(images[1].path, "apple", "tool")], tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x85b", " a", "a\udcff", ""])
 def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name):
     with pytest.raises(DistapError, match="name"):
-        pack_images([ImageFile(image_folder / "apple" / "0.png", name)], tmp_path / "out")
+        pack([ImageFile(image_folder / "apple" / "0.png", name)], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -226,7 +226,7 @@ def test_an_empty_source_is_an_error(tmp_path):
     with pytest.raises(DistapError, match="missing: no such folder"):
         pack(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(DistapError, match="there are no images"):
-        pack_images([], tmp_path / "out")
+        pack([], tmp_path / "out")
 
 
 def test_nothing_is_packed_over(image_folder, shards):
@@ -240,7 +240,7 @@ def test_an_image_that_vanishes_is_named(tmp_path, image_folder):
     images = list_images(image_folder)
     images[3].path.unlink()
     with pytest.raises(DistapError, match=r"apple/3\.png: the image cannot be read: No such file"):
-        pack_images(images, tmp_path / "out")
+        pack(images, tmp_path / "out")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

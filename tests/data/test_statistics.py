@@ -10,10 +10,17 @@ from PIL import Image
 from distap.data.loading.reading import Reader
 from distap.data.plan import Classes
 from distap.data.sampling import PByKSampling
+from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import load_index
-from distap.data.shards.packing import pack, pack_images
-from distap.data.shards.sources import ImageFile
-from distap.data.shards.statistics import RandomBatch, _doubling, _p_by_k, _round_bins, _with_positive, statistics
+from distap.data.shards.packing import pack
+from distap.data.shards.statistics import (
+    RandomBatch,
+    decimal_histogram,
+    doubling_histogram,
+    most_classes,
+    share_with_positive,
+    statistics,
+)
 from distap.errors import DistapError
 
 
@@ -40,7 +47,7 @@ def test_sizes_formats_groups_and_singletons_are_told_apart(tmp_path):
         path = tmp_path / name
         Image.new("RGB", size).save(path)
         images.append(ImageFile(path, path.stem, "animals" if name == "tall.jpg" else ""))
-    index, _ = pack_images(images, tmp_path / "out")
+    index, _ = pack(images, tmp_path / "out")
     figures = statistics(index, Reader(tmp_path / "out", index))
     assert figures.formats == {"JPEG": 1, "PNG": 1, "WEBP": 1}
     assert (figures.singletons, figures.groups, figures.without_group) == (3, 1, 2)
@@ -77,13 +84,13 @@ labels = st.lists(st.integers(0, 4), min_size=4, max_size=8).map(
 def test_the_share_with_a_positive_is_that_of_all_batches(label, size):
     batches = list(combinations(label.tolist(), size))
     found = sum(batch.count(one) > 1 for batch in batches for one in batch)
-    assert _with_positive(Classes(label), size) == pytest.approx(found / (size * len(batches)))
+    assert share_with_positive(Classes(label), size) == pytest.approx(found / (size * len(batches)))
 
 
 @given(labels, st.integers(2, 5))
 def test_p_by_k_takes_as_many_classes_as_told_and_no_more(label, images):
     classes = Classes(label)
-    most = _p_by_k(classes, images).most_classes
+    most = most_classes(classes, images)
     if most:
         PByKSampling(classes=most, images=images).check(classes)
     with pytest.raises(DistapError):
@@ -94,7 +101,7 @@ def test_p_by_k_takes_as_many_classes_as_told_and_no_more(label, images):
 def test_every_class_is_in_the_bin_that_its_size_names(sizes):
     values = np.array(sizes)
     found = {}
-    for name, count in _doubling(values):
+    for name, count in doubling_histogram(values):
         low, _, high = name.partition("-")
         assert count == ((values >= int(low)) & (values <= int(high or low))).sum()
         found[name] = count
@@ -103,7 +110,7 @@ def test_every_class_is_in_the_bin_that_its_size_names(sizes):
 
 @given(st.lists(st.floats(1e-5, 1e10), min_size=1, max_size=50))
 def test_no_value_falls_between_the_bins(values):
-    bins = _round_bins(np.array(values))
+    bins = decimal_histogram(np.array(values))
     assert sum(count for _, count in bins) == len(values)
     assert bins[0][1] > 0
     assert bins[-1][1] > 0

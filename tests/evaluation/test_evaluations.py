@@ -10,8 +10,8 @@ from ranks import on_ranks
 from retrieval_reference import average_precision, average_precision_at_100, order_of, trapezoid_average_precision
 from small_trainings import recipe, train
 
-from distap.data.converters import DATASETS
 from distap.data.converters.converting import convert
+from distap.data.converters.datasets import DATASETS
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation import compared, open_set

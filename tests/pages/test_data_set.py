@@ -5,8 +5,8 @@ import pytest
 from images import write_images
 
 from distap.cli import main
-from distap.data.shards.packing import pack_images
-from distap.data.shards.sources import ImageFile
+from distap.data.shards.image_files import ImageFile
+from distap.data.shards.packing import pack
 
 
 def distap(monkeypatch, *arguments) -> int:
@@ -24,7 +24,7 @@ def odd_names(tmp_path):
     images = [
         ImageFile(path, names[path.parent.name], f"<i>{path.parent.name}") for path in sorted(folder.rglob("*.png"))
     ]
-    pack_images(images, tmp_path / "shards")
+    pack(images, tmp_path / "shards")
     return tmp_path / "shards"
 
 

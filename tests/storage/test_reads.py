@@ -325,7 +325,7 @@ def test_a_scan_whose_index_could_not_be_written_is_not_done_again(s3, shards, h
         patch.setattr("distap.storage.remote_files.RemoteStorage.write", refuse)
         with pytest.raises(DistapError, match="Access Denied"):
             index_shards(url, remote=remote)
-    monkeypatch.setattr("distap.data.shards.scanning._scan", None)
+    monkeypatch.setattr("distap.data.shards.indexing.read_samples", None)
     index, _ = index_shards(parse_source(url, tmp_path / "kept.npz"), remote=remote)
     assert index.fingerprint == load_index(shards).fingerprint
 

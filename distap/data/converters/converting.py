@@ -1,61 +1,58 @@
-"""Converting a data set: its lists are read, what is missing is told, and each split becomes shards."""
+"""Convert a data set of the papers: read its lists, report missing images, and pack each split into shards."""
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distap.data.converters.dataset import Dataset, Split
-from distap.data.converters.lists import MissingListError
-from distap.data.shards.indexing import Skipped
-from distap.data.shards.packing import pack_images
-from distap.data.shards.progress import Track, untracked
-from distap.data.shards.sources import ImageFile
+from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
+from distap.data.shards.image_files import ImageFile
+from distap.data.shards.packing import pack
+from distap.data.shards.parallel import Track, untracked
+from distap.data.shards.samples import Skipped
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
 RECORD_FILE = "dataset.json"
 MISSING_FILE = "missing.txt"
 SHOWN = 5  # missing images that a message names
-LOOKERS, LOOKED_AT_ONCE = 32, 256  # asking a network file system for files is all waiting
+THREADS, CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """What the lists say of a split, compared with the images that are there."""
+    """The list of a split, compared with the images that are there."""
 
     split: Split
-    images: int  # that the list names, each once
+    images: int  # in the list, each counted once
     classes: int
-    repeated: int  # lines that name an image for the second time
+    repeated: int  # lines that name an image again
     present: tuple[ImageFile, ...]
     missing: tuple[str, ...]  # paths relative to the source folder
-    digest: str  # of what is present
+    digest: str  # of the present images; the same wherever the source folder lies
 
     @property
     def differs(self) -> bool:
         """Whether the list is not the published one."""
-        return bool(self.split.published) and not any(
-            c.agrees(self.images, self.classes) for c in self.split.published
-        )
+        return all(not count.agrees(self.images, self.classes) for count in self.split.published or [Count()])
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A split that is in shards now, and what was left out of it."""
+    """A split that is in shards now, and the damaged images that were left out."""
 
     listed: Listed
     images: int
     classes: int
     damaged: tuple[Skipped, ...]
-    kept: bool  # it had been converted before
+    kept: bool  # from an earlier call
 
 
 def convert(
@@ -70,101 +67,93 @@ def convert(
     workers: int = 1,
     track: Track = untracked,
 ) -> list[Converted]:
-    """Pack each split of a data set into output/SPLIT; one that is there already, from the same list, is kept.
+    """Pack each split of a data set into output/SPLIT; keep a split that is there already, from the same list.
 
-    Beside the splits go dataset.json (what was converted), missing.txt (images that lists name and that are not
-    there: split, tab, path) and the JSON files that splits have.
+    Beside the splits are written dataset.json (what was converted), missing.txt (listed images that are not there:
+    split, tab, path) and the JSON records of the splits.
 
     Args:
-        dataset: one of `DATASETS`.
         source: folder of the files as the authors distribute them.
         output: folder of the splits, made if need be.
-        only: names of splits; all that are not on request where it is empty.
+        only: names of splits; without any, all that are not on request.
         strict: missing images are an error.
-        images_per_shard, shuffle, workers: as `pack_images` has them.
-        track: wraps a loop to show its progress.
+        images_per_shard, shuffle, workers, track: as in `pack`.
     Raises:
         DistapError: there is no such split, a list is missing or has a wrong line, no image of a split is there, or
             the output has something else in it.
     """
+    remedy = (
+        f"{dataset.title} is offered at {dataset.site}; "
+        "distap/data/converters/README.md says which files are needed and where they have to lie"
+    )
     if not source.is_dir():
-        raise DistapError(f"{source}: no such folder; {_remedy(dataset)}")
+        raise DistapError(f"{source}: no such folder; {remedy}")
     if output.resolve() == source.resolve():
         raise DistapError(f"{output}: the output must be another folder than the source")
-    splits = _chosen(dataset, only)
-    try:
-        listed = [_look(split, source, track) for split in splits]
-        records = [(split.record.file, split.record.contents(source)) for split in splits if split.record]
-    except MissingListError as error:
-        raise DistapError(f"{error}; {_remedy(dataset)}") from error
-    output.mkdir(parents=True, exist_ok=True)
-    _write_missing(output / MISSING_FILE, listed)
-    _require_images(listed, output / MISSING_FILE, strict)
-    done = _read_record(output / RECORD_FILE, dataset)
-    converted = []
-    for part in listed:
-        converted.append(_pack(part, output, done, images_per_shard, shuffle, workers, track))
-        write_whole(output / RECORD_FILE, json.dumps(done, indent=2) + "\n")
-    for file, contents in records:
-        write_whole(output / file, json.dumps(contents, indent=1) + "\n")
-    return converted
-
-
-def _chosen(dataset: Dataset, only: Sequence[str]) -> list[Split]:
     known = {split.name: split for split in dataset.splits}
     for name in only:
         if name not in known:
             raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(known)}")
-    return [split for split in dataset.splits if (split.name in only if only else not split.on_request)]
+    listed, records = [], {}
+    try:
+        for split in dataset.splits:
+            if split.name in only if only else not split.on_request:
+                file = find_list(source, *split.lists)
+                listed.append(_look(split, source, file, track))
+                if split.record:
+                    records[split.record[0]] = split.record[1](file)
+    except MissingListError as error:
+        raise DistapError(f"{error}; {remedy}") from error
+    output.mkdir(parents=True, exist_ok=True)
+    _write_missing(output / MISSING_FILE, listed)
+    for part in listed:
+        if part.missing and (strict or not part.present):
+            raise DistapError(
+                f"{part.split.name}: {len(part.missing):,} of its {part.images:,} images are missing; the first: "
+                f"{', '.join(part.missing[:SHOWN])}; {output / MISSING_FILE} names all"
+            )
+        if not part.images:
+            raise DistapError(f"{part.split.name}: its list names no image")
+    done = _read_record(output / RECORD_FILE, dataset)
+    converted = []
+    for part in listed:
+        converted.append(_pack(part, output, done["splits"], images_per_shard, shuffle, workers, track))
+        write_whole(output / RECORD_FILE, json.dumps(done, indent=2) + "\n")
+    for name, contents in records.items():
+        write_whole(output / name, json.dumps(contents, indent=1) + "\n")
+    return converted
 
 
-def _remedy(dataset: Dataset) -> str:
-    return (
-        f"{dataset.title} is offered at {dataset.site}; "
-        "distap/data/converters/README.md says which files are needed and where they have to lie"
-    )
-
-
-def _look(split: Split, source: Path, track: Track) -> Listed:
-    """Read the lists of a split and look for its images."""
+def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
+    """Read the list of a split and look for its images."""
     lines = 0
     images: dict[Path, ImageFile] = {}
-    for image in split.images(source):
+    for image in split.images(source, file):
         lines += 1
         # An image that is packed twice would be its own positive.
         images.setdefault(image.path, image)
     paths = list(images)
-    parts = [paths[start : start + LOOKED_AT_ONCE] for start in range(0, len(paths), LOOKED_AT_ONCE)]
-    with ThreadPoolExecutor(LOOKERS) as pool:
+    parts = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
+    with ThreadPoolExecutor(THREADS) as pool:
         looked = track(pool.map(_are_there, parts), f"{split.name}: looking for images", len(parts))
-        there = list(chain.from_iterable(looked))
-    present = tuple(image for image, is_there in zip(images.values(), there, strict=True) if is_there)
+        there = dict(zip(paths, chain.from_iterable(looked), strict=True))
+    present = tuple(image for path, image in images.items() if there[path])
+    digest = hashlib.sha256()
+    for path, class_name, group in present:
+        digest.update(json.dumps([str(path.relative_to(source)), class_name, group]).encode())
     return Listed(
         split,
         len(images),
         len({image.class_name for image in images.values()}),
         lines - len(images),
         present,
-        tuple(str(path.relative_to(source)) for path, is_there in zip(paths, there, strict=True) if not is_there),
-        _digest(source, present),
+        tuple(str(path.relative_to(source)) for path in paths if not there[path]),
+        digest.hexdigest(),
     )
 
 
 def _are_there(paths: Sequence[Path]) -> list[bool]:
-    """Which of the files exist."""
-    return [os.path.isfile(path) for path in paths]  # noqa: PTH113 - False where a name is too long as well
-
-
-def _require_images(listed: Iterable[Listed], file: Path, strict: bool) -> None:
-    for part in listed:
-        if part.missing and (strict or not part.present):
-            shown = ", ".join(part.missing[:SHOWN])
-            raise DistapError(
-                f"{part.split.name}: {len(part.missing):,} of its {part.images:,} images are missing; the first: "
-                f"{shown}; {file} names all"
-            )
-        if not part.images:
-            raise DistapError(f"{part.split.name}: its list names no image")
+    return [os.path.isfile(path) for path in paths]  # noqa: PTH113 - also False if a name is too long
 
 
 def _pack(
@@ -176,9 +165,10 @@ def _pack(
     workers: int,
     track: Track,
 ) -> Converted:
+    """Pack a split and note it in `done`, unless it is there already."""
     name, folder = part.split.name, output / part.split.name
     stamp = {"digest": part.digest, "images_per_shard": images_per_shard, "shuffle": shuffle}
-    before = done["splits"].get(name)
+    before = done.get(name)
     if folder.is_dir() and any(folder.iterdir()):
         if before is None or any(before.get(key) != value for key, value in stamp.items()):
             raise DistapError(
@@ -191,25 +181,17 @@ def _pack(
     def named(items: Iterable[T], description: str, total: int, /) -> Iterable[T]:
         return track(items, f"{name}: {description}", total)
 
-    index, skipped = pack_images(part.present, folder, images_per_shard, named, shuffle=shuffle, workers=workers)
-    done["splits"][name] = {
+    index, skipped = pack(part.present, folder, images_per_shard, named, shuffle=shuffle, workers=workers)
+    done[name] = {
         **stamp,
         "fingerprint": index.fingerprint,
         "images": len(index),
         "classes": len(index.class_name),
         "listed": {"images": part.images, "classes": part.classes},
         "missing": len(part.missing),
-        "damaged": [asdict(image) for image in skipped],
+        "damaged": [image._asdict() for image in skipped],
     }
     return Converted(part, len(index), len(index.class_name), tuple(skipped), kept=False)
-
-
-def _digest(source: Path, images: Iterable[ImageFile]) -> str:
-    """Stands for the images of a split; the same wherever the source folder lies."""
-    digest = hashlib.sha256()
-    for image in images:
-        digest.update(json.dumps([str(image.path.relative_to(source)), image.class_name, image.group]).encode())
-    return digest.hexdigest()
 
 
 def _read_record(path: Path, dataset: Dataset) -> dict[str, Any]:
@@ -217,16 +199,16 @@ def _read_record(path: Path, dataset: Dataset) -> dict[str, Any]:
         return {"dataset": dataset.title, "site": dataset.site, "splits": {}}
     try:
         record = dict(json.loads(path.read_text(encoding="utf-8")))
-        same, splits = record["dataset"] == dataset.title, dict(record["splits"])
+        title, splits = record["dataset"], dict(record["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DistapError(f"{path}: cannot be read: {error}; choose another output, or remove it") from error
-    if not same:
-        raise DistapError(f"{path.parent}: {record['dataset']} is there already; choose another output")
+    if title != dataset.title:
+        raise DistapError(f"{path.parent}: {title} is there already; choose another output")
     return record | {"splits": splits}
 
 
 def _write_missing(path: Path, listed: Sequence[Listed]) -> None:
-    """Write the missing images of these splits; those of splits that were converted before stay."""
+    """Write the missing images of these splits, and keep those of splits that were converted before."""
     replaced = {part.split.name for part in listed}
     before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     lines = [line for line in before if line.split("\t")[0] not in replaced]

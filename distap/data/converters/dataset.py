@@ -1,37 +1,32 @@
-"""What a converter says of a data set: its parts, and where its authors offer it."""
+"""The declaration of a data set, and the readers of the list files that its authors distribute.
 
-from collections.abc import Callable, Iterator
+Nothing in a list is trusted: no path in it may leave the folder that it belongs to. Errors name file and line.
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
-from distap.data.shards.sources import ImageFile
+from distap.data.shards.image_files import ImageFile
+from distap.errors import DistapError
 
-GROUND_TRUTH_FILE = "ground_truth.json"  # beside the splits of a data set whose matches a list names
+GROUND_TRUTH_FILE = "ground_truth.json"  # beside the splits of a data set with a list of matches for each query
 
 
-@dataclass(frozen=True)
-class Count:
-    """Images and classes that a complete list has; None where no publication says."""
+class Count(NamedTuple):
+    """Images and classes of the published list; None if no publication says."""
 
     images: int | None = None
     classes: int | None = None
 
     def agrees(self, images: int, classes: int) -> bool:
-        """Whether a list with these numbers may be the published one."""
+        """Tell whether a list with these numbers may be the published one."""
         return self.images in (None, images) and self.classes in (None, classes)
 
     def __str__(self) -> str:
-        parts = ((self.images, "images"), (self.classes, "classes"))
-        return ", ".join(f"{number:,} {what}" for number, what in parts if number is not None)
-
-
-@dataclass(frozen=True)
-class Record:
-    """A JSON file to write beside the shards, and what it holds, read from the source folder."""
-
-    file: str
-    contents: Callable[[Path], Any]
+        return ", ".join(f"{n:,} {unit}" for n, unit in zip(self, self._fields, strict=True) if n is not None)
 
 
 @dataclass(frozen=True)
@@ -39,10 +34,11 @@ class Split:
     """One part of a data set."""
 
     name: str  # folder of its shards
-    images: Callable[[Path], Iterator[ImageFile]]  # all that its list names, whether they are there or not
-    published: tuple[Count, ...] = ()  # more than one where the authors' paper and files differ
+    lists: tuple[str, ...]  # places in the source folder where its list may lie
+    images: Callable[[Path, Path], Iterator[ImageFile]]  # yields the images in the list, from (source folder, list)
+    published: tuple[Count, ...] = ()  # several if the authors' paper and files differ
     on_request: bool = False  # converted only when it is named
-    record: Record | None = None
+    record: tuple[str, Callable[[Path], Any]] | None = None  # a JSON file to write, and its contents from the list
 
 
 @dataclass(frozen=True)
@@ -52,3 +48,90 @@ class Dataset:
     title: str
     site: str  # where its authors offer it
     splits: tuple[Split, ...]
+
+
+class MissingListError(DistapError):
+    """The source folder lacks a file that the data set has."""
+
+
+def find_list(source: Path, *places: str) -> Path:
+    """Return the first of these files in the source folder that exists; raise MissingListError if none does."""
+    for place in places:
+        if (source / place).is_file():
+            return source / place
+    others = "".join(f", nor {place}" for place in places[1:])
+    raise MissingListError(f"{source / places[0]}: no such file{others}")
+
+
+class ListLine(NamedTuple):
+    """A line of a list, cut into cells."""
+
+    file: Path
+    number: int  # from 1
+    cells: Sequence[str]
+
+    def wrong(self, problem: str) -> DistapError:
+        """Return an error that names file and line."""
+        return DistapError(f"{self.file}, line {self.number}: {problem}")
+
+    def integer(self, column: int, meaning: str) -> int:
+        """Return the whole number of 0 or more in a column."""
+        text = self.cells[column]
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
+            raise self.wrong(f"{meaning} {text[:60]!r} is no whole number of 0 or more")
+        return int(text)
+
+    def path(self, folder: Path, name: str) -> Path:
+        """Return the file of that name in the folder; raise DistapError if the name is absolute or leaves the folder.
+
+        Links in the folder are followed, because some data sets are laid out with links.
+        """
+        parts = PurePosixPath(name).parts
+        if not name.isprintable():
+            raise self.wrong(f"path {name[:200]!r} is no printable text")
+        if not parts or name.startswith("/") or ".." in parts:
+            raise self.wrong(f"path {name[:200]!r} leaves {folder}; expected one inside")
+        return folder / name
+
+
+def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
+    """Yield the lines that are not empty, cut at the separator; without one, cut at runs of spaces and tabs.
+
+    Cells with commas in them may stand in quotes, as in a CSV.
+
+    Raises:
+        DistapError: the file cannot be read, or a line is not UTF-8.
+    """
+    try:
+        with file.open("rb") as lines:
+            for number, raw in enumerate(lines, 1):
+                try:
+                    text = raw.decode("utf-8").strip()
+                except UnicodeDecodeError as error:
+                    raise DistapError(f"{file}, line {number}: no text in UTF-8") from error
+                if text:
+                    # csv limits the length of a cell, which the long cells of Google Landmarks exceed.
+                    quoted = separator == "," and '"' in text
+                    yield ListLine(file, number, next(csv.reader([text])) if quoted else text.split(separator))
+    except OSError as error:
+        raise DistapError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def read_table(
+    file: Path, columns: Sequence[str], separator: str | None = None, *, heading: bool = True
+) -> Iterator[ListLine]:
+    """Yield lines with one cell per column, below a heading that names the columns.
+
+    Raises:
+        DistapError: the heading is another one, or a line has more or fewer cells.
+    """
+    expected = (separator or " ").join(columns)
+    lines = read_lines(file, separator)
+    if heading:
+        first = next(lines, ListLine(file, 1, []))
+        if list(first.cells) != list(columns):
+            raise first.wrong(f"expected the heading {expected!r}")
+    for line in lines:
+        if len(line.cells) != len(columns):
+            raise line.wrong(f"{len(line.cells)} columns, expected {len(columns)}: {expected!r}")
+        yield line

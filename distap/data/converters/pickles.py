@@ -1,14 +1,13 @@
-"""Pickles of other people, read without running anything of theirs.
+"""Read the pickles that data sets come as: plain containers, numbers, texts and numpy arrays.
 
-A pickle names functions and calls them, so it can do whatever Python can. The ones that data sets come as need only
-plain containers, numbers, strings and numpy arrays. Each name that numpy writes stands for something below that keeps
-data and does nothing else; any other name is refused.
+Each numpy name in such a pickle is replaced by a stand-in below, which keeps data and does nothing else. A pickle
+with any other name is refused.
 """
 
 import math
 import pickle
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +21,77 @@ ORDERS: dict[str, Literal["<", ">", "="]] = {"<": "<", ">": ">", "=": "=", "|": 
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
 
 
+@dataclass(frozen=True)
+class PlainValue:
+    """A value of a pickle, with its place in the file for messages."""
+
+    file: Path
+    place: str
+    value: Any
+
+    def wrong(self, problem: str) -> DistapError:
+        """Return an error that names file and place."""
+        return DistapError(f"{self.file}: {self.place or 'the file'} {problem}")
+
+    def __getitem__(self, key: str) -> "PlainValue":
+        """Return a member of a dictionary; raise DistapError if there is none."""
+        if not isinstance(self.value, dict) or key not in self.value:
+            raise self.wrong(f"has no {key!r}")
+        return PlainValue(self.file, f"{self.place}[{key!r}]" if self.place else key, self.value[key])
+
+    def items(self) -> "list[PlainValue]":
+        """Return the items of a list, tuple or array; raise DistapError for anything else."""
+        values = self.value.values if isinstance(self.value, _Array) else self.value
+        if not isinstance(values, list | tuple):
+            raise self.wrong(f"is no list but {type(values).__name__}")
+        return [PlainValue(self.file, f"{self.place}[{number}]", value) for number, value in enumerate(values)]
+
+    def integers(self, below: int | None = None) -> list[int]:
+        """Return a list of whole numbers of 0 or more; raise DistapError for anything else."""
+        found = []
+        for item in self.items():
+            number = item.value
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not number >= 0 or number % 1 or (below is not None and number >= below):
+                limit = "" if below is None else f" below {below}"
+                raise item.wrong(f"is {number!r:.60}, expected a whole number{limit}")
+            found.append(int(number))
+        return found
+
+    def names(self) -> list[str]:
+        """Return a list of different words without spaces; raise DistapError for anything else."""
+        words = []
+        for item in self.items():
+            word = item.value
+            if not isinstance(word, str) or word.split() != [word] or not word.isprintable():
+                raise item.wrong(f"is {word!r:.60}, expected a name")
+            words.append(word)
+        if len(set(words)) < len(words):
+            raise self.wrong("has the same name twice")
+        return words
+
+
+def read_plain_pickle(path: Path) -> PlainValue:
+    """Read a pickle of plain data; raise DistapError if it cannot be read, is damaged, or names anything else."""
+    try:
+        with path.open("rb") as file:
+            # Python 2 wrote bytes as strings, which are read as Latin-1.
+            return PlainValue(path, "", RestrictedUnpickler(file, STAND_INS, "latin1").load())
+    except ForbiddenGlobalError as error:
+        raise DistapError(
+            f"{path}: names {error}, which plain data has no need of: nothing of it was run; "
+            "get the file from the authors of the data set"
+        ) from error
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise DistapError(f"{path}: not a readable pickle of plain data: {error}") from error
+
+
 class _Type:
     """Stands for numpy.dtype, of numbers, texts and lists only."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
+        if not isinstance(code, str) or not PLAIN_TYPE.fullmatch(code):
+            raise pickle.UnpicklingError(f"array of type {code!r:.60}")
         self.code = code
         self.order: Literal["<", ">", "="] = "="
 
@@ -37,9 +103,10 @@ class _Type:
         if self.code[0] in "SU" and isinstance(size, int) and 0 < size < 2**20:
             self.code = f"{self.code[0]}{size // (4 if self.code[0] == 'U' else 1)}"
 
-    def numpy(self) -> np.dtype[Any]:
-        """The numpy type."""
-        return np.dtype(self.code).newbyteorder(self.order)
+    def parse(self, data: Any) -> list[Any]:
+        raw = data.encode("latin1") if isinstance(data, str) else bytes(memoryview(data))
+        values: list[Any] = np.frombuffer(raw, np.dtype(self.code).newbyteorder(self.order)).tolist()
+        return values
 
 
 class _Array:
@@ -52,18 +119,9 @@ class _Array:
         _, shape, kind, columns_first, data = state
         if not isinstance(kind, _Type) or not isinstance(shape, tuple) or (columns_first and len(shape) > 1):
             raise pickle.UnpicklingError("array of an unknown layout")
-        if kind.code.startswith("O"):
-            self.values = list(data)
-        else:
-            self.values = np.frombuffer(_bytes(data), kind.numpy()).tolist()
+        self.values = list(data) if kind.code.startswith("O") else kind.parse(data)
         if len(self.values) != math.prod(shape):
             raise pickle.UnpicklingError(f"array of shape {shape!r:.60} with {len(self.values)} values")
-
-
-def _type(code: Any, align: Any = False, copy: Any = True) -> _Type:
-    if not isinstance(code, str) or not PLAIN_TYPE.fullmatch(code):
-        raise pickle.UnpicklingError(f"array of type {code!r:.60}")
-    return _Type(code)
 
 
 def _reconstruct(subtype: Any, shape: Any, kind: Any) -> _Array:
@@ -72,37 +130,31 @@ def _reconstruct(subtype: Any, shape: Any, kind: Any) -> _Array:
     return _Array()
 
 
-def _scalar(kind: Any, data: Any) -> Any:
-    (value,) = np.frombuffer(_bytes(data), kind.numpy()).tolist()
-    return value
-
-
 def _from_buffer(data: Any, kind: Any, shape: Any, order: Any) -> _Array:
     array = _Array()
     array.__setstate__((1, shape, kind, order == "F", data))
     return array
 
 
+def _scalar(kind: _Type, data: Any) -> Any:
+    (value,) = kind.parse(data)
+    return value
+
+
 def _no_bytes() -> bytes:
-    """How protocol 2 writes bytes of length 0, those of an empty array."""
-    return b""
+    return b""  # protocol 2 writes the bytes of an empty array as a call without arguments
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """How protocol 2 writes bytes; other codecs would be code by another name."""
+    """Stands for _codecs.encode, by which protocol 2 writes bytes; some other codecs would run code."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"text in {encoding!r:.60}")
     return str(text).encode("latin1")
 
 
-def _bytes(data: Any) -> bytes:
-    # Python 2 wrote bytes as strings, which are read as Latin-1.
-    return data.encode("latin1") if isinstance(data, str) else bytes(memoryview(data))
-
-
-ALLOWED: dict[tuple[str, str], Any] = {
+STAND_INS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): ARRAY_CLASS,
-    ("numpy", "dtype"): _type,
+    ("numpy", "dtype"): _Type,
     ("_codecs", "encode"): _encode,
     ("__builtin__", "bytes"): _no_bytes,
     ("builtins", "bytes"): _no_bytes,
@@ -110,75 +162,3 @@ ALLOWED: dict[tuple[str, str], Any] = {
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
     **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
 }
-
-
-def load_plain(path: Path) -> Any:
-    """The contents of a pickle of plain containers, numbers, strings and numpy arrays; use `items` on its arrays.
-
-    Raises:
-        DistapError: it cannot be read, is damaged, or names anything else.
-    """
-    try:
-        with path.open("rb") as file:
-            return RestrictedUnpickler(file, ALLOWED, encoding="latin1").load()
-    except ForbiddenGlobalError as error:
-        raise DistapError(
-            f"{path}: names {error}, which plain data has no need of: nothing of it was run; "
-            "get the file from the authors of the data set"
-        ) from error
-    except Exception as error:  # a damaged pickle can fail in any way
-        raise DistapError(f"{path}: not a readable pickle of plain data: {error}") from error
-
-
-def items(path: Path, value: Any, what: str) -> Sequence[Any]:
-    """The members of a list, tuple or array.
-
-    Raises:
-        DistapError: it is something else.
-    """
-    if isinstance(value, _Array):
-        return value.values
-    if isinstance(value, list | tuple):
-        return value
-    raise DistapError(f"{path}: {what} is no list but {type(value).__name__.strip('_')}")
-
-
-def integers(path: Path, value: Any, what: str, below: int | None = None) -> list[int]:
-    """The members of a list of whole numbers of 0 or more.
-
-    Raises:
-        DistapError: one is no such number, or not below the limit.
-    """
-    numbers = items(path, value, what)
-    for place, number in enumerate(numbers):
-        whole = isinstance(number, int | float) and not isinstance(number, bool) and number >= 0 and number % 1 == 0
-        if not whole or (below is not None and number >= below):
-            limit = "" if below is None else f" below {below}"
-            raise DistapError(f"{path}: {what}[{place}] is {number!r:.60}, expected a whole number{limit}")
-    return [int(number) for number in numbers]
-
-
-def names(path: Path, value: Any, what: str) -> list[str]:
-    """The members of a list of names, which are words without spaces.
-
-    Raises:
-        DistapError: one is something else, or two are the same.
-    """
-    words = items(path, value, what)
-    for place, word in enumerate(words):
-        if not isinstance(word, str) or word.split() != [word] or not word.isprintable():
-            raise DistapError(f"{path}: {what}[{place}] is {word!r:.60}, expected a name")
-    if len(set(words)) < len(words):
-        raise DistapError(f"{path}: {what} has the same name twice")
-    return list(words)
-
-
-def member(path: Path, value: Any, key: str, what: str = "") -> Any:
-    """A member of a dictionary.
-
-    Raises:
-        DistapError: there is none.
-    """
-    if not isinstance(value, dict) or key not in value:
-        raise DistapError(f"{path}: {what or 'the file'} has no {key!r}")
-    return value[key]

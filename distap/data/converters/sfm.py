@@ -1,80 +1,63 @@
-"""retrieval-SfM-120k (Radenović et al. 2019): a class is a 3D model; pairs of matching images are kept beside."""
+"""retrieval-SfM-120k (Radenović et al. 2019): a class is a 3D model, and JSON files list pairs of matching images."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from distap.data.converters.dataset import Count, Dataset, Record, Split
-from distap.data.converters.lists import list_file
-from distap.data.converters.pickles import integers, load_plain, member, names
-from distap.data.shards.sources import ImageFile
-from distap.errors import DistapError
-
-LISTS = {
-    "train": "retrieval-SfM-120k.pkl",
-    "val": "retrieval-SfM-120k.pkl",
-    "whiten": "retrieval-SfM-120k-whiten.pkl",
-}
+from distap.data.converters.dataset import Count, Dataset, Split
+from distap.data.converters.pickles import PlainValue, read_plain_pickle
+from distap.data.shards.image_files import ImageFile
 
 
-def _images(part: str) -> Callable[[Path], Iterator[ImageFile]]:
-    def images(source: Path) -> Iterator[ImageFile]:
-        file, lists = _lists(source, part)
-        identifiers = _identifiers(file, lists)
-        if part == "whiten":  # no 3D models there: whitening learns from pairs alone
-            models = identifiers
-        else:
-            models = [str(model) for model in integers(file, member(file, lists, "cluster", part), "cluster")]
-        if len(models) != len(identifiers):
-            raise DistapError(f"{file}: {part} has {len(identifiers)} images, but clusters of {len(models)}")
-        for identifier, model in zip(identifiers, models, strict=True):
-            pairs = identifier[-2:], identifier[-4:-2], identifier[-6:-4]
-            yield ImageFile(source.joinpath("ims", *pairs, identifier), model)
-
-    return images
+def _images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
+    lists = _lists(file, part)
+    identifiers = _identifiers(lists)
+    # Whitening learns from pairs alone, so its list has no 3D models.
+    models = identifiers if part == "whiten" else [str(model) for model in lists["cluster"].integers()]
+    if len(models) != len(identifiers):
+        raise lists.wrong(f"has {len(identifiers)} images, but clusters of {len(models)}")
+    for identifier, model in zip(identifiers, models, strict=True):
+        folders = identifier[-2:], identifier[-4:-2], identifier[-6:-4]
+        yield ImageFile(source.joinpath("ims", *folders, identifier), model)
 
 
-def _pairs(part: str) -> Callable[[Path], Any]:
-    def pairs(source: Path) -> Any:
-        file, lists = _lists(source, part)
-        identifiers = _identifiers(file, lists)
-        sides = [
-            integers(file, member(file, lists, key, part), key, below=len(identifiers)) for key in ("qidxs", "pidxs")
-        ]
-        if len(sides[0]) != len(sides[1]):
-            raise DistapError(f"{file}: {part} has {len(sides[0])} queries, but {len(sides[1])} positives")
-        return [
-            {"query": identifiers[query], "positive": identifiers[other]} for query, other in zip(*sides, strict=True)
-        ]
-
-    return pairs
+def _pairs(file: Path, part: str) -> list[dict[str, str]]:
+    lists = _lists(file, part)
+    identifiers = _identifiers(lists)
+    queries, positives = (lists[key].integers(len(identifiers)) for key in ("qidxs", "pidxs"))
+    if len(queries) != len(positives):
+        raise lists.wrong(f"has {len(queries)} queries, but {len(positives)} positives")
+    pairs = zip(queries, positives, strict=True)
+    return [{"query": identifiers[query], "positive": identifiers[positive]} for query, positive in pairs]
 
 
-def _lists(source: Path, part: str) -> tuple[Path, Any]:
-    file = list_file(source, LISTS[part])
-    contents = load_plain(file)
-    return file, contents if part == "whiten" else member(file, contents, part)
+def _lists(file: Path, part: str) -> PlainValue:
+    contents = read_plain_pickle(file)
+    return contents if part == "whiten" else contents[part]
 
 
-def _identifiers(file: Path, lists: Any) -> list[str]:
-    identifiers = names(file, member(file, lists, "cids"), "cids")
+def _identifiers(lists: PlainValue) -> list[str]:
+    identifiers = lists["cids"].names()
     for place, identifier in enumerate(identifiers):
-        # Its last six letters are folders, so it must be nothing but letters and digits.
+        # Its last six letters are folders, so it must hold nothing but letters and digits.
         if len(identifier) < 6 or not (identifier.isascii() and identifier.isalnum()):
-            raise DistapError(
-                f"{file}: cids[{place}] is {identifier[:60]!r}, expected six or more letters and digits"
+            raise (
+                lists["cids"].items()[place].wrong(f"is {identifier[:60]!r}, expected six or more letters and digits")
             )
     return identifiers
+
+
+def _split(name: str, part: str, file: str, *published: Count) -> Split:
+    record = f"{name}_pairs.json", partial(_pairs, part=part)
+    return Split(name, (file,), partial(_images, part=part), published, part == "whiten", record)
 
 
 DATASET = Dataset(
     "retrieval-SfM-120k",
     "http://cmp.felk.cvut.cz/cnnimageretrieval",
     (
-        Split("train", _images("train"), (Count(91_642, 551),), record=Record("train_pairs.json", _pairs("train"))),
-        Split(
-            "validation", _images("val"), (Count(6_403, 162),), record=Record("validation_pairs.json", _pairs("val"))
-        ),
-        Split("whiten", _images("whiten"), on_request=True, record=Record("whiten_pairs.json", _pairs("whiten"))),
+        _split("train", "train", "retrieval-SfM-120k.pkl", Count(91_642, 551)),
+        _split("validation", "val", "retrieval-SfM-120k.pkl", Count(6_403, 162)),
+        _split("whiten", "whiten", "retrieval-SfM-120k-whiten.pkl"),
     ),
 )

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, upright_size
-from distap.data.shards.sources import IMAGE_SUFFIXES
+from distap.data.shards.image_files import IMAGE_SUFFIXES
 from distap.errors import DistapError
 
 HEADER_BYTES = 1 << 16  # in which nearly every image has its size and orientation

@@ -12,14 +12,11 @@ from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.indexed import Failure
 from distap.data.loading.pipes import piped
 from distap.data.sampling.streams import StreamsSampling, block_order, shard_order, too_short
-from distap.data.shards.scanning import labelled_image, read_groups
-from distap.data.shards.tar import Member
+from distap.data.shards.samples import Group, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.storage.locations import Source, shard_urls
 from distap.storage.reads import Meter, Storage, Traffic, storage_of
 from distap.storage.remotes import RemoteSettings
-
-Group = tuple[str, dict[str, Member]]  # key, and members by field
 
 
 class SequentialShards:

@@ -1,46 +1,42 @@
-"""The arrays of an .npz file that nobody vouches for.
+"""Read arrays from an untrusted .npz file.
 
-numpy.load allocates what a header declares, terabytes if it says so; here a header is believed only as far as there
-are bytes behind it.
+numpy.load allocates the memory that a header declares, even terabytes. Here a header is believed only if there are
+enough bytes behind it.
 """
 
 import io
 import zipfile
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-DEFLATE_RATIO = 1032  # bytes that one compressed byte can stand for, at most
+DEFLATE_RATIO = 1032  # bytes that one compressed byte can expand to, at most
 LAST_CODE_POINT, SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 
 
-def read_columns(data: bytes, dtypes: dict[str, str], optional: Sequence[str] = ()) -> dict[str, NDArray[np.generic]]:
-    """Arrays of an .npz file, of the types that are expected.
+def read_columns(data: bytes, dtypes: dict[str, str]) -> dict[str, NDArray[np.generic]]:
+    """Read arrays of the expected types.
 
     Args:
-        data: the file.
-        dtypes: by name, "int64" and the like for one dimension; "U" is text of any length, "scalar" one integer.
-        optional: names that may be missing.
+        data: contents of the file.
+        dtypes: type by name: "int64" and the like for one dimension, "U" for text of any length, "scalar" for one
+            integer.
     Raises:
-        ValueError: the file is damaged, or an array is missing or of another type; it is named.
+        ValueError: the file is damaged, or an array is missing or of another type; the message names it.
     """
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
-    except Exception as error:  # zipfile raises what its parts raise
+    except Exception as error:  # zipfile passes on errors of struct, zlib and others
         raise ValueError(str(error) or type(error).__name__) from error
+    columns = {}
     with archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
-        columns = {}
         for name, dtype in dtypes.items():
-            entry = entries.get(f"{name}.npy")
-            if entry is None and name in optional:
-                continue
-            if entry is None:
+            if f"{name}.npy" not in entries:
                 raise ValueError(f"no column {name} in it")
             try:
-                columns[name] = _column(archive, entry, dtype)
+                columns[name] = _column(archive, entries[f"{name}.npy"], dtype)
             except Exception as error:
                 raise ValueError(f"column {name}: {str(error) or type(error).__name__}") from error
     return columns
@@ -64,12 +60,8 @@ def _column(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, expected: str) -> 
     if rows * dtype.itemsize != len(values):
         raise ValueError(f"{len(values)} bytes, but its header declares {rows} values of {dtype.itemsize}")
     column = np.frombuffer(values, dtype).astype(dtype.newbyteorder("="))
-    if kind == "U" and not _is_text(column):
-        raise ValueError("not text")
+    if kind == "U":
+        points, (first, last) = column.view(np.uint32), SURROGATES
+        if ((points > LAST_CODE_POINT) | ((points >= first) & (points <= last))).any():
+            raise ValueError("not text")
     return column.reshape(shape)
-
-
-def _is_text(column: NDArray[np.generic]) -> bool:
-    points = column.view(np.uint32)
-    first, last = SURROGATES
-    return not bool(((points > LAST_CODE_POINT) | ((points >= first) & (points <= last))).any())

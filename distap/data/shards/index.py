@@ -1,7 +1,7 @@
-"""The index beside a data set's shards: where each sample is, and what it is.
+"""The index beside a data set's shards: place, class and size of every image.
 
-`index.npz` holds plain arrays, one row a sample. Its fingerprint, a hash of the rows, stands for the data set in
-the state of a training. What is read is checked row by row: nothing in an index leads outside its data set.
+`index.npz` holds plain arrays, one row per sample. Its fingerprint, a hash of the rows, stands for the data set in
+the state of a training. Every row that is read is checked, so that no index leads outside its data set.
 """
 
 import hashlib
@@ -20,17 +20,14 @@ from numpy.typing import NDArray
 from distap.data.shards.columns import read_columns
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
-from distap.storage.locations import INDEX_FILE, Source, parse_source, safe_name
+from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.reads import About, Storage, storage_of
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
-__all__ = ["INDEX_FILE", "Index", "load_index"]
-
-VERSION = 2  # version 1 had no class_group
-AT_ONCE = 16  # shards of a remote that are looked at side by side
+VERSION = 2
+THREADS = 16  # remote shards whose sizes are asked for at once
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-COLUMNS = {
-    "version": "scalar",
+SAMPLE_COLUMNS = {
     "shard": "int32",
     "offset": "int64",
     "size": "int64",
@@ -39,20 +36,14 @@ COLUMNS = {
     "width": "int32",
     "height": "int32",
     "key": "U",
-    "shard_name": "U",
-    "shard_size": "int64",
-    "shard_sha256": "U",
-    "class_name": "U",
-    "class_group": "U",
 }
-OF_SAMPLES = ("shard", "offset", "size", "crc32", "label", "width", "height", "key")
-OF_SHARDS = ("shard_name", "shard_size", "shard_sha256")
-OF_CLASSES = ("class_name", "class_group")
+SHARD_COLUMNS = {"shard_name": "U", "shard_size": "int64", "shard_sha256": "U"}
+CLASS_COLUMNS = {"class_name": "U", "class_group": "U"}
 
 
 @dataclass(frozen=True)
 class Index:
-    """Samples and shards of a data set; N samples in S shards, K classes."""
+    """N samples in S shards, of K classes."""
 
     shard: NDArray[np.int32]  # (N,) number of the sample's shard
     offset: NDArray[np.int64]  # (N,) first byte of the image within its shard
@@ -69,17 +60,16 @@ class Index:
     class_group: NDArray[np.str_]  # (K,) name of the class's super-category, or ""
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.label)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all rows: two data sets with the same one are the same."""
+        """SHA-256 of all rows: two data sets with the same fingerprint are the same."""
         digest = hashlib.sha256()
         for column in fields(self):
             values = getattr(self, column.name)
             if column.name == "class_group" and not any(values.tolist()):
-                continue  # a data set without groups is the one it was before there were any
+                continue  # so that groups left the older fingerprints of data sets without groups as they were
             if values.dtype.kind == "U":
                 digest.update("\0".join(values.tolist()).encode())
             else:
@@ -91,80 +81,69 @@ class Index:
         """(S,) number of samples in each shard."""
         return np.bincount(self.shard, minlength=len(self.shard_name))
 
-    def save(self, source: "Source | Path | str", remote: RemoteSettings | None = None) -> str:
-        """Write the index where the source's index belongs, whole or not at all, and return its path or URL."""
+    def save(self, source: Source | Path | str, remote: RemoteSettings | None = None) -> str:
+        """Write the index to the place where its source expects it, atomically, and return its path or URL."""
         source = parse_source(source)
+        if source.kept_index is not None:
+            write_whole(source.kept_index, self.to_bytes())
+        else:
+            storage_of(source.base, remote).write(source.index_name, self.to_bytes())
+        return source.index
+
+    def to_bytes(self, **others: Any) -> bytes:
+        """Return the contents of an index file, with other arrays beside the columns if given."""
         buffer = io.BytesIO()
         columns: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)}
-        np.savez_compressed(buffer, version=np.array(VERSION), **columns)
-        if source.kept_index is not None:
-            write_whole(source.kept_index, buffer.getvalue())
-        else:
-            storage_of(source.base, remote).write(source.index_name, buffer.getvalue())
-        return source.index
+        np.savez_compressed(buffer, version=np.array(VERSION), **columns, **others)
+        return buffer.getvalue()
 
 
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
-    """Read the index of a data set, and compare it with the shards that are there.
+    """Read and check the index of a data set.
 
-    Args:
-        source: where the shards are.
-        remote: how a remote one is reached.
-        compare: whether a missing shard, or one of another size, is an error.
     Raises:
-        DistapError: there is no data set, it is empty, its index cannot be read or leads outside it, or a shard is
-            missing or has another size than when it was indexed.
+        DistapError: the data set or its index is missing, empty or damaged; or, with `compare`, a shard is missing or
+            has another size than when it was indexed.
     """
     source = parse_source(source)
     if not source.scheme:
-        _require_folder(source)
+        try:
+            is_folder = Path(source.base).is_dir()
+        except OSError as error:  # a name that is too long, or a folder that this user may not enter
+            raise DistapError(f"{source}: cannot be looked at: {error.strerror}") from error
+        if not is_folder:
+            raise DistapError(f"{source}: no such data set; `distap data pack` makes one")
     storage = storage_of(source.base, remote)
-    index = parse_index(_index_file(source, storage), source.index)
+    index = parse_index(_read_file(source, storage), source.index)
     if len(index) == 0:
         raise DistapError(f"{source}: the data set is empty")
     if compare:
-        _compare(source, storage, index)
+        _require_shards(source, storage, index)
     return index
 
 
-def _require_folder(source: Source) -> None:
-    try:
-        is_there = Path(source.base).is_dir()
-    except OSError as error:  # such as one in a folder that this user may not enter
-        raise DistapError(f"{source}: cannot be looked at: {error.strerror}") from error
-    if not is_there:
-        raise DistapError(f"{source}: no such data set; `distap data pack` makes one")
-
-
 def parse_index(data: bytes, where: str) -> Index:
-    """An index from the bytes of its file.
-
-    Args:
-        data: the file.
-        where: its name, for messages.
-    Raises:
-        DistapError: it is no index, or one of its values cannot be.
-    """
+    """Parse the contents of the index file `where`; raise DistapError if it is no index or a value is impossible."""
+    remedy = "make it anew with `distap data index`"
+    types = {"version": "scalar", **SAMPLE_COLUMNS, **SHARD_COLUMNS, **CLASS_COLUMNS}
     try:
-        columns: dict[str, Any] = read_columns(data, COLUMNS, optional=["class_group"])
+        columns: dict[str, Any] = read_columns(data, types)
     except ValueError as error:
-        raise DistapError(f"{where}: not a readable index: {error}; make it anew with `distap data index`") from error
+        raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error
     version = int(columns.pop("version"))
-    if version not in (1, VERSION) or (version == VERSION and "class_group" not in columns):
-        raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; make it anew")
-    if version == 1:
-        columns["class_group"] = np.zeros(len(columns["class_name"]), dtype="<U1")
+    if version != VERSION:
+        raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
     index = Index(**columns)
     for problem in _problems(index):
-        raise DistapError(f"{where}: not a sound index: {problem}; make it anew with `distap data index`")
+        raise DistapError(f"{where}: not a sound index: {problem}; {remedy}")
     for name in index.shard_name.tolist():
         safe_name(name, where)
     return index
 
 
 def _problems(index: Index) -> Iterator[str]:
-    """What cannot be, in an index of the right types; nothing where it is sound."""
-    for names in (OF_SAMPLES, OF_SHARDS, OF_CLASSES):
+    """Yield the impossible values of an index whose columns have the right types."""
+    for names in (SAMPLE_COLUMNS, SHARD_COLUMNS, CLASS_COLUMNS):
         lengths = {name: len(getattr(index, name)) for name in names}
         if len(set(lengths.values())) > 1:
             yield "columns of unequal length: " + ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -175,45 +154,40 @@ def _problems(index: Index) -> Iterator[str]:
     if len(set(index.shard_name.tolist())) < shards:
         yield "two shards of one name"
     if not all(_SHA256.fullmatch(digest) for digest in index.shard_sha256.tolist()):
-        yield "shard_sha256 that is no SHA-256"
+        yield "shard_sha256 holds something that is no SHA-256"
     known = (index.shard >= 0) & (index.shard < shards)
     ends = np.zeros(len(index), dtype=np.int64)
     ends[known] = index.shard_size[index.shard[known]]
-    for wrong, what in (
+    # offset + size could overflow, so the difference is compared instead.
+    beyond = (index.offset < 0) | (index.size > ends) | (index.offset > ends - index.size)
+    for wrong, problem in (
         (~known, f"shard is none of 0 .. {shards - 1}"),
         ((index.label < 0) | (index.label >= classes), f"label is none of 0 .. {classes - 1}"),
         (index.size < 1, "size is below 1"),
-        # A sum could overflow.
-        (
-            (index.offset < 0) | (index.size > ends) | (index.offset > ends - index.size),
-            "image reaches beyond its shard",
-        ),
+        (beyond, "image reaches beyond its shard"),
         ((index.width < 1) | (index.height < 1), "width or height is below 1"),
     ):
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
-            yield f"sample {row} ({str(index.key[row])!r}): its {what}"
+            yield f"sample {row} ({str(index.key[row])!r}): its {problem}"
 
 
-def _index_file(source: Source, storage: Storage) -> bytes:
+def _read_file(source: Source, storage: Storage) -> bytes:
     try:
         if source.kept_index is not None:
             return source.kept_index.read_bytes()
         with storage.open(source.index_name) as file:
             return file.read()
     except (FileNotFoundError, MissingFileError) as error:
-        where = (
-            f"{source}: no {source.index_name} in it"
-            if source.kept_index is None
-            else f"{source.index}: no such file"
-        )
-        raise DistapError(f"{where}; `distap data index {source}` makes one from its shards") from error
+        kept = source.kept_index is not None
+        missing = f"{source.index}: no such file" if kept else f"{source}: no {source.index_name} in it"
+        raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
     except OSError as error:
         raise DistapError(f"{source.index}: cannot be read: {error}") from error
 
 
-def _compare(source: Source, storage: Storage, index: Index) -> None:
-    """Raise a DistapError where a shard is missing or has changed its size."""
+def _require_shards(source: Source, storage: Storage, index: Index) -> None:
+    """Raise a DistapError if a shard is missing or has changed its size."""
 
     def about(name: str) -> About | None:
         try:
@@ -222,8 +196,8 @@ def _compare(source: Source, storage: Storage, index: Index) -> None:
             return None
 
     names = index.shard_name.tolist()
-    found = [about(name) for name in names[:1]]
-    with ThreadPoolExecutor(AT_ONCE if source.scheme else 1) as pool:
+    found = [about(name) for name in names[:1]]  # alone, so that a wrong setting is tried once
+    with ThreadPoolExecutor(THREADS if source.scheme else 1) as pool:
         found += pool.map(about, names[1:])
     for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
         if shard is None:

@@ -1,25 +1,34 @@
-"""The strict pass over WebDataset tar shards that makes their index."""
+"""Index WebDataset tar shards in one strict pass over every byte."""
 
 import hashlib
+import json
 import os
 import shutil
 import stat
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from distap.data.shards.index import Index
-from distap.data.shards.parallel import spread
-from distap.data.shards.progress import Track, untracked
-from distap.data.shards.scanning import COLUMNS, LABEL_FIELD, ScanJob, Scanned, Skipped, scan_shard
+from distap.data.shards.columns import read_columns
+from distap.data.shards.index import SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index
+from distap.data.shards.parallel import Track, spread, untracked
+from distap.data.shards.samples import Sample, Skipped, read_samples
+from distap.data.shards.tar import DamagedShardError, Hashed, Readable
 from distap.errors import DistapError
+from distap.storage.atomic import write_whole
 from distap.storage.locations import LISTABLE, Source, joined, parse_source, shard_names
 from distap.storage.reads import Storage, storage_of
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
-__all__ = ["LABEL_FIELD", "NAMES_FILE", "Skipped", "index_shards"]
+NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category if it has one
+RECORD_VERSION = 2
 
-NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category where it has one
+
+# An index of one shard, whose classes are called by their numbers in the shard; and the images left out.
+Scan = tuple[Index, list[Skipped]]
 
 
 def index_shards(
@@ -30,20 +39,15 @@ def index_shards(
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
 
-    A file classes.txt beside the shards names the classes, a line each; without it a class's name is its number.
-    An interrupted pass goes on where it stopped: what was found in a shard is kept until all are done, in the
-    user's cache folder, and holds while its size and time of change, or ETag, stay as they are.
+    A file classes.txt beside the shards names the classes, a line each; without it a class is called by its number.
+    An interrupted pass continues when this is called again: the scan of each shard is kept in the user's cache folder
+    until all are done, and reused if the shard's size and time of change (or ETag) are the same.
 
-    Args:
-        source: where the shards are.
-        track: wraps a loop to show its progress.
-        workers: processes that read shards.
-        remote: how a remote source is reached.
     Returns:
-        The index, and the samples left out since their image has no readable header.
+        The index, and the samples left out because their image has no readable header.
     Raises:
-        DistapError: there are no shards, some are damaged as tars, or a sample lacks its image or integer label; all
-            such shards are listed.
+        DistapError: there are no shards, or some are damaged or have a sample without an image or an integer label;
+            the message lists all such shards.
     """
     source = parse_source(source)
     if source.kept_index is None and source.scheme not in LISTABLE:
@@ -51,79 +55,132 @@ def index_shards(
     settings = remote or RemoteSettings()
     storage = storage_of(source.base, settings)
     names = shard_names(source, storage)
-    records = _records(source)
-    jobs = [ScanJob(source.base, name, settings, records) for name in names]
-    with spread(scan_shard, jobs, workers) as results:
-        scanned = list(track(results, "indexing shards", len(jobs)))
-    _refuse_damaged(source, scanned)
-    index = _merged(source, storage, names, scanned)
-    index.save(source, settings)
-    shutil.rmtree(records, ignore_errors=True)
-    return index, [image for shard in scanned for image in shard.skipped]
-
-
-def _records(source: Source) -> Path:
-    """The folder that keeps what was found in single shards, of this user alone.
-
-    What is found in it is believed without reading the shard, so it must not lie where the data came from. Nor does
-    it depend on where the index goes, which may have to be chosen again after a long scan.
-    """
-    base = source.base if source.scheme else str(Path(source.base).resolve())
-    place = hashlib.sha256(joined(base, source.index_name).encode(errors="surrogateescape")).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder = cache / "distap" / "scan" / place
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise DistapError(
-            f"{folder}: cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder of your own"
-        ) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise DistapError(f"{folder}: somebody else's; set XDG_CACHE_HOME to a folder of your own")
-    return folder
-
-
-def _refuse_damaged(source: Source, scanned: list[Scanned]) -> None:
-    damaged = [shard.damage for shard in scanned if shard.damage]
+    records = _records_folder(source)
+    with spread(partial(_scan_or_recall, source.base, settings, records), names, workers) as results:
+        scans = list(track(results, "indexing shards", len(names)))
+    sound = [scan for scan in scans if not isinstance(scan, str)]
+    damaged = [scan for scan in scans if isinstance(scan, str)]
     if damaged:
         raise DistapError(
-            f"{source}: {len(damaged)} of {len(scanned)} shards cannot be used; make them anew, or take them out:\n"
+            f"{source}: {len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out:\n"
             + "\n".join(damaged)
         )
+    index = merge_scans(source, storage, [scan for scan, _ in sound])
+    index.save(source, settings)
+    shutil.rmtree(records, ignore_errors=True)
+    return index, [image for _, skipped in sound for image in skipped]
 
 
-def _merged(source: Source, storage: Storage, names: list[str], scanned: list[Scanned]) -> Index:
-    parts = [shard.samples for shard in scanned if shard.samples is not None]
-    columns = {column: np.concatenate([part[column] for part in parts]) for column in COLUMNS}
-    given = columns.pop("label")
-    if not len(given):
-        raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
-    present, label = np.unique(given, return_inverse=True)
-    class_names, groups = _classes(storage, present.tolist())
-    return Index(
-        shard=np.repeat(np.arange(len(parts), dtype=np.int32), [len(part["label"]) for part in parts]),
-        label=label.astype(np.int64),
-        shard_name=np.array(names),
-        shard_size=np.array([shard.size for shard in scanned], dtype=np.int64),
-        shard_sha256=np.array([shard.sha256 for shard in scanned]),
-        class_name=np.array(class_names),
-        class_group=np.array(groups),
+def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
+    """Index one shard, to be called `name`; the other arguments and errors are those of `read_samples`."""
+    skipped: list[Skipped] = []
+    hashed = Hashed(file)
+    samples = list(read_samples(hashed, length, where, skipped))
+    rows = {field: [sample[at] for sample in samples] for at, field in enumerate(Sample._fields)}
+    present, label = np.unique(np.array(rows["label"], dtype=np.int64), return_inverse=True)
+    columns: dict[str, Any] = {
+        column: np.array(rows.get(column, [0] * len(samples)), dtype=np.str_ if dtype == "U" else dtype)
+        for column, dtype in SAMPLE_COLUMNS.items()
+    }
+    columns["label"] = label.astype(np.int64)
+    index = Index(
         **columns,
+        shard_name=np.array([name]),
+        shard_size=np.array([length], dtype=np.int64),
+        shard_sha256=np.array([hashed.sha256]),
+        class_name=present.astype(np.str_),
+        class_group=np.zeros(len(present), dtype="<U1"),
     )
+    return index, [Skipped(f"{name}:{image.name}", image.reason) for image in skipped]
 
 
-def _classes(storage: Storage, present: list[int]) -> tuple[list[str], list[str]]:
-    """Names and super-categories of the classes that occur, in the order of their numbers."""
+def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Index:
+    """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt.
+
+    Raises:
+        DistapError: no shard has a usable image, or classes.txt lacks a class.
+    """
+    numbers = np.concatenate([part.class_name.astype(np.int64)[part.label] for part in parts])
+    if not len(numbers):
+        raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
+    present, label = np.unique(numbers, return_inverse=True)
+    class_names, groups = _class_names(storage, present.tolist())
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in (*SAMPLE_COLUMNS, *SHARD_COLUMNS)
+    }
+    columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
+    columns["label"] = label.astype(np.int64)
+    return Index(**columns, class_name=np.array(class_names), class_group=np.array(groups))
+
+
+def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[str]]:
+    """Return names and super-categories of the classes with these numbers, which ascend."""
     where = storage.where(NAMES_FILE)
     try:
         with storage.open(NAMES_FILE) as file:
             lines = file.read().decode("utf-8").splitlines()
     except MissingFileError:
-        return [str(number) for number in present], [""] * len(present)
+        return [str(number) for number in numbers], [""] * len(numbers)
     except UnicodeDecodeError as error:
         raise DistapError(f"{where}: not UTF-8: {error}") from error
-    if present[-1] >= len(lines):
-        raise DistapError(f"{where}: {len(lines)} names, but a shard has class {present[-1]}")
-    pairs = [lines[number].partition("\t") for number in present]
+    if numbers[-1] >= len(lines):
+        raise DistapError(f"{where}: {len(lines)} names, but a shard has class {numbers[-1]}")
+    pairs = [lines[number].partition("\t") for number in numbers]
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]
+
+
+def _records_folder(source: Source) -> Path:
+    """Make the folder that keeps the scans of single shards.
+
+    Scans in it are believed without reading the shard, so it must belong to this user and not come with the data. Its
+    name does not depend on the place of the index, which the user may have to choose again after a long scan.
+    """
+    base = source.base if source.scheme else str(Path(source.base).resolve())
+    place = hashlib.sha256(joined(base, source.index_name).encode(errors="surrogateescape")).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    folder = cache / "distap" / "scan" / place
+    remedy = "set XDG_CACHE_HOME to a folder of your own"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise DistapError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise DistapError(f"{folder}: somebody else's; {remedy}")
+    return folder
+
+
+def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str) -> Scan | str:
+    """Scan a shard, or take the record of an earlier scan; return the reason if the shard cannot be used."""
+    storage = storage_of(base, remote)
+    try:
+        about = storage.about(name)
+        key = json.dumps([RECORD_VERSION, name, *about]).encode()
+        record = records / f"{hashlib.sha256(key).hexdigest()[:32]}.npz"
+        scan = _recall(record, name, about.size)
+        if scan is None:
+            with storage.open(name) as file:
+                scan = scan_shard(file, name, about.size, storage.where(name))
+            if storage.about(name) != about:
+                raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
+            index, skipped = scan
+            names, reasons = np.array(skipped, dtype=np.str_).reshape(-1, 2).T
+            write_whole(record, index.to_bytes(left_out=names, reason=reasons))
+    except (DamagedShardError, MissingFileError) as error:
+        return str(error)
+    return scan
+
+
+def _recall(record: Path, name: str, length: int) -> Scan | None:
+    """Read the record of a scan; None if there is none, or none that can be of this shard."""
+    try:
+        data = record.read_bytes()
+        index = parse_index(data, str(record))
+        skipped = read_columns(data, {"left_out": "U", "reason": "U"})
+        numbered = all(number.isdecimal() for number in index.class_name.tolist())
+        if index.shard_name.tolist() != [name] or index.shard_size.tolist() != [length] or not numbered:
+            return None
+        pairs = zip(skipped["left_out"].tolist(), skipped["reason"].tolist(), strict=True)
+        return index, [Skipped(*pair) for pair in pairs]
+    except (OSError, ValueError, DistapError):
+        return None

@@ -1,66 +1,40 @@
-"""Packing images into WebDataset tar shards: in parallel, and going on where an earlier packing was stopped.
+"""Pack images into WebDataset tar shards, in parallel, continuing where an earlier packing was stopped.
 
-Shards are written into a hidden folder beside the output, each aside first, and the output appears by one rename when
-everything is in it. What a shard holds follows from the list of images and the settings alone, so neither the number
-of processes nor an interruption changes a byte.
+Shards are written into a hidden folder beside the output, and one rename makes the output appear when it is complete.
+The list of images and the layout alone decide the contents of each shard, so neither the number of processes nor an
+interruption changes a byte.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from itertools import chain
 from pathlib import Path
 
+from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.index import Index
-from distap.data.shards.indexing import NAMES_FILE, Skipped, index_shards
-from distap.data.shards.parallel import spread
-from distap.data.shards.progress import Track, untracked
-from distap.data.shards.sources import ImageFile, list_images
-from distap.data.shards.writing import Entry, Packed, ShardJob, entry_bytes, read_record, write_shard
+from distap.data.shards.indexing import NAMES_FILE, merge_scans
+from distap.data.shards.parallel import Track, spread, untracked
+from distap.data.shards.samples import Skipped
+from distap.data.shards.writing import Entry, ShardJob, Written, entry_bytes, write_shard
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import UnwritableError, sync_path, write_whole
+from distap.storage.locations import parse_source
+from distap.storage.reads import storage_of
 
-PLAN_VERSION = 1
-PLAN_FILE = "plan.json"
-STAT_THREADS = 32  # asking a network file system for sizes is all waiting
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What decides, beside the images, which bytes a shard holds; `pack_images` explains the fields."""
-
-    images_per_shard: int
-    max_shard_bytes: int | None
-    shuffle: int | None
-    decode: bool
+PLAN_VERSION = 2
+STAT_THREADS = 32  # a network file system answers slowly, but many questions at once
 
 
 def pack(
-    source: Path,
-    output: Path,
-    images_per_shard: int = 1000,
-    track: Track = untracked,
-    *,
-    max_shard_bytes: int | None = None,
-    shuffle: int | None = None,
-    decode: bool = False,
-    workers: int = 1,
-) -> tuple[Index, list[Skipped]]:
-    """Pack a folder with a sub-folder a class, or a CSV as in `list_images`; the rest is as in `pack_images`."""
-    _require_free(output)
-    layout = Layout(images_per_shard, max_shard_bytes, shuffle, decode)
-    return _pack(list_images(source), output, layout, workers, track)
-
-
-def pack_images(
-    images: Sequence[ImageFile],
+    images: Path | Sequence[ImageFile],
     output: Path,
     images_per_shard: int = 1000,
     track: Track = untracked,
@@ -72,41 +46,37 @@ def pack_images(
 ) -> tuple[Index, list[Skipped]]:
     """Pack images into shards with an index beside them; each image is read once, and its bytes stay as they are.
 
-    An interrupted packing goes on from its whole shards when it is called again with the same images and layout.
+    When an interrupted packing is called again with the same images and layout, it keeps the shards that are whole.
 
     Args:
-        images: in the order in which they are packed.
-        output: folder of the shards; it must not exist, or be empty. It appears when everything is in it.
-        images_per_shard: at most; fewer in the last shard, and where images are damaged.
+        images: in the order in which to pack them; or a folder or CSV, as in `list_images`.
+        output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
+        images_per_shard: at most; the last shard, and those with damaged images, have fewer.
         track: wraps a loop to show its progress.
         max_shard_bytes: at most; a larger image has a shard of its own.
-        shuffle: the seed of another order than that of `images`. The given order mostly keeps a class together, which
-            is the fastest to pack and to read by an index; streamed reading takes shards as they come and needs their
-            classes mixed.
+        shuffle: seed of a random order. The given order mostly keeps a class together, which is the fastest to pack
+            and to read by an index; streamed reading takes shards as they come and needs their classes mixed.
         decode: find damage by decoding every image instead of reading its header only.
         workers: processes that write shards.
     Returns:
-        The index, and the images that were left out since they are damaged.
+        The index, and the images left out because they are damaged.
     Raises:
-        DistapError: no image is usable, a class is in two groups, there is something at the output already, an image
-            cannot be read or has changed meanwhile, or the output cannot be written.
+        DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
+            be read or has changed meanwhile, or the output cannot be written.
     """
-    _require_free(output)
-    return _pack(images, output, Layout(images_per_shard, max_shard_bytes, shuffle, decode), workers, track)
-
-
-def _pack(
-    images: Sequence[ImageFile], output: Path, layout: Layout, workers: int, track: Track
-) -> tuple[Index, list[Skipped]]:
-    if not images:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DistapError(f"{output}: there is something already; choose another folder or remove it")
+    if output.is_mount():
+        raise DistapError(f"{output}: the root of a file system cannot appear by a rename; choose a folder in it")
+    listed = list_images(images) if isinstance(images, Path) else images
+    if not listed:
         raise DistapError(f"{output}: there are no images to pack")
-    groups = _groups(images)
+    groups = _groups(listed)
     aside = output.with_name(f".{output.name}.packing")
+    packing = _Packing(aside, images_per_shard, max_shard_bytes, shuffle, decode, workers, track)
     try:
         with _locked(aside):
-            packing = _Packing(aside, layout, workers, track)
-            skipped = packing.write(_sized(images, layout.shuffle, track), groups)
-            index, undecodable = packing.index()
+            index, skipped = packing.run(listed, groups)
             sync_path(packing.shards)
             packing.shards.replace(output)
             sync_path(output.parent)
@@ -117,121 +87,118 @@ def _pack(
             f"{aside}: {reason}; the shards that are whole are kept there: mend this, and the same command goes on "
             "from them"
         ) from error
-    return index, skipped + undecodable
+    return index, skipped
 
 
+@dataclass(frozen=True)
 class _Packing:
-    """What is packed so far, in a folder: the plan, the shards, and what each worker said of its shard."""
+    """A packing in its hidden folder: the plan, the shards, and a record for each shard."""
 
-    def __init__(self, aside: Path, layout: Layout, workers: int, track: Track) -> None:
-        self.shards, self.records, self.plan = aside / "shards", aside / "records", aside / PLAN_FILE
-        self.layout, self.workers, self.track = layout, workers, track
+    aside: Path
+    images_per_shard: int
+    max_shard_bytes: int | None
+    shuffle: int | None
+    decode: bool
+    workers: int
+    track: Track
 
-    def write(self, entries: list[Entry], groups: dict[str, str]) -> list[Skipped]:
-        """Write all shards that are not there yet; the images that were left out.
+    @property
+    def shards(self) -> Path:
+        return self.aside / "shards"
 
-        Classes are numbered before their images are read. Where a class or a shard turns out to hold no sound image,
-        everything is packed once more without the damaged ones, so that no number goes without an image.
+    @property
+    def records(self) -> Path:
+        return self.aside / "records"
+
+    @property
+    def plan(self) -> Path:
+        return self.aside / "plan.json"
+
+    def run(self, images: Sequence[ImageFile], groups: dict[str, str]) -> tuple[Index, list[Skipped]]:
+        """Write the shards that are not there yet, and the index; return it with the images left out.
+
+        Classes are numbered before their images are read. If a class or a shard turns out to hold no sound image, all
+        shards are packed once more without the damaged images, so that every class number has an image.
         """
-        left_out = self._resume(entries)
+        with ThreadPoolExecutor(STAT_THREADS) as pool:
+            entries = list(self.track(pool.map(_entry, images), "listing images", len(images)))
+        if self.shuffle is not None:
+            entries = [entries[place] for place in permutation(len(entries), self.shuffle)]
+        fingerprint = self._fingerprint(entries)
+        left_out = self._resume(fingerprint)
         while True:
-            damaged = {skipped.name for skipped in left_out}
+            damaged = {image.name for image in left_out}
             sound = [entry for entry in entries if str(entry.image.path) not in damaged]
             if not sound:
                 first = f"{left_out[0].name}: {left_out[0].reason}"
                 raise DistapError(f"none of the {len(entries)} images can be read; first: {first}")
-            names = _class_order({entry.image.class_name for entry in sound})
-            packed = self._write_shards(sound, names)
-            found = [skipped for shard in packed for skipped in shard.skipped]
-            if found and not (all(shard.images for shard in packed) and _all_classes_left(sound, found)):
-                left_out = left_out + found
-                self._start(entries, left_out)
-                continue
+            # The labels of a CSV are numbers already; other classes are numbered in the order of their names.
+            names = sorted(_class_names(sound), key=lambda name: (len(name) if name.isdigit() else 0, name))
             lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
-            write_whole(self.shards / NAMES_FILE, "".join(lines).encode())
-            return left_out + found
+            write_whole(self.shards / NAMES_FILE, "".join(lines))
+            written = self._write_shards(sound, {name: number for number, name in enumerate(names)})
+            parts = [part for part, _ in written if part is not None]
+            found = [image for _, skipped in written for image in skipped]
+            left_out += found
+            gone = {image.name for image in found}
+            remaining = _class_names(entry for entry in sound if str(entry.image.path) not in gone)
+            if len(parts) == len(written) and len(remaining) == len(names):
+                break
+            self._start(fingerprint, left_out)
+        source = parse_source(self.shards)
+        index = merge_scans(source, storage_of(source.base), parts)
+        index.save(source)
+        return index, left_out
 
-    def index(self) -> tuple[Index, list[Skipped]]:
-        """Index the shards by reading them back, and compare that with what went into them."""
-        try:
-            index, undecodable = index_shards(self.shards, self.track, self.workers)
-        except DistapError:
-            self._require_as_written({shard.name: _sha256(shard) for shard in sorted(self.shards.glob("*.tar"))})
-            raise
-        self._require_as_written(dict(zip(index.shard_name.tolist(), index.shard_sha256.tolist(), strict=True)))
-        return index, undecodable
-
-    def _require_as_written(self, digests: dict[str, str]) -> None:
-        for name, digest in digests.items():
-            packed = read_record(self.records / f"{Path(name).stem}.json")
-            if packed is None or packed.sha256 != digest:
-                (self.shards / name).unlink()
-                raise DistapError(
-                    f"{self.shards / name}: reads back otherwise than it was written: mistrust the disk; "
-                    "the same command writes this shard again"
-                )
-
-    def _resume(self, entries: list[Entry]) -> list[Skipped]:
-        """The images that an earlier packing of the same list left out; of another list, all is removed."""
+    def _resume(self, fingerprint: str) -> list[Skipped]:
+        """Return the images that an earlier packing of the same list left out; remove one of another list."""
         try:
             plan = json.loads(self.plan.read_text(encoding="utf-8"))
-            left_out = [Skipped(**skipped) for skipped in plan["left_out"]]
-            same = plan["fingerprint"] == self._fingerprint(entries)
+            left_out = [Skipped(*image) for image in plan["left_out"]]
+            if plan["fingerprint"] == fingerprint:
+                return left_out
         except (OSError, ValueError, KeyError, TypeError):
-            same = False
-        if same:
-            return left_out
-        self._start(entries, [])
+            pass
+        self._start(fingerprint, [])
         return []
 
-    def _start(self, entries: list[Entry], left_out: list[Skipped]) -> None:
-        # Without a plan, whatever is there is removed by the next call.
+    def _start(self, fingerprint: str, left_out: list[Skipped]) -> None:
+        # Without a plan, the next call removes whatever is there.
         self.plan.unlink(missing_ok=True)
         for folder in (self.shards, self.records):
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir()
-        plan = {"fingerprint": self._fingerprint(entries), "left_out": [asdict(skipped) for skipped in left_out]}
-        write_whole(self.plan, json.dumps(plan).encode())
+        write_whole(self.plan, json.dumps({"fingerprint": fingerprint, "left_out": left_out}))
 
     def _fingerprint(self, entries: list[Entry]) -> str:
-        digest = hashlib.sha256(json.dumps([PLAN_VERSION, asdict(self.layout)]).encode())
-        for entry in entries:
-            image = entry.image
-            row = [os.path.abspath(image.path), image.class_name, image.group, entry.size, entry.modified]  # noqa: PTH100
-            digest.update(json.dumps(row).encode())
+        layout = [self.images_per_shard, self.max_shard_bytes, self.shuffle, self.decode]
+        digest = hashlib.sha256(json.dumps([PLAN_VERSION, layout]).encode())
+        for (path, class_name, group), size, modified in entries:
+            digest.update(json.dumps([os.path.abspath(path), class_name, group, size, modified]).encode())  # noqa: PTH100
         return digest.hexdigest()
 
-    def _write_shards(self, entries: list[Entry], names: list[str]) -> list[Packed]:
-        numbers = {name: number for number, name in enumerate(names)}
-        done: list[Packed] = []
-        jobs: list[ShardJob] = []
-        slices = list(self._slices(entries))
-        for number, (start, end) in enumerate(slices):
+    def _write_shards(self, entries: list[Entry], numbers: dict[str, int]) -> list[Written]:
+        jobs = []
+        for number, (start, end) in enumerate(self._slices(entries)):
+            part = tuple(entries[start:end])
             shard, record = self.shards / f"{number:06d}.tar", self.records / f"{number:06d}.json"
-            packed = read_record(record)
-            if packed and (shard.exists() or not packed.images):
-                done.append(packed)
-            else:
-                part = tuple(entries[start:end])
-                labels = {entry.image.class_name: numbers[entry.image.class_name] for entry in part}
-                jobs.append(ShardJob(shard, record, start, part, labels, self.layout.decode))
+            labels = {name: numbers[name] for name in _class_names(part)}
+            jobs.append(ShardJob(shard, record, start, part, labels, self.decode))
         try:
             with spread(write_shard, jobs, self.workers) as written:
-                return list(self.track(chain(done, written), "packing shards", len(slices)))
+                return list(self.track(written, "packing shards", len(jobs)))
         finally:
-            for leftover in chain(
-                self.shards.glob("*.part"), self.shards.glob(".*.tmp"), self.records.glob(".*.tmp")
-            ):
+            for leftover in (*self.shards.glob("*.part"), *self.aside.glob("*/.*.tmp")):
                 leftover.unlink()
 
     def _slices(self, entries: list[Entry]) -> Iterator[tuple[int, int]]:
-        """First and last-but-one image of each shard."""
-        most = self.layout.max_shard_bytes
+        """Yield the first image of each shard, and the first behind it."""
+        most = self.max_shard_bytes
         start, held = 0, 0
         for position, entry in enumerate(entries):
             size = entry_bytes(entry.size)
-            full = position - start == self.layout.images_per_shard
+            full = position - start == self.images_per_shard
             if position > start and (full or (most is not None and held + size > most)):
                 yield start, position
                 start, held = position, 0
@@ -239,57 +206,28 @@ class _Packing:
         yield start, len(entries)
 
 
-def _require_free(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DistapError(f"{output}: there is something already; choose another folder or remove it")
-    if output.is_mount():
-        raise DistapError(f"{output}: the root of a file system cannot appear by a rename; choose a folder in it")
+def _class_names(entries: Iterable[Entry]) -> set[str]:
+    return {entry.image.class_name for entry in entries}
 
 
 def _groups(images: Sequence[ImageFile]) -> dict[str, str]:
-    """The group of each class."""
+    """Return the group of each class."""
     groups: dict[str, str] = {}
-    for image in images:
-        known = groups.setdefault(image.class_name, image.group)
-        if known != image.group:
-            raise DistapError(
-                f"{image.path}: class {image.class_name!r} is in group {image.group!r}, but in {known!r} before"
-            )
+    for path, name, group in images:
+        known = groups.setdefault(name, group)
+        if known != group:
+            raise DistapError(f"{path}: class {name!r} is in group {group!r}, but in {known!r} before")
     for name in chain(groups, groups.values()):
-        # Each class is a line of a text file, with a tab before its group.
-        if len(name.splitlines()) > 1 or name != name.strip() or "\t" in name or not _in_utf8(name):
+        # classes.txt has a line for each class, with a tab before its group. Bytes that are no UTF-8 are surrogates.
+        is_line = len(name.splitlines()) <= 1 and name == name.strip() and "\t" not in name
+        if not is_line or name != name.encode(errors="replace").decode():
             raise DistapError(
-                f"{name!r} cannot name a class or group: tabs, line breaks and outer spaces are no text"
+                f"{name!r} cannot name a class or group: tabs, line breaks, outer spaces and bytes that are no UTF-8 "
+                "are not allowed"
             )
     if "" in groups:
         raise DistapError("a class has an empty name")
     return groups
-
-
-def _in_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _class_order(names: set[str]) -> list[str]:
-    """Labels of a CSV are numbers already; the others are numbered in the order of their names."""
-    return sorted(names, key=lambda name: (len(name) if name.isdigit() else 0, name))
-
-
-def _all_classes_left(entries: list[Entry], skipped: list[Skipped]) -> bool:
-    damaged = {image.name for image in skipped}
-    left = {entry.image.class_name for entry in entries if str(entry.image.path) not in damaged}
-    return left == {entry.image.class_name for entry in entries}
-
-
-def _sized(images: Sequence[ImageFile], shuffle: int | None, track: Track) -> list[Entry]:
-    """The images in the order in which they are packed."""
-    with ThreadPoolExecutor(STAT_THREADS) as pool:
-        entries = list(track(pool.map(_entry, images), "listing images", len(images)))
-    return entries if shuffle is None else [entries[place] for place in permutation(len(entries), shuffle)]
 
 
 def _entry(image: ImageFile) -> Entry:
@@ -302,7 +240,7 @@ def _entry(image: ImageFile) -> Entry:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for this process alone."""
+    """Make the folder if need be, and keep other processes from packing there."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:
@@ -312,8 +250,3 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"{folder}: another process is packing there; wait for it or choose another output"
             ) from error
         yield
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

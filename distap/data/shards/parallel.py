@@ -1,17 +1,17 @@
-"""Work spread over processes that stop with their parent, however it ends."""
+"""Spread work over processes that end with their parent, and report its progress."""
 
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from distap.errors import DistapError
 
@@ -19,32 +19,42 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
+class Track(Protocol):
+    """Wraps a loop: yields the items unchanged and shows the progress."""
+
+    def __call__(self, items: Iterable[Result], description: str, total: int, /) -> Iterable[Result]: ...
+
+
+def untracked(items: Iterable[Result], description: str, total: int, /) -> Iterable[Result]:
+    """Show nothing: the default for every `track`."""
+    return items
+
+
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def forking_context() -> BaseContext:
-    """How processes start here, whatever Python's own way is: a copy of this one where that is safe.
+    """Return the multiprocessing context that forks this process, where that is safe.
 
-    A server that forks, which is Python's way from 3.14 on, or a spawn would import torch anew, seconds for each
-    command, and the server would be the parent with which its processes end.
+    From Python 3.14 on the default is a server that forks. It would import torch again, seconds for each command, and
+    the processes would end with the server instead of with this process.
     """
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
 @contextmanager
 def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int) -> Iterator[Iterator[Result]]:
-    """Results of the jobs in their order, computed by up to `workers` processes; by this one where one is enough.
+    """Give the results of the jobs in order, computed by up to `workers` processes (by this one if one is enough).
 
-    Whatever leaves the block early (an error, Ctrl-C) ends the processes at once, in the middle of their jobs; so
-    does the death of this process.
+    If the block is left early (an error, Ctrl-C) or this process dies, the workers end at once, in the middle of
+    their jobs.
 
     Args:
-        function: of a module, so that it can be sent by its name; what it raises must survive pickling.
-        jobs, workers: as they say.
+        function: defined in a module, so that it can be pickled; so must be what it raises.
     Raises:
-        DistapError: a process was killed, or could not start.
+        DistapError: a worker was killed, or could not start.
     """
     workers = min(workers, len(jobs))
     if workers <= 1:
@@ -52,15 +62,15 @@ def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int)
         return
     context = forking_context()
     ours, theirs = context.Pipe()
-    pool = ProcessPoolExecutor(workers, context, initializer=_tie, initargs=(ours, theirs))
+    pool = ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(ours, theirs))
     try:
         yield pool.map(function, jobs)
     except BaseException as error:
         ours.close()
         if isinstance(error, BrokenProcessPool):
             raise DistapError(
-                "a worker process ended in the middle of its work: where it says nothing above, it was most likely "
-                "killed since memory ran out; call again with fewer --workers"
+                "a worker process ended in the middle of its work; unless it printed a reason above, it was most "
+                "likely killed because memory ran out: call again with fewer --workers"
             ) from error
         raise
     finally:
@@ -69,9 +79,9 @@ def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int)
         theirs.close()
 
 
-def _tie(of_parent: Connection, to_parent: Connection) -> None:
-    """End this process when the parent's end of the connection closes, of which this process has a copy."""
-    of_parent.close()
+def _end_with_parent(of_parent: Connection, to_parent: Connection) -> None:
+    """End this process when the parent closes its end of the connection, or dies."""
+    of_parent.close()  # the copy that the fork made
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
 
     def wait() -> None:

@@ -1,39 +1,37 @@
-"""The members of a tar archive, read strictly and in one go.
+"""Read WebDataset tar shards strictly: damage raises an error, and no sample is lost in silence.
 
-webdataset and tarfile read on after most kinds of damage, and samples are lost without a word. What trains from an
-index needs to know of every sample, so the pass here refuses an archive with anything wrong in it. Headers are
-parsed by tarfile; what follows from them is decided here, since tarfile takes for the end what it cannot read,
-admits two checksums, and lets a member change its size, be a link, or have holes.
+webdataset and tarfile read on after most kinds of damage. tarfile takes an unreadable header for the end of the
+archive, accepts two different checksums, and allows a member to be a link, to have holes or to change its size. An
+index has to know every sample, so here tarfile only parses headers, and this module decides what may follow them.
 """
 
+import hashlib
 import re
 import tarfile
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from distap.errors import DistapError
 
-BLOCK = 512  # bytes of a tar block; two of zeros end an archive
+BLOCK = 512  # bytes of a tar block; two blocks of zeros end an archive
 MAX_MEMBER = 2**30  # bytes; no image is larger
-MAX_EXTENSION = 2**20  # bytes of the headers that carry a long name
-_CHECKSUM = slice(148, 156)  # of a header
+MAX_EXTENSION = 2**20  # bytes of a header that carries a long name
+_CHECKSUM = slice(148, 156)  # place of the checksum in a header
 _OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
-_LENGTH = re.compile(rb"(\d{1,7}) ")  # of a record in a PAX header
+_LENGTH = re.compile(rb"(\d{1,7}) ")  # starts each record of a PAX header
 
 
 class DamagedShardError(DistapError):
-    """A shard that is not whole, or holds what cannot be trained on."""
+    """A shard is not whole, or holds something that cannot be trained on."""
 
 
 class Readable(Protocol):
-    """What an archive is read from."""
+    """Anything with the `read` of a binary file."""
 
-    def read(self, size: int, /) -> bytes:
-        """The next bytes; fewer than asked for only at the end."""
-        ...
+    def read(self, size: int, /) -> bytes: ...
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A file of an archive."""
 
     name: str
@@ -41,148 +39,162 @@ class Member(NamedTuple):
     data: bytes
 
 
-def read_members(file: Readable, length: int | None, where: str) -> Iterator[Member]:
-    """Files of a tar with their contents; anything but a whole archive is refused.
+class Hashed:
+    """A file that is read or written once from its first byte on, with the SHA-256 of the bytes so far."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+        self.position = 0
+
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal digest."""
+        return self._digest.hexdigest()
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes; fewer only at the end."""
+        return self._add(self._file.read(size))
+
+    def write(self, data: bytes) -> int:
+        """Append bytes."""
+        self._file.write(self._add(data))
+        return len(data)
+
+    def _add(self, data: bytes) -> bytes:
+        self._digest.update(data)
+        self.position += len(data)
+        return data
+
+
+def read_members(file: Readable, length: int | None, where: str) -> Iterator[TarMember]:
+    """Yield the files of a tar with their contents; accept nothing but a whole archive of plain files and folders.
 
     Args:
-        file: the archive from its first byte; it is read once to its end, never seeked.
-        length: bytes of the archive; None where only its end will tell, as with a pipe.
-        where: its name, for messages.
+        file: the archive from its first byte; it is read once and never seeked.
+        length: bytes of the archive; None for a pipe, where only the end tells.
+        where: name of the archive, for messages.
     Raises:
-        DamagedShardError: it is damaged, or has something in it that is neither a plain file nor a folder.
+        DamagedShardError: it is damaged, or a member is neither a plain file nor a folder.
     """
-    tar = _Tar(file, length, where)
+    archive = _Archive(file, length, where)
     try:
-        yield from tar.members()
+        yield from archive.members()
     except (tarfile.TarError, ValueError) as error:
-        raise tar.damaged(str(error)) from error
+        raise archive.damaged(str(error)) from error
 
 
-class _Tar:
+class _Archive:
+    """The state of reading: position of the next byte, and of the header being read."""
+
     def __init__(self, file: Readable, length: int | None, where: str) -> None:
         self.file, self.length, self.where = file, length, where
-        self.offset = 0  # of what is read next
-        self.header = 0  # offset of the header that is being looked at
+        self.position = self.header = 0
 
-    def members(self) -> Iterator[Member]:
-        name: str | None = None  # that an extension gives the next member
+    def members(self) -> Iterator[TarMember]:
+        long_name: str | None = None  # given by an extension header to the member after it
         while True:
-            self.header = self.offset
+            self.header = self.position
             block = self.take(BLOCK)
             if not any(block):
                 break
-            member = self.parsed(block)
+            member = self.parse(block)
+            name = long_name or member.name
             if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
-                given = self.extension(member)
-                if given is not None and (name is not None or member.type == tarfile.XGLTYPE):
+                found = self.name_in_extension(member)
+                if found is not None and (long_name is not None or member.type == tarfile.XGLTYPE):
                     raise self.damaged("two long names for one file")
-                name = given or name
+                long_name = found or long_name
                 continue
-            if member.type == tarfile.DIRTYPE or (name or member.name).endswith("/"):
+            if member.type == tarfile.DIRTYPE or name.endswith("/"):
                 if member.size:
                     raise self.damaged(f"the folder {member.name!r} has contents")
-            elif member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-                raise DamagedShardError(
-                    f"{self.where}: {name or member.name!r} is no plain file (a link, device or the like)"
-                )
+            elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                yield TarMember(name, self.position, self.contents(member.size, MAX_MEMBER))
             else:
-                yield Member(name or member.name, self.offset, self.contents(member.size, MAX_MEMBER))
-            name = None
-        if name is not None:
+                raise self.damaged(f"{name!r} is no plain file (a link, device or the like)")
+            long_name = None
+        if long_name is not None:
             raise self.damaged("a long name without its file")
-        self.end()
+        self.require_end()
 
-    def parsed(self, block: bytes) -> tarfile.TarInfo:
-        """A header. Its plain sum has to be right, which one changed bit or byte never leaves so."""
+    def parse(self, block: bytes) -> tarfile.TarInfo:
+        """Parse a header. Its unsigned checksum must be right: no single changed byte leaves it so."""
         stored = _OCTAL.fullmatch(block[_CHECKSUM])
-        if stored is None or int(stored.group(1), 8) != sum(block) - sum(block[_CHECKSUM]) + 8 * ord(" "):
+        if stored is None or int(stored[1], 8) != sum(block) - sum(block[_CHECKSUM]) + 8 * ord(" "):
             raise self.damaged("bad checksum")
         member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         if not member.name.isascii():
-            self.checked(member.name.encode("utf-8", "surrogateescape"))
-        end = self.offset + member.size
+            self.decode_name(member.name.encode("utf-8", "surrogateescape"))
+        end = self.position + member.size
         if member.size < 0 or (self.length is not None and end > self.length):
-            raise DamagedShardError(
-                f"{self.where}: damaged tar: {member.name!r} ends at byte {end}, beyond the file's "
-                f"{self.length or 'end'}"
-            )
+            raise self.damaged(f"{member.name!r} ends at byte {end}, beyond the file's {self.length or 'end'}")
         return member
 
-    def extension(self, header: tarfile.TarInfo) -> str | None:
-        """The name that an extension gives the file after it, if any; it must change nothing else of it."""
+    def name_in_extension(self, header: tarfile.TarInfo) -> str | None:
+        """Return the name that an extension header gives the next file; it may change nothing else of the file."""
         data = self.contents(header.size, MAX_EXTENSION)
         if header.type == tarfile.GNUTYPE_LONGNAME:
             if data[-1:] != b"\0":
                 raise self.damaged("a long name without its end")
-            return self.checked(data[:-1])
-        name = None
-        seen = set()
-        for key, value in self.records(data):
-            if key in seen:
+            return self.decode_name(data[:-1])
+        records: dict[bytes, bytes] = {}
+        for key, value in self.pax_records(data):
+            if key in records:
                 raise self.damaged(f"{key!r} stands twice in one PAX header")
-            seen.add(key)
-            if key == b"path":
-                name = self.checked(value)
-            elif key in (b"size", b"linkpath", b"hdrcharset") or key.startswith(b"GNU.sparse"):
+            if key in (b"size", b"linkpath", b"hdrcharset") or key.startswith(b"GNU.sparse"):
                 raise self.damaged(f"a PAX header changes the {key.decode()} of a file, which images never need")
-        return name
+            records[key] = value
+        return self.decode_name(records[b"path"]) if b"path" in records else None
 
-    def records(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Keys and values of a PAX header: lines of LENGTH KEY=VALUE, the length that of the whole line."""
+    def pax_records(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values of a PAX header: lines of `LENGTH KEY=VALUE`, the length that of the whole line."""
         start = 0
         while start < len(data):
             length = _LENGTH.match(data, start)
-            end = start + int(length.group(1)) if length else 0
+            end = start + int(length[1]) if length else 0
             if length is None or not length.end() < end <= len(data) or data[end - 1 : end] != b"\n":
-                raise self.damaged("a PAX header with a line of another length than it says")
+                raise self.damaged("a PAX header has a line of another length than it says")
             key, equals, value = data[length.end() : end - 1].partition(b"=")
             if not key or not equals:
-                raise self.damaged("a PAX header without KEY=VALUE")
+                raise self.damaged("a PAX header has a line without KEY=VALUE")
             yield key, value
             start = end
 
-    def checked(self, name: bytes) -> str:
-        """The text of a name."""
+    def decode_name(self, name: bytes) -> str:
         if not name or b"\0" in name:
-            raise self.damaged("a name that is empty, or has a zero byte in it")
+            raise self.damaged("a name is empty, or has a zero byte in it")
         try:
             return name.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.damaged(f"the name {name[:60]!r} is not UTF-8") from error
 
     def contents(self, size: int, limit: int) -> bytes:
-        """What follows a header; the rest of its last block is zeros."""
+        """Return the data after a header; zeros must fill its last block."""
         if size > limit:
-            raise self.damaged(f"{size} bytes, more than the {limit} that are read at most")
+            raise self.damaged(f"{size} bytes, more than the limit of {limit}")
         data = self.take(size)
         if any(self.take(-size % BLOCK)):
             raise self.damaged("data between two files, where zeros are expected")
         return data
 
-    def end(self) -> None:
-        """Two blocks of zeros at least, and nothing but zeros."""
+    def require_end(self) -> None:
+        """Read the rest, which must be one or more further blocks of zeros and nothing else."""
         zeros = True
         while zeros and (data := self.file.read(2**20)):
-            self.offset += len(data)
+            self.position += len(data)
             zeros = not any(data)
-        rest = self.offset - self.header - BLOCK
-        if not zeros or rest < BLOCK or rest % BLOCK or self.length not in (None, self.offset):
-            raise DamagedShardError(
-                f"{self.where}: damaged tar: no proper end after byte {self.header} of {self.length or self.offset}; "
-                "expected zeros alone"
-            )
+        rest = self.position - self.header - BLOCK
+        if not zeros or rest < BLOCK or rest % BLOCK or self.length not in (None, self.position):
+            raise self.damaged("no proper end: expected two blocks of zeros or more, and nothing behind them")
 
     def take(self, size: int) -> bytes:
-        """The next bytes."""
-        data = self.file.read(size) if self.length is None or self.offset + size <= self.length else b""
+        # A header may lie about a size: never ask for more than the file can hold.
+        data = self.file.read(size) if self.length is None or self.position + size <= self.length else b""
         if len(data) < size:
-            end = self.length or self.offset + len(data)
-            raise DamagedShardError(
-                f"{self.where}: damaged tar: it ends at byte {end}, with no proper end of two blocks of zeros"
-            )
-        self.offset += size
+            end = self.length or self.position + len(data)
+            raise self.damaged(f"the file ends at byte {end}, with no proper end of two blocks of zeros")
+        self.position += size
         return data
 
     def damaged(self, reason: str) -> DamagedShardError:
-        """An error that says where."""
         return DamagedShardError(f"{self.where}: damaged tar: at byte {self.header}: {reason}")

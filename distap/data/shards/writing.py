@@ -1,77 +1,84 @@
-"""One shard written from its images: what a worker of packing does."""
+"""Write one shard from its images and read it back: the work of one process while packing."""
 
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import webdataset
 
 from distap.data.images.decoding import DamagedImageError, decode, image_size
-from distap.data.shards.indexing import LABEL_FIELD, Skipped
-from distap.data.shards.sources import IMAGE_SUFFIXES, ImageFile
-from distap.data.shards.tar import BLOCK
+from distap.data.shards.image_files import IMAGE_SUFFIXES, ImageFile, suffix_of
+from distap.data.shards.index import Index
+from distap.data.shards.indexing import scan_shard
+from distap.data.shards.samples import LABEL_FIELD, Skipped
+from distap.data.shards.tar import BLOCK, DamagedShardError, Hashed
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
-from distap.storage.hashed import Hashed
-
-# How the formats that can be read begin.
-BEGINNINGS = {
-    b"\xff\xd8": "jpg",
-    b"\x89PNG": "png",
-    b"RIFF": "webp",
-    b"BM": "bmp",
-    b"GIF8": "gif",
-    b"II": "tif",
-    b"MM": "tif",
-}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An image to pack, with what tells later whether it has changed: bytes, and nanoseconds since 1970."""
+class Entry(NamedTuple):
+    """An image to pack, with its bytes and time of change (nanoseconds since 1970) to notice a change later."""
 
     image: ImageFile
     size: int
     modified: int
 
 
-@dataclass(frozen=True)
-class ShardJob:
+class ShardJob(NamedTuple):
     """A shard to write."""
 
     shard: Path
-    record: Path  # where to leave what was written
+    record: Path  # file that remembers what was written
     first: int  # position of the first image in the data set, which begins its key
     entries: tuple[Entry, ...]
-    numbers: dict[str, int]  # class name -> class number
-    decode: bool
+    numbers: dict[str, int]  # class number by class name
+    decode: bool  # find damage by decoding whole images
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What was written: sound images, the file's SHA-256 (hexadecimal), and the images left out."""
-
-    images: int
-    sha256: str
-    skipped: tuple[Skipped, ...]
+# The index of one shard, None if no image was sound and so no shard exists; and the images left out.
+Written = tuple[Index | None, list[Skipped]]
 
 
 def entry_bytes(size: int) -> int:
-    """Bytes of a shard that an image of `size` bytes takes: two headers, the image and its class number."""
+    """Return the bytes of a shard that an image of `size` bytes takes: two headers, the image and its label."""
     return 3 * BLOCK + -(-size // BLOCK) * BLOCK
 
 
-def write_shard(job: ShardJob) -> Packed:
-    """Write one shard and its record, each whole or not at all; no shard where all of its images are damaged.
+def write_shard(job: ShardJob) -> Written:
+    """Write a shard and its record, each atomically, unless an earlier call did; then read the shard back.
 
     Raises:
-        DistapError: an image cannot be read, or is no longer the one that was listed.
+        DistapError: an image cannot be read or has changed since it was listed, or the shard differs when read back.
         OSError: the shard cannot be written.
         UnwritableError: its record cannot be written.
     """
+    try:
+        record = json.loads(job.record.read_bytes())
+        sha256, skipped = record["sha256"], [Skipped(*image) for image in record["skipped"]]
+        written = job.shard.exists() or len(skipped) == len(job.entries)
+    except (OSError, ValueError, KeyError, TypeError):
+        written = False
+    if not written:
+        sha256, skipped = _write(job)
+    if len(skipped) == len(job.entries):
+        return None, skipped
+    index = None
+    with job.shard.open("rb") as file, suppress(DamagedShardError):
+        index, _ = scan_shard(file, job.shard.name, job.shard.stat().st_size, str(job.shard))
+    if index is None or index.shard_sha256.tolist() != [sha256]:
+        job.shard.unlink()
+        raise DistapError(
+            f"{job.shard}: reads back otherwise than it was written: mistrust the disk; the same command writes this "
+            "shard again"
+        )
+    return index, skipped
+
+
+def _write(job: ShardJob) -> tuple[str, list[Skipped]]:
+    """Write the shard and its record; return the shard's SHA-256 and the images left out."""
     part = job.shard.with_suffix(".part")
     skipped: list[Skipped] = []
     try:
@@ -80,46 +87,25 @@ def write_shard(job: ShardJob) -> Packed:
             with webdataset.TarWriter(hashed, mtime=0, encoder=False) as writer:
                 for position, entry in enumerate(job.entries, job.first):
                     data = _read(entry)
+                    path = entry.image.path
+                    suffix = path.suffix.lower()
                     try:
-                        decode(data, name=str(entry.image.path)) if job.decode else image_size(data)
+                        decode(data, name=str(path)) if job.decode else image_size(data)
                     except DamagedImageError as error:
-                        skipped.append(Skipped(str(entry.image.path), str(error)))
-                    else:
-                        writer.write(_sample(entry.image, position, data, job.numbers))
-            _settle(file)
-        packed = Packed(len(job.entries) - len(skipped), hashed.sha256, tuple(skipped))
-        # The record first: a shard that is there has one.
-        write_whole(job.record, json.dumps(asdict(packed)).encode())
-        if packed.images:
+                        skipped.append(Skipped(str(path), str(error)))
+                        continue
+                    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
+                    field = suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
+                    label = str(job.numbers[entry.image.class_name]).encode()
+                    writer.write({"__key__": f"{position:08d}-{stem}", field: data, LABEL_FIELD: label})
+            _flush_to_disk(file)
+        # The record comes first, so that every shard that exists has one.
+        write_whole(job.record, json.dumps({"sha256": hashed.sha256, "skipped": skipped}))
+        if len(skipped) < len(job.entries):
             part.replace(job.shard)
     finally:
         part.unlink(missing_ok=True)
-    return packed
-
-
-def read_record(path: Path) -> Packed | None:
-    """What a worker left of its shard; None where it cannot be read."""
-    try:
-        record = json.loads(path.read_bytes())
-        skipped = tuple(Skipped(**image) for image in record["skipped"])
-        return Packed(int(record["images"]), str(record["sha256"]), skipped)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _sample(image: ImageFile, position: int, data: bytes, numbers: dict[str, int]) -> dict[str, str | bytes]:
-    return {
-        "__key__": f"{position:08d}-{re.sub(r'[^A-Za-z0-9_-]+', '_', image.path.stem)[:60]}",
-        _field(image.path, data): data,
-        LABEL_FIELD: str(numbers[image.class_name]).encode(),
-    }
-
-
-def _field(path: Path, data: bytes) -> str:
-    """How the member ends: as the file does, or by what it is where the files of a data set have no suffix."""
-    if path.suffix.lower() in IMAGE_SUFFIXES:
-        return path.suffix.lower().removeprefix(".")
-    return next(field for mark, field in BEGINNINGS.items() if data.startswith(mark))
+    return hashed.sha256, skipped
 
 
 def _read(entry: Entry) -> bytes:
@@ -133,8 +119,8 @@ def _read(entry: Entry) -> bytes:
     return data
 
 
-def _settle(file: BinaryIO) -> None:
-    """Bring the file to the disk, and out of memory, so that reading it back reads the disk."""
+def _flush_to_disk(file: BinaryIO) -> None:
+    """Bring the file to the disk and out of memory, so that reading it back reads the disk."""
     file.flush()
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):

@@ -5,7 +5,7 @@ import pytest
 from dataset_trees import TREES
 
 from distap.cli import main
-from distap.data.converters import DATASETS
+from distap.data.converters.datasets import DATASETS
 from distap.data.shards.index import load_index
 
 GUIDE = Path(__file__).parents[3] / "distap" / "data" / "converters" / "README.md"
@@ -64,7 +64,7 @@ def test_splits_the_size_of_shards_and_their_order_are_chosen(run, tmp_path):
             ["sop", ".", "--split", "tran"],
             "Stanford Online Products has no split 'tran'; expected some of train, test",
         ),
-        (["cub", "."], "classes.txt: no such file; CUB-200-2011 is offered at https://www.vision.caltech.edu"),
+        (["cub", "."], "images.txt: no such file; CUB-200-2011 is offered at https://www.vision.caltech.edu"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_do(arguments, message, run, tmp_path, monkeypatch):

@@ -4,8 +4,8 @@ import json
 import pytest
 from dataset_trees import TREES, dump
 
-from distap.data.converters import DATASETS
 from distap.data.converters.converting import convert
+from distap.data.converters.datasets import DATASETS
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
@@ -81,7 +81,7 @@ def test_the_pairs_of_sfm_are_written_by_the_ends_of_keys(tmp_path):
     ("change", "message"),
     [
         (lambda c: c.pop("imlist"), "the file has no 'imlist'"),
-        (lambda c: c.update(qimlist=["q", "r"]), "2 queries, but ground truth of 1"),
+        (lambda c: c.update(qimlist=["q", "r"]), "the file has 2 queries, but ground truth of 1"),
         (lambda c: c["gnd"][0].pop("hard"), r"gnd\[0\] has no 'hard'"),
         (lambda c: c["gnd"][0].update(easy=[2]), r"gnd\[0\]\['easy'\]\[0\] is 2, expected a whole number below 2"),
         (lambda c: c["gnd"][0].update(bbx=[1, 2, 3]), r"gnd\[0\]\['bbx'\] is \[1, 2, 3\], expected left, top"),
@@ -102,10 +102,13 @@ def test_a_wrong_ground_truth_of_revisited_is_named(change, message, tmp_path):
     ("change", "message"),
     [
         (lambda c: c.pop("train"), "the file has no 'train'"),
-        (lambda c: c["train"].update(cids=["00000a", "../../etc"]), r"cids\[1\] is '../../etc', expected six or"),
-        (lambda c: c["train"].update(cids=["a", "00000b"]), r"cids\[0\] is 'a', expected six or more"),
+        (
+            lambda c: c["train"].update(cids=["00000a", "../../etc"]),
+            r"\['cids'\]\[1\] is '../../etc', expected six or",
+        ),
+        (lambda c: c["train"].update(cids=["a", "00000b"]), r"train\['cids'\]\[0\] is 'a', expected six or more"),
         (lambda c: c["train"].update(cluster=[1]), "train has 2 images, but clusters of 1"),
-        (lambda c: c["train"].update(pidxs=[2]), r"pidxs\[0\] is 2, expected a whole number below 2"),
+        (lambda c: c["train"].update(pidxs=[2]), r"train\['pidxs'\]\[0\] is 2, expected a whole number below 2"),
         (lambda c: c["train"].update(pidxs=[]), "train has 1 queries, but 0 positives"),
     ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dataset_trees import dump
 
-from distap.data.converters.pickles import integers, items, load_plain, member, names
+from distap.data.converters.pickles import PlainValue, read_plain_pickle
 from distap.errors import DistapError
 
 MARK = "written-by-a-pickle"
@@ -49,12 +49,12 @@ def test_arrays_and_numbers_of_every_protocol_are_read(protocol, old, tmp_path):
         dump(path, value, protocol)
     else:
         path.write_bytes(pickle.dumps(value, protocol))
-    read = load_plain(path)
-    assert read["list"] == value["list"] and read["tuple"] == value["tuple"]
-    for name in ("array", "big-endian", "empty", "words", "objects", "flag"):
-        assert list(items(path, read[name], name)) == value[name].tolist()
-    assert list(items(path, read["matrix"], "matrix")) == value["matrix"].ravel().tolist()
-    assert read["scalar"] == 1.5
+    read = read_plain_pickle(path)
+    for name in ("list", "tuple"):
+        assert read[name].value == value[name]
+    for name in ("array", "big-endian", "empty", "words", "objects", "flag", "matrix"):
+        assert [item.value for item in read[name].items()] == value[name].ravel().tolist()
+    assert read["scalar"].value == 1.5
 
 
 def test_a_pickle_of_python_2_is_read(tmp_path):
@@ -66,9 +66,9 @@ def test_a_pickle_of_python_2_is_read(tmp_path):
         b"\x87Rq\t(K\x03U\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x08\x03\x00\x00\x00\x02\x01\x00\x00"
         b"tbu.",
     )
-    contents = load_plain(path)
-    assert names(path, member(path, contents, "cids"), "cids") == ["ab"]
-    assert integers(path, member(path, contents, "idxs"), "idxs") == [3, 258]
+    contents = read_plain_pickle(path)
+    assert contents["cids"].names() == ["ab"]
+    assert contents["idxs"].integers() == [3, 258]
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 5])
@@ -89,7 +89,7 @@ def test_nothing_of_an_evil_pickle_is_run(evil, named, protocol, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     path = save(tmp_path / "evil.pkl", pickle.dumps({"cids": [], "evil": evil}, protocol))
     with pytest.raises(DistapError, match=rf"evil\.pkl: .*{named}"):
-        load_plain(path)
+        read_plain_pickle(path)
     assert [file.name for file in tmp_path.iterdir()] == ["evil.pkl"]
 
 
@@ -113,7 +113,7 @@ def test_nothing_of_an_evil_pickle_is_run(evil, named, protocol, tmp_path, monke
 )
 def test_a_pickle_that_is_not_plain_is_an_error_that_names_the_file(contents, tmp_path):
     with pytest.raises(DistapError, match=r"x\.pkl: not a readable pickle of plain data"):
-        load_plain(save(tmp_path / "x.pkl", contents))
+        read_plain_pickle(save(tmp_path / "x.pkl", contents))
 
 
 def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
@@ -121,32 +121,32 @@ def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
     shorter = whole.replace(b"K\x04\x85", b"K\x05\x85")
     assert shorter != whole
     with pytest.raises(DistapError, match=r"array of shape \(5,\) with 4 values"):
-        load_plain(save(tmp_path / "x.pkl", shorter))
+        read_plain_pickle(save(tmp_path / "x.pkl", shorter))
 
 
 @pytest.mark.parametrize(
-    ("check", "value", "message"),
+    ("kind", "value", "message"),
     [
-        (items, {"a": 1}, "pairs is no list but dict"),
-        (integers, [1, -1], r"pairs\[1\] is -1, expected a whole number"),
-        (integers, [1.5], r"pairs\[0\] is 1.5"),
-        (integers, [float("nan")], r"pairs\[0\] is nan"),
-        (integers, ["1"], r"pairs\[0\] is '1'"),
-        (integers, [True], r"pairs\[0\] is True"),
-        (names, ["a", 1], r"pairs\[1\] is 1, expected a name"),
-        (names, ["a b"], r"pairs\[0\] is 'a b'"),
-        (names, ["\ud800"], r"pairs\[0\] is '.ud800'"),
-        (names, [""], r"pairs\[0\] is ''"),
-        (names, ["a", "a"], "pairs has the same name twice"),
+        ("items", {"a": 1}, "pairs is no list but dict"),
+        ("integers", [1, -1], r"pairs\[1\] is -1, expected a whole number"),
+        ("integers", [1.5], r"pairs\[0\] is 1.5"),
+        ("integers", [float("nan")], r"pairs\[0\] is nan"),
+        ("integers", ["1"], r"pairs\[0\] is '1'"),
+        ("integers", [True], r"pairs\[0\] is True"),
+        ("names", ["a", 1], r"pairs\[1\] is 1, expected a name"),
+        ("names", ["a b"], r"pairs\[0\] is 'a b'"),
+        ("names", ["\ud800"], r"pairs\[0\] is '.ud800'"),
+        ("names", [""], r"pairs\[0\] is ''"),
+        ("names", ["a", "a"], "pairs has the same name twice"),
     ],
 )
-def test_what_is_no_list_of_its_kind_is_named(check, value, message, tmp_path):
+def test_a_value_that_is_no_list_of_its_kind_is_named(kind, value, message, tmp_path):
     with pytest.raises(DistapError, match=rf"x\.pkl: {message}"):
-        check(tmp_path / "x.pkl", value, "pairs")
+        getattr(PlainValue(tmp_path / "x.pkl", "", {"pairs": value})["pairs"], kind)()
 
 
 def test_a_number_beyond_the_list_that_it_points_into_is_named(tmp_path):
     with pytest.raises(DistapError, match=r"q\[1\] is 7, expected a whole number below 7"):
-        integers(tmp_path, [6, 7], "q", below=7)
+        PlainValue(tmp_path, "q", [6, 7]).integers(below=7)
     with pytest.raises(DistapError, match="the file has no 'gnd'"):
-        member(tmp_path, [], "gnd")
+        PlainValue(tmp_path, "", [])["gnd"]

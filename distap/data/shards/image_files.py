@@ -1,0 +1,105 @@
+"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV file."""
+
+import csv
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from distap.errors import DistapError
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+FIRST_BYTES = {  # of a file, and the suffix of its format
+    b"\xff\xd8": "jpg",
+    b"\x89PNG": "png",
+    b"RIFF": "webp",
+    b"BM": "bmp",
+    b"GIF8": "gif",
+    b"II": "tif",
+    b"MM": "tif",
+}
+HEADINGS = (["path", "label"], ["path", "label", "group"], ["path", "class"], ["path", "class", "group"])
+
+
+class ImageFile(NamedTuple):
+    """An image to pack, its class, and the super-category of the class ("" for none)."""
+
+    path: Path
+    class_name: str
+    group: str = ""
+
+
+def suffix_of(data: bytes) -> str:
+    """Return the usual suffix, without its dot, of a file with this content, "" if its format is unknown."""
+    return next((suffix for start, suffix in FIRST_BYTES.items() if data.startswith(start)), "")
+
+
+def list_images(source: Path) -> list[ImageFile]:
+    """List the images of a folder with a sub-folder per class, or of a CSV file.
+
+    A CSV has the columns path,label or path,class and optionally group, the super-category of the class. Paths are
+    relative to the file. Labels are integers; for classes with other names the first line must be path,class. Without
+    a heading the columns are path,label or path,label,group.
+
+    Raises:
+        DistapError: the source does not exist or has no image, or a line of the CSV is wrong.
+    """
+    if source.is_dir():
+        images, expected = list(_in_folders(source)), "one sub-folder a class, with images in it"
+    elif source.is_file():
+        images, expected = list(_in_csv(source)), "lines of path,label"
+    else:
+        raise DistapError(f"{source}: no such folder or CSV file")
+    if not images:
+        raise DistapError(f"{source}: the data set is empty; expected {expected}")
+    return images
+
+
+def _in_folders(source: Path) -> Iterator[ImageFile]:
+    for folder in sorted(path for path in source.iterdir() if path.is_dir()):
+        for path in sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names):
+            if path.suffix.lower() in IMAGE_SUFFIXES:
+                yield ImageFile(path, folder.name)
+
+
+def _in_csv(source: Path) -> Iterator[ImageFile]:
+    heading: list[str] = []
+    lines: dict[Path, int] = {}
+    # Excel starts UTF-8 files with a byte-order mark.
+    with source.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            for row in rows:
+                cells = [cell.strip() for cell in row]
+                where = f"{source}, line {rows.line_num}"
+                if not heading:
+                    heading = cells if cells in HEADINGS else HEADINGS[len(cells) == 3]
+                    if cells in HEADINGS:
+                        continue
+                if cells:
+                    image = _parse_row(where, heading, cells, source.parent)
+                    if image.path in lines:
+                        raise DistapError(
+                            f"{where}: {image.path} is on line {lines[image.path]} already; "
+                            "an image that is packed twice would be its own positive"
+                        )
+                    lines[image.path] = rows.line_num
+                    yield image
+        except (csv.Error, UnicodeDecodeError, ValueError) as error:
+            raise DistapError(f"{source}, line {rows.line_num + 1}: not a CSV file in UTF-8: {error}") from error
+
+
+def _parse_row(where: str, heading: list[str], cells: list[str], folder: Path) -> ImageFile:
+    if len(cells) != len(heading):
+        raise DistapError(f"{where}: {len(cells)} columns, expected {len(heading)}: {','.join(heading)}")
+    name, group = cells[1], cells[2] if len(cells) == 3 else ""
+    if heading[1] == "label":
+        if not (name.isascii() and name.isdigit()):
+            raise DistapError(
+                f"{where}: label {name!r} is no integer of 0 or more; a first line path,class allows any names"
+            )
+        name = str(int(name))
+    path = folder / cells[0]
+    if not path.is_file():
+        raise DistapError(f"{where}: no such image: {path}")
+    return ImageFile(path, name, group)
