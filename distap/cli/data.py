@@ -230,7 +230,7 @@ def stats_command(
     from distap.data.loading.reading import Reader
     from distap.data.shards.index import load_index
     from distap.data.shards.statistics import statistics
-    from distap.pages.data_set import tables, write_statistics
+    from distap.pages.data_set import statistics_tables, write_statistics
     from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console
 
@@ -238,7 +238,7 @@ def stats_command(
     index = load_index(parsed, settings)
     reader = Reader(parsed, index, remote=settings)
     figures = statistics(index, reader)
-    for table in tables(figures):
+    for table in statistics_tables(figures):
         console.print(table)
     if output is not None:
         write_statistics(output, figures, f"distap: {source}", index, reader)

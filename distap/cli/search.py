@@ -11,15 +11,15 @@ from distap.cli.options import BEST
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from distap.apps.search import Found
+    from distap.apps.search.queries import SearchResult
 
 INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
 WHITENING = Annotated[
-    Path | None, typer.Option(help="What `distap whiten` wrote, where the images were described with one.")
+    Path | None, typer.Option(help="File that `distap whiten` wrote, if the images were described with one.")
 ]
 IMAGES = Annotated[
     str | None,
-    typer.Option(help="The data set that was indexed, for pictures.", show_default="where it was"),
+    typer.Option(help="Data set that was indexed, to show pictures from.", show_default="where it was indexed"),
 ]
 
 
@@ -29,31 +29,33 @@ def search_command(
         list[str],
         typer.Argument(
             metavar="QUERY...",
-            help="Image files, folders of images, or keys of the index (key:NAME where a file is called alike).",
+            help="Image files, folders of images, or keys of the index (key:NAME if a file has the same name).",
             show_default=False,
         ),
     ],
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            help="Run or checkpoint of the index's network, or its URL; keys need none.", show_default=False
+            help="Run or checkpoint of the index's network, or its URL; not needed for keys.", show_default=False
         ),
     ] = None,
     best: BEST = False,
     whitening: WHITENING = None,
-    k: Annotated[int, typer.Option("-k", help="Images to find for each query.", min=1)] = 10,
+    k: Annotated[int, typer.Option("-k", help="Number of images to find for each query.", min=1)] = 10,
     images: IMAGES = None,
     page: Annotated[
-        Path | None, typer.Option(help="HTML file to write, with the pictures in it.", show_default=False)
+        Path | None, typer.Option(help="Write the results to this HTML file, with pictures.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON to standard output.")] = False,
 ) -> None:
     """Find the images of an index that are most similar to images or to images of the index itself.
 
-    An image that is searched for by its key is not among its own hits. Files that cannot be used are named, and the
-    exit status is 1 where there was any.
+    An image that is searched for by its key is not among its own hits. Files that cannot be used are named, and make
+    the exit status 1.
     """
-    from distap.apps.search import open_pictures, open_searcher, queries_from, write_hits
+    from distap.apps.search.page import write_search_page
+    from distap.apps.search.queries import queries_from
+    from distap.apps.search.searcher import open_searcher, open_thumbnails
     from distap.errors import FAILED
     from distap.telemetry.terminal import console, set_up_logging
     from distap.world import joined_world
@@ -61,18 +63,19 @@ def search_command(
     with joined_world() as world:
         set_up_logging(world.rank)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
-        found = list(searcher.search(queries_from(queries, searcher.index), k))
+        results = list(searcher.search(queries_from(queries, searcher.index), k))
     if as_json:
-        typer.echo(json.dumps([_as_json(each) for each in found], indent=1))
-    for each in found:
+        typer.echo(json.dumps([_as_json(each) for each in results], indent=1))
+    for each in results:
         if each.problem:
             console.print(f"{each.query.name}: {each.problem}", markup=False, style="yellow")
         elif not as_json:
             console.print(_table(each))
     if page is not None:
-        write_hits(page, found, searcher, open_pictures(searcher.index, images, searcher.remote))
+        thumbnails = open_thumbnails(searcher.index, images, searcher.remote)
+        write_search_page(page, results, searcher.index, thumbnails)
         console.print(f"page: {page}", markup=False)
-    if any(each.problem for each in found):
+    if any(each.problem for each in results):
         raise typer.Exit(FAILED)
 
 
@@ -84,31 +87,34 @@ def serve_command(
     best: BEST = False,
     whitening: WHITENING = None,
     images: IMAGES = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
-    max_upload_bytes: Annotated[int, typer.Option(help="Of a request's body.", min=1)] = 20_000_000,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000,
+    max_upload_bytes: Annotated[int, typer.Option(help="Largest request body, bytes.", min=1)] = 20_000_000,
     max_pixels: Annotated[
         int | None,
         typer.Option(
-            help="Width times height of an upload.",
+            help="Largest upload, width times height.",
             min=1,
             show_default="50 million; 4 million where the gallery was described in original size",
         ),
     ] = None,
-    max_k: Annotated[int, typer.Option(help="Images that a search may ask for.", min=1)] = 100,
-    threads: Annotated[int, typer.Option(help="Searches at a time, which share the cores.", min=1)] = 2,
-    queue: Annotated[int, typer.Option(help="Searches that may wait; more are answered 503.", min=0)] = 64,
-    timeout_seconds: Annotated[float, typer.Option(help="For an upload, and for a search.", min=0.1)] = 30.0,
+    max_k: Annotated[int, typer.Option(help="Most images that a search may ask for.", min=1)] = 100,
+    threads: Annotated[
+        int, typer.Option(help="Searches that run at the same time; they share the cores.", min=1)
+    ] = 2,
+    queue: Annotated[int, typer.Option(help="Searches that may wait; more get status 503.", min=0)] = 64,
+    timeout_seconds: Annotated[float, typer.Option(help="Time limit of an upload, and of a search.", min=0.1)] = 30.0,
     drain_seconds: Annotated[
-        float, typer.Option(help="Between SIGTERM, when /readyz turns false, and no new connections.", min=0)
+        float, typer.Option(help="Time from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
     ] = 0.0,
 ) -> None:
     """Answer searches over HTTP: a page to upload images to, a JSON API, health and Prometheus metrics.
 
-    On SIGTERM what is under way is finished and the exit status is 0. There is no encryption and no password: put a
-    proxy before it where others than you can reach it.
+    On SIGTERM the requests under way are finished and the exit status is 0. There is no encryption and no password:
+    put a proxy in front of it if others can reach it.
     """
-    from distap.apps.serve import ServeSettings, serve
+    from distap.apps.serve.server import serve
+    from distap.apps.serve.service import ServeSettings
 
     settings = ServeSettings(
         host, port, max_upload_bytes, max_pixels, max_k, threads, queue, timeout_seconds, drain_seconds
@@ -116,21 +122,21 @@ def serve_command(
     serve(settings, index, checkpoint, whitening, images, best=best)
 
 
-def _table(found: "Found") -> "Table":
+def _table(result: "SearchResult") -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(found.query.name), title_justify="left")
+    table = Table(title=escape(result.query.name), title_justify="left")
     for name in ("rank", "key", "class", "similarity"):
         table.add_column(name, justify="left" if name in ("key", "class") else "right", overflow="fold")
-    for rank, hit in enumerate(found.hits, 1):
+    for rank, hit in enumerate(result.hits, 1):
         table.add_row(str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
     return table
 
 
-def _as_json(found: "Found") -> dict[str, Any]:
+def _as_json(result: "SearchResult") -> dict[str, Any]:
     hits = [
         {"rank": rank, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
-        for rank, hit in enumerate(found.hits, 1)
+        for rank, hit in enumerate(result.hits, 1)
     ]
-    return {"query": found.query.name, "hits": hits, **({"problem": found.problem} if found.problem else {})}
+    return {"query": result.query.name, "hits": hits, **({"problem": result.problem} if result.problem else {})}

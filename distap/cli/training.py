@@ -30,22 +30,26 @@ def train_command(
 
 def report_command(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run; several are compared.")
+        list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run; several runs are compared.")
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write report.html and summary.json to; by default the run's, or that around the runs."
+            help="Folder to write report.html and summary.json to; by default the run's, or the one around all runs."
         ),
     ] = None,
     before: Annotated[
         Path | None,
-        typer.Option(help="With one run: what `distap eval --output` wrote before it, instead of its own."),
+        typer.Option(
+            help="Evaluation before the training, a folder of `distap eval --output`; by default the run's own."
+        ),
     ] = None,
-    after: Annotated[Path | None, typer.Option(help="The same after it.")] = None,
+    after: Annotated[
+        Path | None, typer.Option(help="Evaluation after the training; by default the run's own.")
+    ] = None,
 ) -> None:
-    """Write a page on one run or on several side by side: curves, time, figures, neighbours, hardest queries."""
-    from distap.pages.run_report import report
+    """Write a page on a run, or on several side by side: curves, time, figures, neighbours, hardest queries."""
+    from distap.pages.report import report
     from distap.telemetry.terminal import console, figures_table
 
     page, summary = report(runs, output, before, after)

@@ -1,128 +1,155 @@
-"""Contact sheets: queries with what was retrieved for them, right and wrong framed."""
+"""Choose the queries and classes that a report shows in pictures, with what was retrieved for them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from distap.pages.markup import note, picture
+import numpy as np
+from numpy.typing import NDArray
+
+from distap.evaluation.saved import Retrieved
+from distap.randomness import permutation
+
+RANDOM, HARDEST, MOVED, CONFUSED, HITS = 10, 8, 4, 12, 10
+FRAMES = "Best first: images of the query's class have a green frame (✓), others a dashed red one (✗)."
 
 
-@dataclass(frozen=True)
-class Picture:
-    """An image of the data set: its JPEG thumbnail, or none where it could not be read."""
+class Picture(NamedTuple):
+    """An image of the data set."""
 
     key: str
     label: str  # name of its class
-    jpeg: bytes | None
+    jpeg: bytes | None  # its thumbnail; None if it cannot be read
+    right: bool = False  # of the query's class
 
 
-@dataclass(frozen=True)
-class Hit:
-    """One retrieved image, and whether it is of the query's class."""
-
-    picture: Picture
-    right: bool
-
-
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What one network retrieved for a query, best first."""
 
     name: str  # of the network, such as "before"
     average_precision: float
-    first_positive: int  # rank from 1 of the best hit that is right
-    hits: list[Hit]
+    first_positive: int  # rank, from 1, of the first hit of the query's class
+    hits: list[Picture]
 
 
-@dataclass(frozen=True)
-class Example:
-    """A query and its answers."""
+class Example(NamedTuple):
+    """A query and the answer of each network."""
 
     query: Picture
     answers: list[Answer]
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """Queries that were chosen for a reason."""
+class Sheet(NamedTuple):
+    """Queries that were chosen for one reason."""
 
     title: str
     about: str
     examples: list[Example]
 
 
-@dataclass(frozen=True)
-class Confusion:
-    """Queries of one class whose nearest image is of another, with one of them for an example."""
+class Confusion(NamedTuple):
+    """Queries of one class whose nearest image is of another class."""
 
-    query: Picture
+    query: Picture  # one of them
     found: Picture
-    counts: dict[str, int]  # by each network
+    counts: dict[str, int]  # by network
     queries: int  # of the class
 
 
-def sheet(of: Sheet) -> str:
-    """A section of the page."""
-    if not of.examples:
-        return ""
-    return f"<h2>{escape(of.title)}</h2>\n{note(of.about)}" + "".join(_example(example) for example in of.examples)
-
-
-def confusions(pairs: Sequence[Confusion], name: str) -> str:
-    """A section on the classes that are taken for each other.
+class ContactSheets:
+    """Chooses from what several networks retrieved from one data set.
 
     Args:
-        pairs: most frequent first.
-        name: of the network by which they were chosen.
+        retrieved: by the network's name; the last one decides what is hard and what is confused.
+        thumbnail: the JPEG of an image by its number in the data set, or None.
     """
-    if not pairs:
-        return ""
-    about = f"Queries whose nearest image is of another class, counted by the two classes; most frequent: {name}."
-    return (
-        f'<h2>Most confused classes</h2>\n{note(about)}<div class="pairs">'
-        f"{''.join(_confusion(pair) for pair in pairs)}</div>\n"
-    )
+
+    def __init__(self, retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> None:
+        self._retrieved, self._thumbnail = retrieved, thumbnail
+        self._first, self._last = next(iter(retrieved)), next(reversed(retrieved))
+        queries = [each.sample[each.first_positive > 0] for each in retrieved.values()]
+        common = queries[0]
+        for other in queries[1:]:
+            common = np.intersect1d(common, other)
+        self._queries = common  # numbers in the data set
+
+    def sheets(self) -> list[Sheet]:
+        """Queries drawn at random, those with the lowest AP, and those whose AP changed most."""
+        if not len(self._queries):
+            return []
+        drawn = permutation(len(self._queries), 0)[:RANDOM]
+        last = self._precision(self._last)
+        sheets = [
+            self._sheet("Neighbours of some queries", f"Drawn at random, not selected. {FRAMES}", drawn),
+            self._sheet(
+                "Hardest queries",
+                f"The queries with the lowest AP ({self._last}). {FRAMES}",
+                np.argsort(last, kind="stable")[:HARDEST],
+            ),
+        ]
+        if len(self._retrieved) > 1:
+            gain = last - self._precision(self._first)
+            order = np.argsort(-gain, kind="stable")
+            best, worst = order[:MOVED], order[::-1][:MOVED]
+            span = f"from {self._first} to {self._last}"
+            share = f"By AP. {(gain > 0).sum():,} of {len(gain):,} queries gained, {(gain < 0).sum():,} lost."
+            sheets += [
+                self._sheet(f"Greatest gains {span}", share, best[gain[best] > 0]),
+                self._sheet(f"Greatest losses {span}", "By AP.", worst[gain[worst] < 0]),
+            ]
+        return [sheet for sheet in sheets if sheet.examples]
+
+    def confusions(self) -> list[Confusion]:
+        """The pairs of classes that the last network takes for each other most often."""
+        retrieved = self._retrieved[self._last]
+        mistakes = {name: _mistakes(each) for name, each in self._retrieved.items()}
+        by_network = {name: Counter(pair for _, pair in rows) for name, rows in mistakes.items()}
+        example = {pair: row for row, pair in reversed(mistakes[self._last])}
+        pairs = by_network[self._last]
+        sizes = np.bincount(retrieved.label[retrieved.first_positive > 0], minlength=len(retrieved.class_name))
+        frequent = sorted(pairs, key=lambda pair: (-pairs[pair], -pairs[pair] / sizes[pair[0]], pair))[:CONFUSED]
+        return [
+            Confusion(
+                self._picture(retrieved, example[pair]),
+                self._picture(retrieved, int(retrieved.neighbours[example[pair], 0])),
+                {name: counts[pair] for name, counts in by_network.items()},
+                int(sizes[pair[0]]),
+            )
+            for pair in frequent
+        ]
+
+    def _precision(self, name: str) -> NDArray[np.float64]:
+        """(Q,) AP of the common queries."""
+        retrieved = self._retrieved[name]
+        rows = np.searchsorted(retrieved.sample, self._queries)
+        precision: NDArray[np.float64] = retrieved.average_precision[rows]
+        return precision
+
+    def _sheet(self, title: str, about: str, chosen: Iterable[int]) -> Sheet:
+        return Sheet(title, about, [self._example(int(self._queries[number])) for number in chosen])
+
+    def _example(self, sample: int) -> Example:
+        answers = []
+        for name, retrieved in self._retrieved.items():
+            row = int(np.searchsorted(retrieved.sample, sample))
+            query = self._picture(retrieved, row)
+            hits = [
+                self._picture(retrieved, hit)._replace(right=bool(retrieved.label[hit] == retrieved.label[row]))
+                for hit in retrieved.neighbours[row, :HITS].tolist()
+            ]
+            precision, first = float(retrieved.average_precision[row]), int(retrieved.first_positive[row])
+            answers.append(Answer(name, precision, first, hits))
+        return Example(query, answers)
+
+    def _picture(self, retrieved: Retrieved, row: int) -> Picture:
+        jpeg = self._thumbnail(int(retrieved.sample[row]))
+        return Picture(str(retrieved.key[row]), retrieved.class_of(row), jpeg)
 
 
-def _confusion(pair: Confusion) -> str:
-    counts = ", ".join(f"{escape(name)} {count}" for name, count in pair.counts.items())
-    query = f'<div class="hit plain">{_picture(pair.query, "query")}</div>'
-    return (
-        f'<figure class="pair"><div class="hits two"><div>{query}</div>{_hit(Hit(pair.found, False))}</div>'
-        f"<figcaption><b>{escape(pair.query.label)}</b> taken for "
-        f"<b>{escape(pair.found.label)}</b>: {counts} of {pair.queries} queries</figcaption></figure>"
-    )
-
-
-def _example(example: Example) -> str:
-    return (
-        f'<div class="example"><div class="query">{_picture(example.query, "query")}'
-        f"<h3>{escape(example.query.label)}</h3></div>"
-        f"<div>{''.join(_answer(answer) for answer in example.answers)}</div></div>\n"
-    )
-
-
-def _answer(answer: Answer) -> str:
-    right = sum(hit.right for hit in answer.hits)
-    told = (
-        f"<b>{escape(answer.name)}</b>: {right} of {len(answer.hits)} right, AP {100 * answer.average_precision:.1f}%"
-        f", first right at rank {answer.first_positive:,}"
-    )
-    return (
-        f'<div class="row"><p class="note">{told}</p>'
-        f'<div class="hits">{"".join(_hit(hit) for hit in answer.hits)}</div></div>'
-    )
-
-
-def _hit(hit: Hit) -> str:
-    kind, mark = ("right", "✓") if hit.right else ("wrong", "✗")
-    shown = f'<div class="hit {kind}">{_picture(hit.picture, kind)}<span aria-hidden="true">{mark}</span></div>'
-    return f"<div>{shown}{'' if hit.right else _class_of(hit.picture)}</div>"
-
-
-def _class_of(of: Picture) -> str:
-    return f'<small title="{escape(of.label)}">{escape(of.label)}</small>'
-
-
-def _picture(of: Picture, role: str) -> str:
-    return picture(of.jpeg, f"{role}: {of.label}, {of.key}")
+def _mistakes(retrieved: Retrieved) -> list[tuple[int, tuple[int, int]]]:
+    """Rows of the queries whose nearest image is of another class, with the two classes."""
+    if not retrieved.neighbours.shape[1]:
+        return []
+    nearest = retrieved.label[retrieved.neighbours[:, 0]]
+    wrong = np.flatnonzero((retrieved.first_positive > 0) & (nearest != retrieved.label))
+    return [(row, (int(retrieved.label[row]), int(nearest[row]))) for row in wrong.tolist()]

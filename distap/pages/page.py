@@ -1,25 +1,43 @@
-"""A page: one HTML file that needs no network and runs no script."""
+"""Fill in the templates of pages."""
 
-from html import escape
+import base64
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distap.storage.atomic import write_whole
 
 
-def write_page(path: Path, title: str, body: str) -> None:
-    """Write the page, whole or not at all.
+def page_text(template: str, **values: Any) -> str:
+    """The HTML of a template; every value is escaped."""
+    return _TEMPLATES.get_template(template).render(values)
 
-    Args:
-        path: of the HTML file; its folder is made.
-        title: heading of the page, as plain text.
-        body: HTML.
+
+def write_page(path: Path, template: str, **values: Any) -> None:
+    """Write a page as one file, which needs no network and runs no script. Its folder is created.
+
+    Raises:
+        UnwritableError: the file cannot be written; an earlier one is still there then.
     """
-    style = files("distap.telemetry").joinpath("report.css").read_text(encoding="utf-8")
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{body}</body></html>\n"
-    )
-    write_whole(path, page)
+    write_whole(path, page_text(template, **values))
+
+
+def page_asset(name: str) -> bytes:
+    """A file of templates/ as it is, such as the stylesheet."""
+    return files("distap.pages").joinpath("templates", name).read_bytes()
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None or share != share else f"{100 * share:.1f}"
+
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("distap.pages"),
+    autoescape=True,
+    undefined=StrictUndefined,  # a misspelt name is an error, not a gap in the page
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {"percent": _percent, "base64": lambda data: base64.b64encode(data).decode()}

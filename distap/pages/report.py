@@ -1,69 +1,132 @@
-"""The report page of a run, or of several side by side."""
+"""Write report.html and summary.json of a run, or of several side by side."""
 
+import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
+from typing import Any
 
-from distap.pages.contact_sheets import Confusion, Sheet, confusions, sheet
-from distap.pages.markup import definitions, note, table
+import numpy as np
+
+from distap.data.images.decoding import MAX_PIXELS
+from distap.data.images.thumbnails import Thumbnails
+from distap.data.loading.reading import Reader
+from distap.data.shards.index import load_index
+from distap.errors import DistapError
+from distap.evaluation.saved import SavedEvaluation
+from distap.pages.charts import MOST_POINTS
+from distap.pages.contact_sheets import ContactSheets
 from distap.pages.page import write_page
-from distap.pages.run_curves import RunLines, curves, seconds
-from distap.pages.scores import Scores, figures_table, lowest_classes, precision_over_recall
+from distap.pages.run_charts import precision_charts, seconds_chart, stage_seconds, training_charts
+from distap.pages.runs import Run, differing_settings, read_run, run_names
+from distap.storage.atomic import write_whole
+from distap.storage.locations import parse_source
+from distap.storage.remotes import RemoteSettings
+
+PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
+THUMBNAIL = 112  # pixels
+LOWEST = 12  # classes
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a report page tells, in its order."""
+def report(
+    folders: Sequence[Path], output: Path | None = None, before: Path | None = None, after: Path | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """Write the report page of a run, or of several side by side, and a summary as JSON.
 
-    title: str
-    runs: Sequence[RunLines]
-    facts: dict[str, list[str]]  # a value a run
-    settings: dict[str, list[str]] = field(default_factory=dict)  # recipe keys in which the runs differ
-    scores: Sequence[Scores] = ()  # what gained, last
-    sheets: Sequence[Sheet] = ()
-    confused: Sequence[Confusion] = ()  # by the network of the last scores
-    notes: Sequence[str] = ()  # what is missing, and why
-
-
-def write_report(path: Path, report: Report) -> None:
-    """Write the page, whole or not at all.
-
+    Args:
+        folders: of the trainings.
+        output: folder to write to; by default the run's, or the one that holds all of the runs.
+        before, after: with one run: folders that `distap eval --output` wrote for the network before and after the
+            training, to use instead of the run's own first and newest evaluation.
+    Returns:
+        The page's path, and the summary: of the one run, or of each by its name.
     Raises:
-        UnwritableError: it cannot be written.
+        DistapError: a folder lacks its files, or the two evaluations of a run are of different data.
     """
-    several = len(report.runs) > 1
-    title, gain = ("The runs side by side", "difference") if several else ("Figures", "gain")
-    sections = [
-        _facts(report),
-        "".join(note(text) for text in report.notes),
-        _settings(report) if several else "",
-        figures_table(report.scores, title, gain),
-        curves(report.runs),
-        seconds(report.runs),
-        precision_over_recall(report.scores),
-        *(sheet(each) for each in report.sheets),
-        confusions(report.confused, report.scores[-1].name if report.scores else ""),
-        lowest_classes(report.scores, gain),
+    several = len(folders) > 1
+    if several and (before or after):
+        raise DistapError("--before and --after are for one run: name one RUN, or leave them out")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise DistapError("a run is named twice: there is nothing to compare")
+    if several:
+        runs = [read_run(folder, name=name) for folder, name in zip(folders, run_names(folders), strict=True)]
+        evaluations = {run.name: run.after for run in runs if run.after}
+        output = output or Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    else:
+        runs = [read_run(folders[0], before, after)]
+        evaluations = _before_and_after(runs[0])
+        output = output or folders[0]
+    retrieved = {name: each.retrieved() for name, each in evaluations.items()}
+    seconds = stage_seconds(runs)
+    notes = _missing(runs)
+    sheets, confusions = [], []
+    try:
+        if evaluations:
+            thumbnails = _thumbnails(list(evaluations.values()), runs[-1].recipe)
+            chosen = ContactSheets(retrieved, thumbnails.jpeg)
+            sheets, confusions = chosen.sheets(), chosen.confusions()
+    except DistapError as error:
+        notes.append(f"This page has no pictures: {error}")
+    write_page(
+        output / PAGE_FILE,
+        "report.html",
+        title=f"distap: {' and '.join(run.name for run in runs)}",
+        runs=runs,
+        notes=notes,
+        settings=differing_settings(runs),
+        evaluations=evaluations,
+        training=training_charts(runs) if seconds else {},
+        thinned=max(len(run.steps) for run in runs) if any(len(run.steps) > MOST_POINTS for run in runs) else 0,
+        seconds=seconds,
+        seconds_chart=None if several or not seconds else seconds_chart(runs[0], list(seconds[runs[0].name])),
+        precision=precision_charts(evaluations, retrieved),
+        sheets=sheets,
+        confusions=confusions,
+        lowest=_lowest_classes(list(evaluations.values())),
+    )
+    summaries = {run.name: run.summary() for run in runs}
+    summary: dict[str, Any] = {"runs": summaries} if several else summaries[runs[0].name]
+    write_whole(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    return output / PAGE_FILE, summary
+
+
+def _before_and_after(run: Run) -> dict[str, SavedEvaluation]:
+    if run.before and run.after and run.before.fingerprint != run.after.fingerprint:
+        raise DistapError(
+            f"{run.before.folder} and {run.after.folder} are evaluations of different data: they cannot be compared"
+        )
+    return run.evaluations()
+
+
+def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) -> Thumbnails:
+    """Thumbnails of the images that were evaluated; the recipe says how a remote data set is reached."""
+    evaluation, data = evaluations[0], recipe["data"]
+    if len({each.fingerprint for each in evaluations}) > 1:
+        raise DistapError("the runs were evaluated on different data")
+    kept = data.get("validation_index") if evaluation.data == data.get("validation") else None
+    remote = RemoteSettings(**data.get("remote", {}))
+    source = parse_source(evaluation.data, kept and Path(kept))
+    index = load_index(source, remote)
+    if index.fingerprint != evaluation.fingerprint:
+        raise DistapError(f"{source}: the data set has changed since it was evaluated in {evaluation.folder}")
+    reader = Reader(source, index, data.get("max_pixels", MAX_PIXELS), remote=remote)
+    return Thumbnails(reader, np.arange(len(index)), THUMBNAIL)
+
+
+def _lowest_classes(evaluations: Sequence[SavedEvaluation]) -> list[str]:
+    """The classes with the lowest mAP by the last network."""
+    classes = evaluations[-1].classes if evaluations else {}
+    return sorted(classes, key=lambda name: (classes[name].get("mAP", 1.0), name))[:LOWEST]
+
+
+def _missing(runs: Sequence[Run]) -> list[str]:
+    """Notes on what the page cannot show, and how to get it."""
+    notes = [
+        f"{run.name}: the run kept no evaluation, so this page cannot show what it retrieves; set evaluation.every "
+        "in the recipe, or give the folder that `distap eval --output` wrote as --after."
+        for run in runs
+        if run.after is None
     ]
-    write_page(path, report.title, "".join(sections))
-
-
-def _facts(report: Report) -> str:
-    if len(report.runs) == 1:
-        return definitions({name: values[0] for name, values in report.facts.items()})
-    return _columns("", report.facts, report.runs)
-
-
-def _settings(report: Report) -> str:
-    if not report.settings:
-        return "<h2>Recipes</h2>\n" + note("The recipes are the same, but for the run's folder.")
-    about = note("Only keys whose values differ, as the runs were trained.")
-    return f"<h2>Where the recipes differ</h2>\n{about}{_columns('key', report.settings, report.runs)}"
-
-
-def _columns(heading: str, rows: dict[str, list[str]], runs: Sequence[RunLines]) -> str:
-    # Long keys break where they are joined.
-    names = {name: escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>") for name in rows}
-    cells = [[names[name], *map(escape, values)] for name, values in rows.items()]
-    return table([heading, *(run.name for run in runs)], cells).replace("<table>", '<table class="texts">', 1)
+    if len({json.dumps(run.recipe["loss"], sort_keys=True) for run in runs}) > 1:
+        notes.append("The runs have different losses, whose values cannot be compared; mAP can.")
+    return notes

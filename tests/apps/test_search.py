@@ -8,7 +8,8 @@ import pytest
 from commands import distap
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
 
-from distap.apps.search import open_pictures, open_searcher, queries_from
+from distap.apps.search.queries import queries_from
+from distap.apps.search.searcher import open_searcher, open_thumbnails
 from distap.data.images.image_sets import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
@@ -106,22 +107,22 @@ def test_queries_are_files_folders_and_keys(tmp_path, gallery, searcher, monkeyp
             queries_from([text], searcher.index)
 
 
-def test_pictures_are_those_of_the_rows(gallery, searcher):
-    pictures = open_pictures(searcher.index)
-    assert pictures.missing == 0
-    first = pictures.thumbnail(0)
-    assert first.startswith(b"\xff\xd8") and first != pictures.thumbnail(1)
-    assert pictures.thumbnail(-1) is None and pictures.thumbnail(40) is None
+def test_thumbnails_are_those_of_the_rows(gallery, searcher, caplog):
+    thumbnails = open_thumbnails(searcher.index)
+    first = thumbnails.jpeg(0)
+    assert first.startswith(b"\xff\xd8") and first != thumbnails.jpeg(1)
+    assert thumbnails.jpeg(-1) is None and thumbnails.jpeg(40) is None
+    assert not caplog.text
 
 
 def test_a_data_set_that_moved_is_named_and_missing_pictures_are_told(tmp_path, gallery, searcher, caplog):
-    assert open_pictures(searcher.index, str(tmp_path / "nothing")).thumbnail(0) is None
+    assert open_thumbnails(searcher.index, str(tmp_path / "nothing")).jpeg(0) is None
     assert "shown without pictures" in caplog.text and "--images" in caplog.text
     shutil.copytree(gallery.shards, tmp_path / "moved")
-    assert open_pictures(searcher.index, str(tmp_path / "moved")).thumbnail(0)
+    assert open_thumbnails(searcher.index, str(tmp_path / "moved")).jpeg(0)
     caplog.clear()
-    pictures = open_pictures(searcher.index, str(gallery.images))
-    assert pictures.missing == 40 and "no image for 40 of the 40 keys" in caplog.text
+    assert open_thumbnails(searcher.index, str(gallery.images)).jpeg(0) is None
+    assert "no image for 40 of the 40 keys" in caplog.text
 
 
 def test_the_command_prints_hits_as_json(tmp_path, gallery, searcher, monkeypatch, capsys):
@@ -152,7 +153,7 @@ def test_the_command_prints_a_table_and_writes_a_page_with_pictures(tmp_path, ga
     assert len(re.findall(r'src="data:image/jpeg;base64,', text)) == 41  # 40 hits and the query that can be read
     assert "&lt;i&gt;apple" in text and "<i>apple" not in text and "<b>.png" not in text
     assert "truncated" in text and "http" not in text.split("</style>")[1]
-    assert base64.b64encode(open_pictures(searcher.index).thumbnail(0)).decode() in text
+    assert base64.b64encode(open_thumbnails(searcher.index).jpeg(0)).decode() in text
 
 
 def test_a_page_of_hits_looks_right_in_a_browser(tmp_path, gallery, searcher, browser, monkeypatch):

@@ -1,21 +1,29 @@
+import json
 import re
+import shutil
 from html.parser import HTMLParser
-from importlib.resources import files
+from itertools import pairwise
 
 import pytest
+from browser import DESKTOP, PHONE
+from images import damage
+from run_folders import ODD, oddly_named_shards, retrieved, step, write_retrieved, write_run
+from small_trainings import recipe
 
-from distap.pages.charts import Series, line_chart, stacked_bars, stacked_rows, thinned, ticks
-from distap.pages.contact_sheets import Answer, Confusion, Example, Hit, Picture, Sheet
-from distap.pages.report import Report, write_report
-from distap.pages.run_curves import RunLines
-from distap.pages.scores import Scores, precision_over_recall
+from distap.data.shards.index import load_index
+from distap.errors import DistapError
+from distap.evaluation.saved import folder_of_step, saved_steps
+from distap.pages.page import page_asset
+from distap.pages.report import report
+from distap.pages.runs import differing_settings, read_run, run_names
+from distap.trainer import Trainer
+from distap.world import World
 
-FIGURES = {"mAP": 0.25, "mAP@R": 0.19, "R@1": 0.43, "R@5": 0.65, "R@10": 0.73}
 VOID = {"meta", "img", "wbr"}
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, and gathers what is of interest."""
+    """Checks that tags close in order, and collects classes and references."""
 
     def __init__(self, text):
         super().__init__()
@@ -37,203 +45,308 @@ class Page(HTMLParser):
         self.classes.append(dict(attrs).get("class"))
 
 
-def step(number, **changes):
-    seconds = {"data_wait": 0.1, "describe": 2.0, "gather": 0.1, "rank": 0.2, "replay": 6.0, "reduce": 0.1}
-    return {
-        "step": number,
-        "loss": 1 / number,
-        "batch_mAP": 1 - 1 / number,
-        "learning_rate": 1e-4,
-        "images_per_second": 120.0,
-        "gradient_norm": 0.5,
-        "replay_drift": 0.0,
-        "seconds": {**seconds, "optimizer": 0.02, "other": 0.03, "step": 8.55, "network": 7.9},
-        **changes,
-    }
-
-
-def lines(name="run", steps=24, **changes):
-    validations = [{"step": 0, "validation": FIGURES}, {"step": steps, "validation": {"mAP": 0.5}}]
-    return RunLines(name, [step(n, **changes) for n in range(1, steps + 1)], validations)
-
-
-def scores(name, gain=0.0):
-    figures = {figure: value + gain for figure, value in FIGURES.items()}
-    classes = {c: {"queries": 4, "mAP": n / 20 + gain} for n, c in enumerate("abcdefghijklmn")}
-    return Scores(name, figures, [1 - r / 101 + gain for r in range(101)], [0.1, 0.5 + gain, 1.0], classes)
-
-
-def picture(key="k", label="cat", jpeg=b"jpeg"):
-    return Picture(key, label, jpeg)
-
-
-def answer(name, *right):
-    return Answer(name, 0.5, 1, [Hit(picture(), each) for each in right])
-
-
-def page(tmp_path, **changes):
-    settings = {
-        "title": "run",
-        "runs": [lines()],
-        "facts": {"network": ["resnet"]},
-        "scores": [scores("before"), scores("after", 0.1)],
-    }
-    write_report(tmp_path / "report.html", Report(**{**settings, **changes}))
-    return (tmp_path / "report.html").read_text()
-
-
-def sheets(*answers):
-    return [Sheet("Some", "Drawn at random.", [Example(picture("q"), list(answers))])]
-
-
-def test_the_page_is_whole_and_needs_no_network(tmp_path):
-    text = page(tmp_path, sheets=sheets(answer("before", True, False), answer("after", True)))
-    parsed = Page(text)
-    assert parsed.references and all(reference.startswith("data:image/jpeg") for reference in parsed.references)
-    assert "http" not in text.replace("http-equiv", "")
-    assert "<script" not in text
-
-
-def test_before_and_after_stand_side_by_side(tmp_path):
-    text = page(tmp_path)
-    assert '<th scope="row">mAP@R</th><td>19.0</td><td>29.0</td><td><span class="gain">+10.0</span></td>' in text
-    assert "7.6% of a step is outside the network" in text
-
-
-def test_right_hits_are_framed_and_marked_apart_from_wrong_ones(tmp_path):
-    text = page(tmp_path, sheets=sheets(answer("before", False, False), answer("after", True, False)))
-    classes = Page(text).classes
-    assert (classes.count("hit right"), classes.count("hit wrong")) == (1, 3)
-    assert (text.count(">✓<"), text.count(">✗<")) == (1, 3)
-    assert "<b>before</b>: 0 of 2 right" in text
-    assert "<b>after</b>: 1 of 2 right" in text
-
-
-def test_an_image_that_cannot_be_read_leaves_its_place(tmp_path):
-    text = page(tmp_path, sheets=[Sheet("", "", [Example(picture("q", jpeg=None), [answer("after", True)])])])
+def text_of(*folders, **options):
+    text = report(folders, **options)[0].read_text()
     Page(text)
-    assert 'aria-label="query: cat, q, not readable"' in text
+    return text
 
 
-def test_names_are_escaped(tmp_path):
-    name = '<b>&"'
-    shown = picture(name, name)
-    text = page(
-        tmp_path,
-        title=name,
-        runs=[lines(name), lines("b")],
-        facts={name: [name, name]},
-        settings={name: [name, name]},
-        scores=[Scores(name, {name: 0.5}, [0.5] * 101, [0.5], {name: {"queries": 3, "mAP": 0.5}})],
-        sheets=[Sheet(name, name, [Example(shown, [Answer(name, 0.5, 1, [Hit(shown, False)])])])],
-        confused=[Confusion(shown, shown, {name: 1}, 2)],
-        notes=[name],
+def add_evaluations(run, shards, steps=(0, 24)):
+    index = load_index(shards)
+    for seed, number in enumerate(steps):
+        about = {"data": str(shards), "fingerprint": index.fingerprint}
+        write_retrieved(run, number, retrieved(seed, index), **about)
+    return run
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Two runs with evaluations of images with odd names; not to be written to."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    shards = oddly_named_shards(folder)
+    for name, seed in ((f"{ODD}a", 1), ("b", 2)):
+        add_evaluations(write_run(folder / name, seed=seed, optimizer={"learning_rate": seed}), shards)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, evaluated):
+    """A copy of the first run, to change."""
+    return shutil.copytree(evaluated / f"{ODD}a", tmp_path / "copy" / "a")
+
+
+@pytest.fixture(scope="module")
+def page(evaluated, tmp_path_factory):
+    """The first run's page."""
+    return text_of(evaluated / f"{ODD}a", output=tmp_path_factory.mktemp("page"))
+
+
+def test_the_page_needs_no_network_and_runs_no_script(page):
+    assert all(reference.startswith("data:image/jpeg") for reference in Page(page).references)
+    assert "http" not in page and "<script" not in page
+
+
+def test_names_are_escaped(page):
+    assert ODD not in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_before_and_after_stand_side_by_side(page):
+    assert '<th scope="row">mAP@R</th><td>19.0</td><td>29.0</td><td><span class="gain">+10.0</span></td>' in page
+    assert "7.6% of a step is outside the network" in page
+
+
+def test_right_hits_are_framed_and_marked_apart_from_wrong_ones(page):
+    sheets = page[page.index("Neighbours of some queries") : page.index("Most confused")]
+    classes = Page(sheets[sheets.index("</h2>") + 5 : sheets.rindex("<h2>")]).classes
+    assert classes.count("hit right") == sheets.count(">✓<") > 50
+    assert classes.count("hit wrong") == sheets.count(">✗<") > 200
+    assert re.search(r"<b>before</b>: \d of 6 right, AP \d+.0%, first right at rank [123]<", sheets)
+
+
+def test_the_classes_with_the_lowest_map_come_in_order(page):
+    section = page[page.index("Classes with the lowest mAP") :]
+    assert re.findall(r'<th scope="row">(\w)</th>', section) == list("abcdefghijkl")
+
+
+def test_the_curve_of_queries_falls_from_all_to_those_that_are_perfect(page):
+    section = page[page.index("Precision and recall") :]
+    assert re.findall(r"<h3>(.*?)</h3>", section)[:2] == ["Precision over recall", "Queries that reach an AP"]
+    heights = [float(point.split(",")[1]) for point in re.findall(r'points="(.*?)"', section)[3].split()]
+    assert len(heights) == 101
+    assert heights == sorted(heights)
+    assert 3 <= len(set(heights)) <= 11
+
+
+@pytest.mark.parametrize(
+    "shown", [{"size": DESKTOP}, {"size": PHONE}, {"size": DESKTOP, "dark": True}], ids=["desktop", "phone", "dark"]
+)
+@pytest.mark.parametrize("names", [["b"], [f"{ODD}a", "b"]], ids=["one run", "two runs"])
+def test_a_browser_shows_the_page_without_complaint_and_without_scrolling_sideways(
+    tmp_path, evaluated, browser, names, shown
+):
+    path, _ = report([evaluated / name for name in names], tmp_path)
+    browser.open(path, **shown)
+    assert browser.errors() == []
+    assert browser.sideways() <= 0
+    assert browser.broken_pictures() == []
+    assert browser.requests() == []
+    ask = browser.driver.execute_script
+    assert ask("return document.images.length") > 100
+    assert ask("return [...document.images].every(each => each.alt.trim())")
+    assert ask("return [...document.querySelectorAll('svg[role=img]')].every(each => each.ariaLabel.trim())")
+    levels = ask("return [...document.querySelectorAll('h1, h2, h3')].map(each => Number(each.tagName[1]))")
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    # Nothing is cut off: what does not fit scrolls within its own box, which the keyboard reaches.
+    assert (
+        ask("""return [...document.querySelectorAll('body *')].filter(each => each.scrollWidth > each.clientWidth + 1
+        && getComputedStyle(each).overflowX == 'auto' && each.tabIndex != 0).length""")
+        == 0
     )
-    Page(text)
-    assert name not in text
-    assert "&lt;b&gt;&amp;" in text
+    assert (
+        ask(
+            "return [...document.querySelectorAll('svg text')].filter(each => {"
+            "const own = each.getBoundingClientRect(), all = each.ownerSVGElement.getBoundingClientRect();"
+            "return own.left < all.left - 1 || own.right > all.right + 1 }).map(each => each.textContent)"
+        )
+        == []
+    )
 
 
-def test_a_run_without_steps_says_so(tmp_path):
-    text = page(tmp_path, runs=[RunLines("run", [], [])], scores=[])
-    Page(text)
-    assert "no training step has been logged" in text
+def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
+    settings = {"data__validation": str(training_shards[1]), "evaluation": {"every": 1}, "steps": 2}
+    Trainer(recipe(tmp_path / "run", training_shards, **settings), World()).train()
+    path, summary = report([tmp_path / "run"])
+    assert path == tmp_path / "run" / "report.html"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    validations = [line["validation"] for line in lines if "validation" in line]
+    for when, figures in (("before", validations[0]), ("after", validations[-1])):
+        assert summary[when] == {name: figures[name] for name in ("mAP", "mAP@R", "R@1")}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    headings = re.findall("<h2>(.*?)</h2>", path.read_text())
+    assert headings[:5] == ["Figures", "Training", "Where the time goes", "Precision and recall", headings[4]]
+    assert {"Neighbours of some queries", "Hardest queries", "Classes with the lowest mAP"} <= set(headings)
 
 
-@pytest.mark.parametrize("lost", [None, float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_broken_chart(tmp_path, lost):
-    steps = [step(n, loss=lost if n == 5 else 0.5, gradient_norm=lost) for n in range(1, 10)]
-    text = page(tmp_path, runs=[RunLines("run", steps, [])])
-    Page(text)
-    assert "nan" not in text.lower().replace("nano", "")
-    assert "inf," not in text
-
-
-def test_a_hundred_thousand_steps_make_a_small_page(tmp_path):
-    assert len(page(tmp_path, runs=[lines(steps=100_000)])) < 1_000_000
-
-
-def test_lines_of_several_runs_differ_in_more_than_their_colour(tmp_path):
-    text = page(tmp_path, runs=[lines("one"), lines("other")], facts={"network": ["a", "b"]})
+def test_several_runs_stand_side_by_side_with_the_settings_in_which_they_differ(tmp_path, evaluated, run):
+    other = shutil.copytree(evaluated / "b", tmp_path / "copy" / "b")
+    path, summary = report([run, other])
+    assert path == tmp_path / "copy" / "report.html"
+    assert list(summary["runs"]) == ["a", "b"]
+    text = path.read_text()
+    assert '<th scope="row">optimizer.<wbr>learning_<wbr>rate</th><td>1</td><td>2</td>' in text
+    assert '<th scope="row">mAP</th><td>35.0</td><td>35.0</td>' in text
+    assert "<b>a</b>: " in text and "<b>b</b>: " in text
+    assert '<th scope="row">replay</th><td>6.000 (70.2%)</td><td>6.000 (70.2%)</td>' in text
+    assert "a: 7.6% of a step is outside the network" in text
     loss = text[text.index("Loss of the global batch") :].split("</figure>")[0]
-    # In the chart and in its legend.
+    # In the chart and in its legend, lines differ in more than their colour.
     assert re.findall(r'class="(line .*?)"', loss) == ["line s0 d0", "line s1 d1"] * 2
-    assert "stroke-dasharray" in text
+
+
+def test_recipes_that_are_the_same_are_said_to_be(tmp_path):
+    text = text_of(write_run(tmp_path / "one"), write_run(tmp_path / "other"))
+    assert "The recipes are the same" in text
 
 
 def test_a_run_looks_the_same_in_every_chart_though_another_was_not_evaluated(tmp_path):
-    runs = [RunLines("one", lines().steps, []), lines("other"), RunLines("third", [], [])]
-    text = page(tmp_path, runs=runs, facts={"network": ["a", "b", "c"]})
+    runs = [write_run(tmp_path / "one", validated=False), write_run(tmp_path / "other")]
+    text = text_of(*runs, write_run(tmp_path / "third", [], validated=False))
     for title, drawn in (("mAP of the validation set", {"1"}), ("Loss of the global batch", {"0", "1"})):
         chart = text[text.index(f"<h3>{title}") :].split("</figure>")[0]
         assert set(re.findall(r'<polyline class="line s(\d) d\d" points="\d', chart)) == drawn
         assert re.findall(r"</svg>(\w+)</span>", chart) == ["one", "other", "third"]
 
 
-def test_stages_of_several_runs_stand_side_by_side(tmp_path):
-    text = page(tmp_path, runs=[lines("one"), lines("other", steps=3)], facts={"network": ["a", "b"]})
-    assert '<th scope="row">replay</th><td>6.000 (70.2%)</td><td>6.000 (70.2%)</td>' in text
-    assert "one: 7.6% of a step is outside the network" in text
+def test_a_run_without_steps_says_so(tmp_path):
+    assert "no training step has been logged" in text_of(write_run(tmp_path / "run", [], validated=False))
 
 
-def test_recipes_that_are_the_same_are_said_to_be(tmp_path):
-    both = {"runs": [lines("one"), lines("other")], "facts": {"network": ["a", "a"]}}
-    assert "The recipes are the same" in page(tmp_path, **both)
-    text = page(tmp_path, **both, settings={"loss.bins": ["10", "20"]})
-    assert '<th scope="row">loss.<wbr>bins</th><td>10</td><td>20</td>' in text
-
-
-def test_the_classes_with_the_lowest_map_come_in_order(tmp_path):
-    text = page(tmp_path)
-    section = text[text.index("Classes with the lowest mAP") :]
-    assert re.findall(r'<th scope="row">(\w)</th>', section) == list("abcdefghijkl")
-
-
-def test_the_curve_of_queries_falls_from_all_to_those_that_are_perfect(tmp_path):
-    chart = precision_over_recall([scores("after")])
-    assert re.findall(r"<h3>(.*?)</h3>", chart) == ["Precision over recall", "Queries that reach an AP"]
-    heights = [float(point.split(",")[1]) for point in re.findall(r'points="(.*?)"', chart)[1].split()]
-    assert len(heights) == 101
-    assert heights == sorted(heights)
-    assert len(set(heights)) == 3
-
-
-def test_thinning_keeps_the_mean():
-    points = [(float(n), float(n % 7)) for n in range(10_000)]
-    few = thinned(points, 100)
-    assert len(few) == 100
-    assert sum(y for _, y in few) / 100 == pytest.approx(sum(y for _, y in points) / 10_000, rel=1e-3)
-
-
-def test_ticks_are_round_and_inside():
-    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(0.31, 0.69) == pytest.approx([0.4, 0.5, 0.6])
-    assert ticks(0, 3e-4) == pytest.approx([0, 1e-4, 2e-4, 3e-4])
-
-
-@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [5.0, 5.0]])
-def test_charts_of_equal_values_are_drawn(values):
-    points = [(float(x), y) for x, y in enumerate(values)]
-    assert "nan" not in line_chart([Series("a", points)], "a")
-    assert "<rect" in stacked_bars([x for x, _ in points], {"a": values}, "seconds")
-    assert "nan" not in stacked_rows({"run": {"a": values[0]}}, "seconds")
+@pytest.mark.parametrize("lost", [None, float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_broken_chart(tmp_path, lost):
+    steps = [step(n, loss=lost if n == 5 else 0.5, gradient_norm=lost) for n in range(1, 10)]
+    text = text_of(write_run(tmp_path / "run", steps))
+    assert "nan" not in text.lower()
+    assert "inf," not in text
 
 
 def test_a_loss_that_is_no_average_precision_draws_no_curve_of_it(tmp_path):
-    text = page(tmp_path, runs=[RunLines("run", [step(n, batch_mAP=None) for n in range(1, 5)], [])])
+    run = write_run(tmp_path / "run", [step(n, batch_mAP=None) for n in range(1, 5)], validated=False)
+    text = text_of(run)
     assert "Mean Average Precision" not in text
     assert "Loss of the global batch" in text
 
 
+def test_a_hundred_thousand_steps_make_a_small_page(tmp_path):
+    text = text_of(write_run(tmp_path / "run", 100_000))
+    assert len(text) < 1_000_000
+    assert "100,000 steps: each point is the mean of an interval" in text
+
+
+def change_evaluations(run, **changes):
+    for number in saved_steps(run):
+        path = folder_of_step(run, number) / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"data": "gone"}, "gone"), ({"fingerprint": "0" * 64}, "the data set has changed since it was evaluated")],
+)
+def test_without_the_data_set_a_note_stands_for_the_pictures(run, changes, message):
+    change_evaluations(run, **changes)
+    text = text_of(run)
+    assert message in text[text.index("This page has no pictures") :].splitlines()[0]
+    assert "<img" not in text
+    assert "Precision over recall" in text
+
+
+def test_a_damaged_image_leaves_its_place_in_the_sheet(tmp_path, evaluated, run):
+    shards = shutil.copytree(evaluated / "shards", tmp_path / "shards")
+    damage(shards, [0])
+    change_evaluations(run, data=str(shards))
+    text = text_of(run)
+    assert re.search('aria-label="query: [^"]*, not readable"', text) or "wrong: " in text
+    assert ">not readable</div>" in text
+    assert "data:image/jpeg" in text
+
+
+def test_a_run_without_evaluations_gives_its_curves_and_says_what_is_missing(run):
+    shutil.rmtree(run / "evaluations")
+    path, summary = report([run])
+    text = path.read_text()
+    assert "the run kept no evaluation" in text
+    assert "Loss of the global batch" in text
+    assert summary["before"] is None and summary["after"] is None
+    assert "<img" not in text
+
+
+def keep_lines(run, keep):
+    log = run / "metrics.jsonl"
+    lines = [line for line in log.read_text().splitlines() if keep(json.loads(line)["step"])]
+    log.write_text("\n".join(lines) + "\n")
+
+
+def test_evaluations_from_before_an_interruption_are_left_out(run):
+    keep_lines(run, lambda number: number < 24)
+    told = [each.step for each in (read_run(run).before, read_run(run).after) if each]
+    assert told == [0]
+
+
+def test_a_first_evaluation_in_the_middle_of_a_training_is_not_called_the_one_before_it(run):
+    keep_lines(run, lambda number: number > 0)
+    shutil.copytree(folder_of_step(run, 0), folder_of_step(run, 12))
+    path = folder_of_step(run, 12) / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 12}))
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 12, "validation": {"mAP": 0.3}, "seconds": {"evaluation": 1.0}}) + "\n")
+    told = read_run(run)
+    assert [line["step"] for line in told.validations] == [12, 24]
+    assert list(told.evaluations()) == ["step 12", "after"]
+
+
+def test_a_folder_with_another_recipe_is_refused(run):
+    (run / "recipe.yaml").write_text("steps: 3\n")
+    with pytest.raises(DistapError, match=r"recipe.yaml: not the recipe of a run: data, loss, model, sampling miss"):
+        read_run(run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"folders": ["b", f"{ODD}a"], "before": "b"}, "for one run"),
+        ({"folders": ["b", "b"]}, "named twice"),
+        ({"folders": ["shards"]}, "no such run log"),
+        ({"folders": ["b"], "after": "shards"}, "result.json: not readable"),
+    ],
+)
+def test_a_report_that_cannot_be_made_is_refused(tmp_path, evaluated, arguments, message):
+    paths = {name: evaluated / value for name, value in arguments.items() if name != "folders"}
+    with pytest.raises(DistapError, match=message):
+        report([evaluated / name for name in arguments["folders"]], tmp_path, **paths)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluations_of_different_data_are_not_compared(tmp_path, evaluated, run):
+    other = shutil.copytree(folder_of_step(run, 0), tmp_path / "other")
+    result = json.loads((other / "result.json").read_text())
+    (other / "result.json").write_text(json.dumps(result | {"fingerprint": "0" * 64}))
+    with pytest.raises(DistapError, match="evaluations of different data"):
+        report([run], before=other)
+    shutil.copy(other / "result.json", folder_of_step(run, 24) / "result.json")
+    text = text_of(run, evaluated / "b", output=tmp_path)
+    assert "the runs were evaluated on different data" in text
+    assert "<img" not in text
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["demo/a/train", "demo/b/train"], ["a", "b"]),
+        (["x", "x/y"], ["x", "x/y"]),
+        (["one/a", "other/b"], ["one/a", "other/b"]),
+    ],
+)
+def test_runs_are_named_by_the_part_of_their_paths_in_which_they_differ(tmp_path, folders, names):
+    assert run_names([tmp_path / folder for folder in folders]) == names
+
+
+def test_settings_that_only_one_run_has_differ(tmp_path):
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other", optimizer={"warmup": 0})]
+    assert differing_settings([read_run(run) for run in runs]) == {"optimizer.warmup": ["–", "0"]}
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_the_contrast_that_wcag_asks_for(dark):
-    styles = files("distap.telemetry").joinpath("report.css").read_text()
-    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", styles.split("@media")[int(dark)]))
-    for background in ("paper", "card"):
-        for text in ("ink", "soft"):
-            assert contrast(colours[text], colours[background]) >= 4.5
-        for line in ("right", "wrong", *(f"c{number}" for number in range(9))):
-            assert contrast(colours[line], colours[background]) >= 3
+    styles = page_asset("style.css").decode()
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", styles.split("@media")[int(dark)]))
+    pairs = [(text, paper) for paper in ("paper", "card") for text in ("ink", "soft")]
+    for text, paper in (*pairs, ("on-act", "act"), ("ink", "wrong-paper")):
+        assert contrast(colours[text], colours[paper]) >= 4.5
+    for line in ("right", "wrong", "act", *(f"c{number}" for number in range(9))):
+        assert min(contrast(colours[line], colours[paper]) for paper in ("paper", "card")) >= 3
 
 
 def contrast(one, other):

@@ -1,4 +1,4 @@
-"""What is searched for: files, folders of images, and keys of the index."""
+"""Queries of a search: image files, folders of images, and keys of the index."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ KEY = "key:"
 
 @dataclass(frozen=True)
 class Query:
-    """An image file to be searched for, or a key of the index."""
+    """An image file to search for; or, if `file` is None, an image of the index by its key."""
 
     name: str  # as it is shown
     file: Path | None = None
-    key: str | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found for a query, best first; or why there was none."""
+class SearchResult:
+    """The hits of a query, best first; or the problem with its file."""
 
     query: Query
     hits: list[Hit]
@@ -30,15 +30,15 @@ class Found:
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
-    """What each of the texts means: `key:NAME`, an image file, a folder of images, or a key of the index.
+    """The queries that texts stand for: `key:NAME`, an image file, a folder of images, or a key of the index.
 
     Raises:
-        DistapError: it is none of these, or the folder has no image in it.
+        DistapError: a text is none of these, or the folder has no image in it.
     """
-    return [query for text in texts for query in _meant(text, index)]
+    return [query for text in texts for query in _queries(text, index)]
 
 
-def _meant(text: str, index: SearchIndex) -> Iterator[Query]:
+def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
     if text.startswith(KEY):
         key = text.removeprefix(KEY)
         index.row_of(key)
@@ -47,24 +47,18 @@ def _meant(text: str, index: SearchIndex) -> Iterator[Query]:
     path = Path(text)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError):  # such as of a text that no path can be
+    except (OSError, ValueError):  # such as a text that is too long for a path
         is_folder = is_file = False
     if is_folder:
         for name in list_folder(path).names:
             yield Query(str(path / name), path / name)
     elif is_file:
         yield Query(text, path)
-    elif _is_key(text, index):
-        yield Query(f"{KEY}{text}", key=text)
     else:
-        raise DistapError(
-            f"{text!r}: neither an image file, nor a folder of images, nor a key of the index of {index.data}"
-        )
-
-
-def _is_key(text: str, index: SearchIndex) -> bool:
-    try:
-        index.row_of(text)
-    except DistapError:
-        return False
-    return True
+        try:
+            index.row_of(text)
+        except DistapError as error:
+            raise DistapError(
+                f"{text!r}: neither an image file, nor a folder of images, nor a key of the index of {index.data}"
+            ) from error
+        yield Query(f"{KEY}{text}", key=text)

@@ -1,13 +1,16 @@
-"""An index together with what describes queries as its images were described."""
+"""Search an index on disk, with the network that described its images."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from distap.apps.search.queries import Found, Query
+from distap.apps.search.queries import Query, SearchResult
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError
+from distap.data.images.image_sets import open_images
+from distap.data.images.thumbnails import Thumbnails
 from distap.errors import DistapError
 from distap.evaluation.extraction import ImageDescriber, describer_from
 from distap.retrieval.descriptor_files import DescribedBy
@@ -17,6 +20,9 @@ from distap.storage.remotes import RemoteSettings
 from distap.training.build import trained_network
 from distap.world import World
 
+THUMBNAIL = 240  # longer side, pixels
+logger = logging.getLogger("distap")
+
 
 @dataclass(frozen=True, eq=False)
 class Searcher:
@@ -24,8 +30,8 @@ class Searcher:
 
     Args:
         index: of the gallery.
-        describer: of images that are searched for; None searches for images of the gallery alone.
-        remote: how a remote data set is reached, as the network's recipe says.
+        describer: describes the images that are searched for; None allows searches by key alone.
+        remote: how a remote data set is reached, from the network's recipe.
     """
 
     index: SearchIndex
@@ -33,11 +39,10 @@ class Searcher:
     remote: RemoteSettings | None = None
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """The k most similar images of the gallery, best first.
+        """The k most similar images of the gallery, best first; all of a gallery that has fewer.
 
         Args:
-            image: a file of FORMATS.
-            k: cut to the gallery.
+            image: a file in one of decoding.FORMATS.
         Raises:
             DamagedImageError: it cannot be decoded or is too large.
             DistapError: there is no network to describe it, or memory does not suffice.
@@ -46,29 +51,11 @@ class Searcher:
             raise DistapError("images are described by the network of the index: name its run with --checkpoint")
         return self.index.search(self.describer.describe([image]).numpy(), k)[0]
 
-    def search(self, queries: Sequence[Query], k: int) -> Iterator[Found]:
-        """What is found for each query; a file that cannot be used is told.
-
-        Raises:
-            DistapError: there is no network to describe images.
-        """
-        for query in queries:
-            if query.key is not None:
-                yield Found(query, self.by_key(query.key, k))
-                continue
-            assert query.file is not None
-            try:
-                yield Found(query, self.by_image(query.file.read_bytes(), k))
-            except DamagedImageError as error:
-                yield Found(query, [], str(error))
-            except OSError as error:
-                yield Found(query, [], f"cannot be read: {error.strerror or error}")
-
     def by_key(self, key: str, k: int) -> list[Hit]:
-        """The k images of the gallery that are most similar to one of them, without itself.
+        """The k images of the gallery that are most similar to the one with this key, without itself.
 
         Raises:
-            DistapError: the gallery has no image of this key, or the index cannot give its descriptor.
+            DistapError: the gallery has no image with this key, or the index cannot give its descriptor.
         """
         row = self.index.row_of(key)
         try:
@@ -78,10 +65,25 @@ class Searcher:
                 f"an index of kind {self.index.about['index']['kind']} cannot give the descriptor of {key!r}: search "
                 "by the image itself, or index it as flat"
             ) from error
-        # What an index keeps as a code is not of length 1 any more.
+        # An index that keeps codes gives an approximation, whose length is not 1.
         descriptor = descriptor / max(float(np.linalg.norm(descriptor)), np.finfo(np.float32).tiny)
-        found = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
-        return [hit for hit in found if hit.row != row][:k]
+        hits = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
+        return [hit for hit in hits if hit.row != row][:k]
+
+    def search(self, queries: Sequence[Query], k: int) -> Iterator[SearchResult]:
+        """The result of each query; a file that cannot be used becomes a result with a problem.
+
+        Raises:
+            DistapError: there is no network to describe images.
+        """
+        for query in queries:
+            try:
+                hits = self.by_key(query.key, k) if query.file is None else self.by_image(query.file.read_bytes(), k)
+                yield SearchResult(query, hits)
+            except DamagedImageError as error:
+                yield SearchResult(query, [], str(error))
+            except OSError as error:
+                yield SearchResult(query, [], f"cannot be read: {error.strerror or error}")
 
 
 def open_searcher(
@@ -93,17 +95,16 @@ def open_searcher(
     best: bool = False,
     max_pixels: int | Callable[[DescribedBy], int] = MAX_PIXELS,
 ) -> Searcher:
-    """An index on disk with the network that its images were described by.
+    """Open an index with the network that its images were described by.
 
     Args:
         index: folder that `distap index` wrote.
-        checkpoint: a run folder or one of its checkpoints, or the URL of either; None searches for images of the
-            gallery alone.
-        whitening: what `distap whiten` wrote, where the images were described with one.
-        world: whose device describes.
-        best: with a run folder: its best checkpoint, not its newest.
-        max_pixels: width times height of an image that is refused without decoding when exceeded; or what says it
-            by how the gallery was described.
+        checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows searches by key alone.
+        whitening: file that `distap whiten` wrote, if the images were described with one.
+        world: its device describes images.
+        best: take a run folder's best checkpoint instead of its newest.
+        max_pixels: images of more pixels (width times height) are refused without decoding; or a function that
+            gives this limit by how the gallery was described.
     Raises:
         DistapError: a file is missing or damaged, or the network or whitening is not that of the index.
     """
@@ -123,3 +124,31 @@ def open_searcher(
     )
     opened.require_same_maker(describer.described_by, str(checkpoint))
     return Searcher(opened, describer, recipe.data.remote)
+
+
+def open_thumbnails(
+    index: SearchIndex, source: str | None = None, remote: RemoteSettings | None = None
+) -> Thumbnails:
+    """Thumbnails by row of the index; a warning says if some or all of them are missing.
+
+    Args:
+        index: shows the images of this index.
+        source: where the data set is now; None if it has not moved since its images were described.
+        remote: how a remote data set is reached.
+    """
+    where = source or index.data
+    samples = np.full(len(index), -1, dtype=np.int64)
+    try:
+        images = open_images(where, remote=remote)
+    except DistapError as error:
+        logger.warning("hits are shown without pictures: %s; name the data set with --images", error)
+        return Thumbnails(None, samples, THUMBNAIL)
+    numbers = {key: sample for sample, key in enumerate(images.keys.tolist())}
+    samples[:] = [numbers.get(key, -1) for key in index.keys.tolist()]
+    if missing := int((samples < 0).sum()):
+        logger.warning(
+            "%s has no image for %d of the %d keys of the index: they are shown without pictures; is it the data "
+            "set that was indexed?",
+            *(where, missing, len(index)),
+        )
+    return Thumbnails(images.reader, samples, THUMBNAIL)

@@ -1,38 +1,58 @@
-"""The routes of a server."""
+"""The routes of a server, and the JSON that they answer with."""
 
-from functools import cache
-from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from distap import __version__
-from distap.apps.serve.answers import ProblemAnswer, SearchAnswer, answer_of
 from distap.apps.serve.guard import Guard
-from distap.apps.serve.problems import Reason, RefusedError
+from distap.apps.serve.problems import RefusedError
 from distap.apps.serve.service import Service
-from distap.apps.serve.uploads import EXPECTED, hits_wanted, read_upload
+from distap.apps.serve.uploads import EXPECTED, read_upload
+from distap.data.images.decoding import FORMATS
+from distap.pages.page import page_asset, page_text
+from distap.retrieval.index_files import Hit
 
-UPLOAD = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["image"],
-                    "properties": {
-                        "image": {"type": "string", "format": "binary", "description": "An image file."},
-                        "k": {"type": "integer", "minimum": 1, "default": 10, "description": "Images to find."},
-                    },
-                }
-            }
-        },
-    }
+
+class HitAnswer(BaseModel):
+    """An image of the gallery."""
+
+    rank: int = Field(description="From 1, the most similar.")
+    key: str = Field(description="Its name in the data set.")
+    class_name: str = Field(serialization_alias="class", description="Empty if it belongs to none.")
+    similarity: float = Field(description="Cosine; approximate if the index keeps codes.")
+    picture: str = Field(description="Path of a thumbnail.")
+
+
+class SearchAnswer(BaseModel):
+    """The images that were found, best first."""
+
+    hits: list[HitAnswer]
+
+
+class ErrorAnswer(BaseModel):
+    """Why there is no answer."""
+
+    reason: str = Field(description="For programs.")
+    message: str = Field(description="For a person: what was wrong, and what to do.")
+
+
+class ProblemAnswer(BaseModel):
+    """The answer to a request that failed."""
+
+    error: ErrorAnswer
+
+
+UPLOAD_FIELDS = {
+    "image": {"type": "string", "format": "binary", "description": "An image file."},
+    "k": {"type": "integer", "minimum": 1, "default": 10, "description": "Images to find."},
 }
+UPLOAD_FORM = {"schema": {"type": "object", "required": ["image"], "properties": UPLOAD_FIELDS}}
+UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": UPLOAD_FORM}}}
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ProblemAnswer, "description": description}
     for status, description in {
@@ -45,48 +65,41 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         503: "Too much to do, or not loaded yet: try again after `Retry-After` seconds.",
     }.items()
 }
-ASSETS = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-    "/page.js": ("page.js", "text/javascript"),
-}
 
 
 def build_app(service: Service) -> FastAPI:
     """The application that answers for a service."""
-    # The pages of the documentation take their scripts from elsewhere.
+    # The documentation pages of FastAPI load scripts from elsewhere.
     app = FastAPI(title="distap search", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, metrics=service.metrics)
     _add_problems(app)
     _add_searches(app, service)
     _add_operations(app, service)
-    for path in ASSETS:
-        app.add_api_route(path, _asset_of(path), include_in_schema=False)
+    _add_page(app, service.settings.max_k)
     return app
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
+    most = service.settings.max_k
+
     @app.post("/api/search", responses=PROBLEMS, openapi_extra=UPLOAD)
     async def search_by_image(request: Request) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
-            with service.uploads.one():
+            with service.uploads:
                 image, k = await read_upload(request, service.settings)
-            return answer_of(await service.by_image(image, hits_wanted(k, service.settings)))
+            return _answer(await service.by_image(image, k))
         except RefusedError as problem:
-            service.metrics.refused(problem.reason)
+            service.metrics.refused.labels(problem.reason).inc()
             raise
 
     @app.get("/api/search", responses=PROBLEMS)
     async def search_by_key(
         key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)],
-        k: Annotated[int, Query(ge=1, le=service.settings.max_k, description="Images to find.")] = min(
-            10, service.settings.max_k
-        ),
+        k: Annotated[int, Query(ge=1, le=most, description="Images to find.")] = min(10, most),
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
-        return answer_of(await service.by_key(key, k))
+        return _answer(await service.by_key(key, k))
 
     @app.get("/images/{row}", responses={200: {"content": {"image/jpeg": {}}}, **PROBLEMS}, response_class=Response)
     async def thumbnail(row: int) -> Response:
@@ -95,19 +108,23 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         return Response(await service.picture(row), media_type="image/jpeg", headers=headers)
 
 
+def _answer(hits: list[Hit]) -> SearchAnswer:
+    answers = [
+        HitAnswer(**hit._asdict(), rank=rank, picture=f"/images/{hit.row}") for rank, hit in enumerate(hits, 1)
+    ]
+    return SearchAnswer(hits=answers)
+
+
 def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """Whether the process is alive."""
+        """Answer while the process is alive."""
         return {"status": "alive"}
 
     @app.get("/readyz", responses={503: PROBLEMS[503]})
     async def readyz() -> dict[str, str]:
-        """Whether the index and the network are loaded, and the server is not about to stop."""
-        if service.draining:
-            raise RefusedError(503, "not_ready", "the server is stopping")
-        if not service.ready:
-            raise RefusedError(503, "not_ready", "the index is being loaded")
+        """Answer while the index and the network are loaded and the server is not about to stop."""
+        service.require_ready()
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=Response)
@@ -116,11 +133,26 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+def _add_page(app: FastAPI, max_k: int) -> None:
+    formats = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+
+    def add(path: str, content: str | bytes, media_type: str) -> None:
+        async def asset() -> Response:
+            return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
+
+        app.add_api_route(path, asset, include_in_schema=False)
+
+    add("/", page_text("serve.html", title="Search by image", formats=formats, max_k=max_k), "text/html")
+    add("/style.css", page_asset("style.css"), "text/css")
+    add("/search.js", page_asset("serve.js"), "text/javascript")
+    add("/icon.svg", page_asset("serve.svg"), "image/svg+xml")
+
+
 def _add_problems(app: FastAPI) -> None:
-    """Have all errors told in one form."""
+    """Give all errors one form."""
 
     @app.exception_handler(RefusedError)
-    async def problem(request: Request, error: RefusedError) -> JSONResponse:
+    async def refused(request: Request, error: RefusedError) -> JSONResponse:
         return JSONResponse(error.content, error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
@@ -130,21 +162,6 @@ def _add_problems(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        reasons: dict[int, Reason] = {404: "not_found"}
-        told = f"{error.detail}: {EXPECTED}" if error.status_code == 400 else str(error.detail)
-        content = RefusedError(error.status_code, reasons.get(error.status_code, "bad_request"), told).content
-        return JSONResponse(content, error.status_code, error.headers)
-
-
-def _asset_of(path: str) -> Any:
-    name, media_type = ASSETS[path]
-
-    async def asset() -> Response:
-        return Response(_asset(name), media_type=media_type, headers={"Cache-Control": "no-cache"})
-
-    return asset
-
-
-@cache
-def _asset(name: str) -> bytes:
-    return files("distap.apps.serve").joinpath("page", name).read_bytes()
+        message = f"{error.detail}: {EXPECTED}" if error.status_code == 400 else str(error.detail)
+        reason = RefusedError(error.status_code, "not_found" if error.status_code == 404 else "bad_request", message)
+        return JSONResponse(reason.content, error.status_code, error.headers)

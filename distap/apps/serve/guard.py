@@ -1,15 +1,20 @@
-"""What every request passes: security headers, metrics, and no traceback to a client."""
+"""Middleware around every request: security headers, Prometheus metrics, and no traceback to a client."""
 
 import logging
+import platform
 import time
+from typing import Any
 
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.process_collector import ProcessCollector
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from distap.apps.serve.metrics import ServingMetrics
-from distap.apps.serve.problems import RefusedError
+from distap import __version__
+from distap.apps.serve.problems import UPLOAD_PROBLEMS, RefusedError
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -22,16 +27,48 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CLIENT_GONE = 499  # as nginx counts them; nobody receives it
+FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
 logger = logging.getLogger("distap")
 
 
+class ServingMetrics:
+    """The metrics of one server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        common: dict[str, Any] = {"namespace": "distap_search", "registry": self._registry}
+        ProcessCollector(registry=self._registry)
+        Info("build", "Versions", **common).info(
+            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        )
+        self.requests = Counter("requests", "Requests answered", ["route", "status"], **common)
+        self.seconds = Histogram(
+            "request_duration_seconds",
+            "Seconds from a request's headers to the end of its answer",
+            ["route"],
+            buckets=BUCKETS,
+            **common,
+        )
+        self.refused = Counter("uploads_refused", "Uploads that were not searched for", ["reason"], **common)
+        self.in_flight = Gauge("requests_in_flight", "Requests under way", **common)
+        self.images = Gauge("index_images", "Images in the index", **common)
+        # Series that exist from the start can be alerted on before their first event.
+        for problem in UPLOAD_PROBLEMS:
+            self.refused.labels(problem)
+
+    def text(self) -> bytes:
+        """The metrics in the format that Prometheus reads."""
+        return generate_latest(self._registry)
+
+
 class Guard:
-    """Middleware around an application.
+    """ASGI middleware around an application.
 
     Args:
         app: to guard.
-        metrics: that count its requests.
+        metrics: count its requests.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics) -> None:
@@ -58,16 +95,15 @@ class Guard:
                 status = status or CLIENT_GONE
             except Exception:
                 logger.exception("%s %s failed", scope["method"], _route(scope))
-                if status:  # the answer has begun, and cannot be another one any more
+                if status:  # the answer has begun and cannot be replaced
                     raise
                 await JSONResponse(FAILED.content, FAILED.status)(scope, receive, guarded)
             finally:
-                self._metrics.answered(_route(scope), status or CLIENT_GONE, time.monotonic() - started)
-
-
-FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
+                route = _route(scope)
+                self._metrics.requests.labels(route, str(status or CLIENT_GONE)).inc()
+                self._metrics.seconds.labels(route).observe(time.monotonic() - started)
 
 
 def _route(scope: Scope) -> str:
-    """The path as it was declared: clients cannot make up new ones."""
+    """The declared path, so that clients cannot create new series by inventing paths."""
     return str(getattr(scope.get("route"), "path", "other"))

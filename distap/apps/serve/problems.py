@@ -1,28 +1,12 @@
-"""What a client is told when it gets no answer."""
+"""The errors that a client is told."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 from PIL import UnidentifiedImageError
 
 from distap.data.images.decoding import FORMATS, DamagedImageError
 
-Reason = Literal[
-    "bad_request",
-    "busy",
-    "damaged",
-    "empty",
-    "failed",
-    "missing_field",
-    "not_found",
-    "not_multipart",
-    "not_ready",
-    "slow",
-    "too_large",
-    "too_many_pixels",
-    "unknown_format",
-]
-UPLOAD_REASONS: tuple[Reason, ...] = (
+UPLOAD_PROBLEMS = (  # the reasons of refused uploads
     *("bad_request", "busy", "damaged", "empty", "failed", "missing_field", "not_multipart", "not_ready", "slow"),
     *("too_large", "too_many_pixels", "unknown_format"),
 )
@@ -30,32 +14,28 @@ RETRY_AFTER = {"Retry-After": "1"}
 
 
 class RefusedError(Exception):
-    """A request that is not answered.
+    """A request that gets an error instead of its answer.
 
     Args:
         status: of HTTP.
         reason: for programs.
         message: for a person: what was wrong and what to do.
-        headers: further ones of the answer.
+        headers: to add to the response.
     """
 
-    def __init__(self, status: int, reason: Reason, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.reason, self.message, self.headers = status, reason, message, dict(headers or {})
-
-    @property
-    def content(self) -> dict[str, dict[str, str]]:
-        """What the answer holds."""
-        return {"error": {"reason": self.reason, "message": self.message}}
+        self.status, self.reason, self.headers = status, reason, dict(headers or {})
+        self.content = {"error": {"reason": reason, "message": message}}
 
 
-def busy(what: str) -> RefusedError:
-    """There is more to do than may wait."""
-    return RefusedError(503, "busy", f"{what}; try again in a second", RETRY_AFTER)
+def busy(problem: str) -> RefusedError:
+    """The refusal of work for which there is no room at the moment."""
+    return RefusedError(503, "busy", f"{problem}; try again in a second", RETRY_AFTER)
 
 
-def of_image(error: DamagedImageError) -> RefusedError:
-    """An upload that cannot be used."""
+def refused_image(error: DamagedImageError) -> RefusedError:
+    """The refusal of an upload that cannot be decoded."""
     if error.reason == "too_large":
         return RefusedError(413, "too_many_pixels", f"the image is too large ({error}): scale it down")
     if error.reason != "truncated" and isinstance(error.__cause__, UnidentifiedImageError):

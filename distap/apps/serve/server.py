@@ -1,4 +1,4 @@
-"""A server as a process: it listens while the index is loaded, and stops without losing a request."""
+"""Run a server: it listens while the index is being loaded, and stops without losing a request."""
 
 import logging
 import os
@@ -9,23 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from distap.apps.search import open_pictures, open_searcher
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.search.searcher import open_searcher, open_thumbnails
 from distap.errors import FINISHED, DistapError
 from distap.telemetry.terminal import console, set_up_logging
 from distap.world import lone_world
 
 try:
-    import python_multipart  # noqa: F401 - it reads forms, and only the first of them would miss it
+    import python_multipart  # noqa: F401 - FastAPI needs it for forms, and would only notice at the first one
     import uvicorn
 
     from distap.apps.serve.app import build_app
-    from distap.apps.serve.service import Service
+    from distap.apps.serve.service import ServeSettings, Service
 except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
 
 BACKLOG = 2048
-LOADING_SECONDS = 5.0  # that loading has to come to its end when the server is to stop before
+LOADING_SECONDS = 5.0  # that loading may go on when the server is asked to stop before it is ready
 logger = logging.getLogger("distap")
 
 
@@ -43,12 +42,12 @@ def serve(
     Args:
         settings: address and limits.
         index, checkpoint, whitening, best: see `open_searcher`.
-        images: see `open_pictures`.
+        images: where the data set is; see `open_thumbnails`.
     Raises:
         DistapError: the address cannot be listened on, or something cannot be loaded.
     """
     world = lone_world()
-    with _listening(settings) as listener:
+    with listening(settings) as listener:
         set_up_logging(world.rank)
         # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -58,7 +57,7 @@ def serve(
             searcher = open_searcher(
                 index, checkpoint, whitening, world=world, best=best, max_pixels=settings.pixels_of
             )
-            service.load(searcher, open_pictures(searcher.index, images, searcher.remote))
+            service.load(searcher, open_thumbnails(searcher.index, images, searcher.remote))
             logger.info("ready: %s images of %s", f"{len(searcher.index):,}", searcher.index.data)
 
         server = _Server(service, load)
@@ -69,13 +68,18 @@ def serve(
         service.close()
         server.loading.join(LOADING_SECONDS)
         if server.loading.is_alive():
-            # Python would end in a crash while a library is at work in a thread, and nothing is to be saved.
+            # Python would crash at its end while a thread is inside a library, and there is nothing to save.
             os._exit(FINISHED)
         if server.failure is not None:
             raise server.failure
 
 
-def _listening(settings: ServeSettings) -> socket.socket:
+def listening(settings: ServeSettings) -> socket.socket:
+    """A socket that listens on the host and port.
+
+    Raises:
+        DistapError: the address is in use or is not this machine's.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
@@ -83,20 +87,17 @@ def _listening(settings: ServeSettings) -> socket.socket:
         raise DistapError(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --host or --port"
         ) from error
-    # Connections take it over; asyncio sets it on sockets of its own only, and without it answers wait for 40 ms.
+    # Connections inherit this. asyncio sets it only on sockets of its own; without it answers wait for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which loads beside listening and drains before it closes.
+    """uvicorn's server, which also loads while it listens, and drains before it closes.
 
     Args:
-        service: to answer for.
-        load: fills it.
-    Attributes:
-        failure: why it could not be filled.
-        loading: the thread that fills it.
+        service: answers.
+        load: fills the service, in a thread of its own.
     """
 
     def __init__(self, service: Service, load: Callable[[], None]) -> None:
@@ -114,25 +115,25 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
             )
         )
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # of loading
         self.loading = threading.Thread(target=self._run_load, name="loading", daemon=True)
         self._service, self._load = service, load
-        self._asked = 0.0  # when
+        self._asked = 0.0  # to stop, by time.monotonic
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and load meanwhile."""
+        """Listen, and start to load."""
         await super().startup(sockets)
         self.loading.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to close, asked ten times a second."""
+        """Whether to close; uvicorn asks ten times a second."""
         drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
         if self._service.draining and drained:
             self.should_exit = True
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a request to stop; a second one skips the draining."""
+        """Start to drain at the first signal; close at the second."""
         if self._service.draining:
             self.should_exit = True
         self._service.draining, self._asked = True, self._asked or time.monotonic()

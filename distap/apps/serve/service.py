@@ -1,51 +1,150 @@
-"""What a server holds: the searcher once it is loaded, its threads, and whether it takes requests."""
+"""The state of a server: its limits, the searcher once it is loaded, and bounded queues of work."""
 
+import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from distap.apps.search import Pictures, Searcher
-from distap.apps.serve.metrics import ServingMetrics
-from distap.apps.serve.pool import Places, Pool
-from distap.apps.serve.problems import RefusedError, busy, of_image
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.search.searcher import Searcher
+from distap.apps.serve.guard import ServingMetrics
+from distap.apps.serve.problems import RETRY_AFTER, RefusedError, busy, refused_image
 from distap.data.images.decoding import DamagedImageError
+from distap.data.images.thumbnails import Thumbnails
 from distap.errors import FAILED, DistapError
 from distap.evaluation.extraction import TooLittleMemoryError
+from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit
 
 T = TypeVar("T")
+DECODED_PIXELS = 50_000_000  # of an upload that is scaled down before the network sees it: 150 MB
+DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes a pixel
 PICTURE_THREADS, PICTURE_QUEUE = 2, 256
 
 
-class Service:
-    """State of a server.
+@dataclass(frozen=True)
+class ServeSettings:
+    """Address and limits of a server; see the options of `distap serve`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: a free one
+    max_upload_bytes: int = 20_000_000  # of a request's body
+    max_pixels: int | None = None  # width times height of an upload; None for the default of `pixels_of`
+    max_k: int = 100
+    threads: int = 2  # searches at a time
+    queue: int = 64  # searches that may wait
+    timeout_seconds: float = 30.0  # for an upload to arrive, and for its search
+    drain_seconds: float = 0.0  # between SIGTERM and no new connections
+
+    def pixels_of(self, maker: DescribedBy) -> int:
+        """The most pixels that an upload may have, by how the gallery's images were described."""
+        if self.max_pixels is not None:
+            return self.max_pixels
+        if maker.sizing == "original":
+            return int(DESCRIBED_PIXELS / max(1.0, *maker.scales) ** 2)
+        return DECODED_PIXELS
+
+    @property
+    def uploads(self) -> int:
+        """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
+        return 2 * (self.threads + self.queue)
+
+
+class Places:
+    """A number of places, to take for a block by `with`; the problem is told when none is free."""
+
+    def __init__(self, total: int, problem: str) -> None:
+        self._total, self._problem = total, problem
+        self.taken = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> None:
+        """Take a place, or raise a RefusedError if none is free."""
+        with self._lock:
+            if self.taken >= self._total:
+                raise busy(self._problem)
+            self.taken += 1
+
+    def give_back(self) -> None:
+        """Give a place back."""
+        with self._lock:
+            self.taken -= 1
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *error: object) -> None:
+        self.give_back()
+
+
+class Pool:
+    """Threads with a short queue: a call that finds it full is refused at once instead of waiting.
 
     Args:
-        settings: limits.
+        name: of the threads.
+        threads: calls at a time.
+        queue: calls that may wait.
+        timeout_seconds: for a call, including its wait.
     """
+
+    def __init__(self, name: str, threads: int, queue: int, timeout_seconds: float) -> None:
+        self._threads = ThreadPoolExecutor(threads, name)
+        self._timeout = timeout_seconds
+        self.places = Places(threads + queue, f"{threads + queue} searches are under way already")
+
+    async def run(self, call: Callable[..., T], *arguments: object) -> T:
+        """Run the call in a thread and return its result.
+
+        A thread cannot be interrupted, so a call that takes too long keeps its place until it ends.
+
+        Raises:
+            RefusedError: the queue is full, or the call took too long.
+        """
+        self.places.take()
+        try:
+            future: Future[T] = self._threads.submit(call, *arguments)
+        except BaseException:
+            self.places.give_back()
+            raise
+        future.add_done_callback(lambda _: self.places.give_back())
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout)
+        except TimeoutError as error:
+            message = f"it took more than {self._timeout:g} s; try again"
+            raise RefusedError(503, "busy", message, RETRY_AFTER) from error
+
+    def close(self) -> None:
+        """Cancel the calls that wait, and wait for those that have begun."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+class Service:
+    """What a server's routes answer from."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
         self.metrics = ServingMetrics()
         self.uploads = Places(settings.uploads, f"{settings.uploads} uploads are under way already")
+        self.searches = Pool("search", settings.threads, settings.queue, settings.timeout_seconds)
         self.draining = False  # asked to stop
-        self._loaded: tuple[Searcher, Pictures] | None = None
-        self._searches = Pool("search", settings.threads, settings.queue, settings.timeout_seconds)
         self._pictures = Pool("pictures", PICTURE_THREADS, PICTURE_QUEUE, settings.timeout_seconds)
+        self._loaded: tuple[Searcher, Thumbnails] | None = None
 
-    def load(self, searcher: Searcher, pictures: Pictures) -> None:
-        """Take requests from now on."""
-        # Each search computes on as many threads, so that all of them together have the cores.
+    def load(self, searcher: Searcher, thumbnails: Thumbnails) -> None:
+        """Answer searches from now on."""
+        # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // self.settings.threads, 1))
-        self._loaded = searcher, pictures
+        self._loaded = searcher, thumbnails
         self.metrics.images.set(len(searcher.index))
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered, and will be for a while."""
-        return self._loaded is not None and not self.draining
+    def require_ready(self) -> None:
+        """Raise a RefusedError unless searches are answered, and will be for a while."""
+        if self.draining:
+            raise RefusedError(503, "not_ready", "the server is stopping")
+        self._require_loaded()
 
     async def by_image(self, image: bytes, k: int) -> list[Hit]:
         """The k most similar images.
@@ -54,46 +153,45 @@ class Service:
             RefusedError: the image cannot be used, or there is too much to do.
         """
         searcher, _ = self._require_loaded()
-        return await self._searched(searcher.by_image, image, k)
+        return await self._search(searcher.by_image, image, k)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
         """The k images that are most similar to one of the gallery, without itself; raises what `by_image` does."""
         searcher, _ = self._require_loaded()
         try:
-            await self._searched(searcher.index.row_of, key)
+            await self._search(searcher.index.row_of, key)
         except DistapError as error:
             raise RefusedError(404, "not_found", str(error)) from error
-        return await self._searched(searcher.by_key, key, k)
+        return await self._search(searcher.by_key, key, k)
 
     async def picture(self, row: int) -> bytes:
-        """A thumbnail as JPEG.
+        """The thumbnail of a row as JPEG.
 
         Raises:
             RefusedError: there is none, or there is too much to do.
         """
-        _, pictures = self._require_loaded()
-        found = await self._pictures.run(pictures.thumbnail, row)
-        if found is None:
+        _, thumbnails = self._require_loaded()
+        jpeg = await self._pictures.run(thumbnails.jpeg, row)
+        if jpeg is None:
             raise RefusedError(404, "not_found", f"there is no picture of row {row}")
-        return found
+        return jpeg
 
     def close(self) -> None:
-        """Wait for what is under way."""
-        self._searches.close()
+        """Wait for the work under way."""
+        self.searches.close()
         self._pictures.close()
 
-    def _require_loaded(self) -> tuple[Searcher, Pictures]:
+    def _require_loaded(self) -> tuple[Searcher, Thumbnails]:
         if self._loaded is None:
-            raise RefusedError(
-                503, "not_ready", "the index is being loaded; try again in a while", {"Retry-After": "5"}
-            )
+            message = "the index is being loaded; try again in a while"
+            raise RefusedError(503, "not_ready", message, {"Retry-After": "5"})
         return self._loaded
 
-    async def _searched(self, call: Callable[..., T], *arguments: object) -> T:
+    async def _search(self, call: Callable[..., T], *arguments: object) -> T:
         try:
-            return await self._searches.run(call, *arguments)
+            return await self.searches.run(call, *arguments)
         except DamagedImageError as error:
-            raise of_image(error) from error
+            raise refused_image(error) from error
         except DistapError as error:
             if isinstance(error, TooLittleMemoryError) or error.status == FAILED:  # it may pass
                 raise busy("there is not enough memory at the moment") from error

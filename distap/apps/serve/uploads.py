@@ -1,39 +1,45 @@
-"""The image and the number of hits of a request, read within limits."""
+"""Read the image and the number of hits from a request, within limits."""
 
 import asyncio
 import re
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from fastapi import Request
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import UploadFile
 from starlette.types import Message
 
 from distap.apps.serve.problems import RefusedError
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.serve.service import ServeSettings
 
 FIELDS, FIELD_BYTES = 4, 1_000  # beside the image
 K = re.compile(r"[0-9]{1,9}")
 EXPECTED = "send multipart/form-data with the image's file in the field `image`"
 
 
-async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes, str | None]:
-    """The bytes of the field `image`, and the text of the field `k` where there is one.
+async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes, int]:
+    """The bytes of the field `image`, and the number in the field `k` (10 without one).
 
-    The name that the file had is not looked at. Nothing is kept of a body beyond the limit.
+    The file's name is ignored. A body beyond the limit is not kept.
 
     Raises:
-        RefusedError: it is too large or too slow, has no image, or is something else.
+        RefusedError: the body is too large or too slow, has no image, or is no form; or k is out of bounds.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
         raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {EXPECTED}")
-    # FastAPI's own limits are younger than the FastAPI that is asked for.
+    # The oldest FastAPI that we support has no such limits.
     limited = Request(request.scope, _limited(request, settings.max_upload_bytes))
     try:
         async with asyncio.timeout(settings.timeout_seconds):
             form = await limited.form(max_files=1, max_fields=FIELDS, max_part_size=FIELD_BYTES)
             try:
-                return await _image(form), _text(form, "k")
+                image = form.get("image")
+                if not isinstance(image, UploadFile):
+                    raise RefusedError(422, "missing_field", f"there is no file in the field `image`: {EXPECTED}")
+                data = await image.read()
+                if not data:
+                    raise RefusedError(400, "empty", "the file is empty: choose an image")
+                return data, _hits_wanted(form.get("k"), settings.max_k)
             finally:
                 await form.close()
     except TimeoutError as error:
@@ -42,23 +48,17 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
         ) from error
 
 
-def hits_wanted(text: str | None, settings: ServeSettings, default: int = 10) -> int:
-    """The number that `k` asks for.
-
-    Raises:
-        RefusedError: it is none, or out of bounds.
-    """
+def _hits_wanted(text: str | UploadFile | None, most: int) -> int:
     if text is None:
-        return min(default, settings.max_k)
-    if not K.fullmatch(text) or not 1 <= int(text) <= settings.max_k:
-        raise RefusedError(
-            422, "bad_request", f"k is {text[:20]!r}: expected a whole number from 1 to {settings.max_k}"
-        )
+        return min(10, most)
+    if isinstance(text, UploadFile) or not K.fullmatch(text) or not 1 <= int(text) <= most:
+        shown = "a file" if isinstance(text, UploadFile) else repr(text[:20])
+        raise RefusedError(422, "bad_request", f"k is {shown}: expected a whole number from 1 to {most}")
     return int(text)
 
 
-def _limited(request: Request, limit: int) -> Any:
-    """What receives the body, as long as it is within the limit, whatever its Content-Length says."""
+def _limited(request: Request, limit: int) -> Callable[[], Awaitable[Message]]:
+    """A receiver of the body that stops at the limit, whatever Content-Length says."""
     received = 0
     too_large = RefusedError(413, "too_large", f"the request has more than {limit:,} bytes: send a smaller file")
     if (length := request.headers.get("content-length", "")).isdecimal() and int(length) > limit:
@@ -73,20 +73,3 @@ def _limited(request: Request, limit: int) -> Any:
         return message
 
     return receive
-
-
-async def _image(form: FormData) -> bytes:
-    image = form.get("image")
-    if not isinstance(image, UploadFile):
-        raise RefusedError(422, "missing_field", f"there is no file in the field `image`: {EXPECTED}")
-    data = await image.read()
-    if not data:
-        raise RefusedError(400, "empty", "the file is empty: choose an image")
-    return data
-
-
-def _text(form: FormData, name: str) -> str | None:
-    value = form.get(name)
-    if isinstance(value, UploadFile):
-        raise RefusedError(422, "bad_request", f"the field `{name}` is a file: expected a number")
-    return value

@@ -8,10 +8,9 @@ import pytest
 from galleries import Gallery, make_gallery, upload
 from serving import MULTIPART, body
 
-from distap.apps.search import open_pictures, open_searcher
+from distap.apps.search.searcher import open_searcher, open_thumbnails
 from distap.apps.serve.app import build_app
-from distap.apps.serve.service import Service
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.serve.service import ServeSettings, Service
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.world import World
 
@@ -29,7 +28,7 @@ def searcher(gallery):
 @contextmanager
 def service(searcher, **settings):
     made = Service(ServeSettings(threads=1, **settings))
-    made.load(searcher, open_pictures(searcher.index))
+    made.load(searcher, open_thumbnails(searcher.index))
     yield made
     made.close()
 
@@ -42,8 +41,19 @@ def client_of(made: Service) -> httpx.AsyncClient:
 @contextmanager
 def nothing_found_yet(searcher):
     """Searches come as far as the index and wait there."""
-    with searcher.index._lock:
-        yield
+    kind, go_on = type(searcher.index), threading.Event()
+    search = kind.search
+
+    def waiting(*arguments):
+        assert go_on.wait(60)
+        return search(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "search", waiting)
+        try:
+            yield
+        finally:
+            go_on.set()
 
 
 async def post(client, image=upload(0), **fields) -> httpx.Response:  # noqa: B008 - the same for all
@@ -61,7 +71,7 @@ def test_what_finds_the_queue_full_is_told_to_come_again(searcher):
         async with client_of(made) as client:
             with nothing_found_yet(searcher):
                 waiting = [asyncio.create_task(post(client)) for _ in range(3)]  # one at work, two in the queue
-                await until(lambda: made._searches.places.taken == 3)
+                await until(lambda: made.searches.places.taken == 3)
                 refused = await post(client)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
                 assert refused.json()["error"]["reason"] == "busy"
@@ -82,8 +92,8 @@ def test_a_search_that_takes_too_long_is_told_and_keeps_its_thread_until_it_ends
                 assert first.status_code == second.status_code == 503
                 assert "took more than 0.2 s" in first.text + second.text
                 # The thread that waits for the index is not free; what had not begun never does.
-                assert made._searches.places.taken == 1
-            await until(lambda: made._searches.places.taken == 0)
+                assert made.searches.places.taken == 1
+            await until(lambda: made.searches.places.taken == 0)
             assert (await post(client)).status_code == 200
 
     with service(searcher, queue=1, timeout_seconds=0.2) as made:

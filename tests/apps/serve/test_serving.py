@@ -15,9 +15,9 @@ from launching import started
 from selenium.webdriver.support.ui import WebDriverWait
 from serving import BAD, MULTIPART, body, bomb, command, resident, serving
 
-from distap.apps.search import Searcher, open_searcher
-from distap.apps.serve import ServeSettings
-from distap.apps.serve.server import _listening
+from distap.apps.search.searcher import Searcher, open_searcher
+from distap.apps.serve.server import listening
+from distap.apps.serve.service import ServeSettings
 from distap.retrieval.index_files import Hit
 from distap.world import World
 
@@ -131,7 +131,7 @@ def test_pictures_are_had_by_row_only(url):
 
 
 def test_every_answer_has_security_headers_and_errors_have_one_form(url):
-    for path, status in (("/", 200), ("/page.js", 200), ("/healthz", 200), ("/nothing", 404), ("/docs", 404)):
+    for path, status in (("/", 200), ("/search.js", 200), ("/healthz", 200), ("/nothing", 404), ("/docs", 404)):
         answer = httpx.get(f"{url}{path}")
         assert answer.status_code == status
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -270,7 +270,7 @@ def test_without_its_extra_serving_says_what_to_install(gallery, monkeypatch, ca
 
 
 def test_answers_do_not_wait_for_more_to_send():
-    with _listening(ServeSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
+    with listening(ServeSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

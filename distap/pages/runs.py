@@ -1,4 +1,4 @@
-"""What a training left in its folder, as a report tells it."""
+"""Read what a training left in its folder: recipe, log and evaluations."""
 
 import json
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ import yaml
 
 from distap.errors import DistapError
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation, saved_steps
-from distap.pages.run_curves import RunLines
 from distap.telemetry.runlog import read_run_log
 
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
-TOLD = ("data", "loss", "model", "sampling", "steps")  # sections of a recipe that a report tells of
+SECTIONS = ("data", "loss", "model", "sampling", "steps")  # of a recipe, which a report needs
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training's recipe, the lines of its log, and its evaluations."""
+    """A training: its recipe, the lines of its log, and its evaluations."""
 
     folder: Path
+    name: str  # what tells it from the other runs of a report
     recipe: dict[str, Any]
     entries: list[dict[str, Any]]
     before: SavedEvaluation | None  # of the network that the training began with
@@ -29,12 +29,12 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Lines of training steps."""
+        """The log's lines on training steps."""
         return [entry for entry in self.entries if "loss" in entry]
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """Lines of evaluations during the training, the last of each step; and, first, that before it."""
+        """The log's lines on evaluations, the last of each step; the one before the training comes first."""
         lines = {entry["step"]: entry for entry in self.entries if "validation" in entry}
         before = self.before
         if lines and before and not before.step and before.data == str(self.recipe["data"]["validation"]):
@@ -43,24 +43,23 @@ class Run:
 
     @property
     def train_seconds(self) -> float:
-        """Of all that the training did, evaluation and checkpoints too."""
-        return sum(_wall_seconds(entry["seconds"]) for entry in self.entries)
+        """Seconds of the whole training, with its evaluations and checkpoints."""
+        # The line of a step has the seconds of its parts too; that of an evaluation or a checkpoint only its own.
+        seconds = [entry["seconds"] for entry in self.entries]
+        return sum(each["step"] if "step" in each else sum(each.values()) for each in seconds)
 
     @property
     def outside_network_share(self) -> float | None:
-        """Of a step's seconds, from 0 to 1; none without steps."""
+        """Share of the steps' seconds that is outside the network's forward and backward; None without steps."""
         whole, network = (sum(entry["seconds"][name] for entry in self.steps) for name in ("step", "network"))
         return 1 - network / whole if whole else None
 
-    def lines(self, name: str) -> RunLines:
-        """What the curves are drawn from."""
-        return RunLines(name, self.steps, self.validations)
-
     def facts(self) -> dict[str, str]:
-        """What is said of the run at the top."""
+        """The facts at the top of the report."""
         recipe, steps = self.recipe, self.steps
         last: dict[str, Any] = steps[-1] if steps else {"images": 0, "ranks": 0}
         share = self.outside_network_share
+        evaluating = sum(entry["seconds"].get("evaluation", 0.0) for entry in self.entries)
         return {
             "network": f"{recipe['model']['backbone']}, {recipe['model']['pooling']['name']} pooling",
             "loss": _loss(recipe["loss"]),
@@ -69,12 +68,12 @@ class Run:
             "highest validation mAP": self._best(),
             "batch": f"{last['images']:,} images ({recipe['sampling']['name']})",
             "steps": f"{len(steps):,} on {last['ranks']} rank{'' if last['ranks'] == 1 else 's'}",
-            "training time": f"{self.train_seconds:,.0f} s, {self._seconds_of('evaluation'):,.0f} s of it evaluation",
+            "training time": f"{self.train_seconds:,.0f} s, {evaluating:,.0f} s of it evaluation",
             "outside the network": "–" if share is None else f"{100 * share:.1f}% of a step",
         }
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json tells of it."""
+        """Its part of summary.json."""
         evaluations = {"before": self.before, "after": self.after}
         return {
             **{when: each and _summary_figures(each) for when, each in evaluations.items()},
@@ -83,7 +82,7 @@ class Run:
         }
 
     def evaluations(self) -> dict[str, SavedEvaluation]:
-        """Before and after the training, called after their steps where it was under way."""
+        """Its evaluations as `before` and `after`; one in the middle of the training is called by its step."""
         names = {None: "", 0: "before", self.recipe["steps"]: "after"}
         both = {"before": self.before, "after": self.after}
         return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
@@ -92,18 +91,16 @@ class Run:
         best = max(self.validations, key=lambda line: line["validation"]["mAP"], default=None)
         return "–" if best is None else f"{100 * best['validation']['mAP']:.1f}%, after step {best['step']:,}"
 
-    def _seconds_of(self, what: str) -> float:
-        return float(sum(entry["seconds"].get(what, 0.0) for entry in self.entries))
 
-
-def read_run(folder: Path, before: Path | None = None, after: Path | None = None) -> Run:
-    """A training's folder.
+def read_run(folder: Path, before: Path | None = None, after: Path | None = None, name: str = "") -> Run:
+    """Read the folder of a training.
 
     Args:
         folder: of the training.
-        before, after: evaluations to take in the place of the run's own first and newest one.
+        before, after: evaluations to use instead of the run's own first and newest one.
+        name: by default the folder.
     Raises:
-        DistapError: the folder is no run's, or an evaluation cannot be read.
+        DistapError: this is no run folder, or an evaluation cannot be read.
     """
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
@@ -111,20 +108,21 @@ def read_run(folder: Path, before: Path | None = None, after: Path | None = None
         recipe: Any = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DistapError(f"{path}: the run's recipe cannot be read: {error}") from error
-    missing = [key for key in TOLD if not isinstance(recipe, dict) or key not in recipe]
+    missing = [key for key in SECTIONS if not isinstance(recipe, dict) or key not in recipe]
     if missing:
-        raise DistapError(f"{path}: no recipe of a run: {', '.join(missing)} missing; a training writes it")
+        raise DistapError(f"{path}: not the recipe of a run: {', '.join(missing)} missing; a training writes it")
     # An evaluation that the log does not know is from before an interruption.
     known = {entry["step"] for entry in entries if "validation" in entry}
     own = [step for step in saved_steps(folder) if step in known]
     first = folder_of_step(folder, own[0]) if own and (own[0] == 0 or len(own) > 1) else None
     newest = folder_of_step(folder, own[-1]) if own and own[-1] > 0 else None
-    return Run(folder, recipe, entries, *(_evaluation(path) for path in (before or first, after or newest)))
+    both = [each if each is None else read_evaluation(each) for each in (before or first, after or newest)]
+    return Run(folder, name or str(folder), recipe, entries, *both)
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """What tells runs apart: the parts of their paths in which they differ."""
-    parts = [run.folder.resolve().parts for run in runs]
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Short names for several runs: the parts of their paths in which they differ."""
+    parts = [folder.resolve().parts for folder in folders]
     shared = 0
     while len({part[:shared] for part in parts}) == 1 and all(len(part) > shared for part in parts):
         shared += 1
@@ -135,7 +133,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Dotted recipe keys whose values differ, but for the run's folder, with the value in each run."""
+    """Dotted recipe keys whose values differ, with the value in each run; the run's folder is left out."""
     flat = [dict(_flat(run.recipe)) for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     values = {key: [each.get(key, "–") for each in flat] for key in keys if key != "run"}
@@ -160,14 +158,5 @@ def _evaluated(evaluation: SavedEvaluation) -> str:
     return f"{evaluation.data}: {evaluation.queries:,} queries{after}"
 
 
-def _evaluation(folder: Path | None) -> SavedEvaluation | None:
-    return None if folder is None else read_evaluation(folder)
-
-
 def _summary_figures(evaluation: SavedEvaluation) -> dict[str, float]:
     return {name: evaluation.figures[name] for name in SUMMARY_FIGURES if name in evaluation.figures}
-
-
-def _wall_seconds(seconds: dict[str, float]) -> float:
-    """A step's line holds its parts as well; an evaluation's or a checkpoint's only itself."""
-    return seconds["step"] if "step" in seconds else sum(seconds.values())

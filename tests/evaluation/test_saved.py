@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folders import retrieved, write_retrieved
+
+from distap.errors import DistapError
+from distap.evaluation.saved import Retrieved, keep_few, read_evaluation, saved_steps
+
+
+def write_some(run, step, score=0.5):
+    return write_retrieved(run, step, retrieved(step), figures={"mAP": score})
+
+
+def test_the_first_the_best_and_the_newest_evaluation_stay(tmp_path):
+    for step, score in enumerate([0.1, 0.2, 0.9, 0.4, 0.3]):
+        write_some(tmp_path, step, score)
+        keep_few(tmp_path, step)
+    assert saved_steps(tmp_path) == [0, 2, 4]
+
+
+def test_evaluations_of_steps_that_were_undone_are_removed(tmp_path):
+    for step, score in enumerate([0.1, 0.2, 0.9, 0.4]):
+        write_some(tmp_path, step, score)
+    keep_few(tmp_path, 1)
+    assert saved_steps(tmp_path) == [0, 1]
+
+
+def test_an_evaluation_is_read_as_it_was_written(tmp_path):
+    read, written = read_evaluation(write_some(tmp_path, 3)).retrieved(), retrieved(3)
+    for name in Retrieved.__dataclass_fields__:
+        assert np.array_equal(getattr(read, name), getattr(written, name))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def spoil_neighbours(path):
+    with path.open("rb") as file, np.load(file) as arrays:
+        changed = {**arrays, "neighbour": arrays["neighbour"] + 1}
+    np.savez(path, **changed)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("queries.npz", cut, "queries.npz: not readable"),
+        ("neighbours.npz", cut, "neighbours.npz: not readable"),
+        ("neighbours.npz", Path.unlink, "neighbours.npz: not readable"),
+        ("neighbours.npz", spoil_neighbours, "not of one evaluation"),
+        ("result.json", cut, "result.json: not readable"),
+        ("result.json", lambda path: path.write_text("[]"), "not the result of an evaluation"),
+        ("result.json", lambda path: path.write_text('{"figures": 3}'), "not the result of an evaluation"),
+    ],
+)
+def test_a_damaged_evaluation_is_refused(tmp_path, file, damage, message):
+    folder = write_some(tmp_path, 0)
+    damage(folder / file)
+    with pytest.raises(DistapError, match=message):
+        read_evaluation(folder).retrieved()

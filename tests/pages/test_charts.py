@@ -1,0 +1,35 @@
+import pytest
+
+from distap.pages.charts import Series, line_chart, stacked_bars, thinned, ticks
+
+
+def test_thinning_keeps_the_mean():
+    points = [(float(n), float(n % 7)) for n in range(10_000)]
+    few = thinned(points, 100)
+    assert len(few) == 100
+    assert sum(y for _, y in few) / 100 == pytest.approx(sum(y for _, y in points) / 10_000, rel=1e-3)
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(0.31, 0.69) == pytest.approx([0.4, 0.5, 0.6])
+    assert ticks(0, 3e-4) == pytest.approx([0, 1e-4, 2e-4, 3e-4])
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [5.0, 5.0]])
+def test_equal_values_are_drawn(values):
+    chart = line_chart([Series("a", list(enumerate(values)))], "a")
+    assert "nan" not in chart.path(chart.lines[0][1])
+    bars = stacked_bars(range(len(values)), {"a": values, "b": values}, "seconds").bars
+    assert len(bars) == 2 * len(values) and all(bar.height >= 0 and bar.width > 0 for bar in bars)
+
+
+def test_without_a_finite_point_there_is_no_chart():
+    assert line_chart([Series("a", [(1, None), (2, float("nan"))])], "a") is None
+    assert stacked_bars([], {"a": []}, "seconds") is None
+
+
+def test_stacked_bars_stand_on_each_other():
+    low, high = stacked_bars([1.0], {"a": [2.0], "b": [3.0]}, "seconds").bars
+    assert high.y + high.height == pytest.approx(low.y)
+    assert high.height / low.height == pytest.approx(1.5)
