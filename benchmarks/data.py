@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from pathlib import Path
 
 import torch
@@ -266,11 +265,8 @@ def write_results(folder: Path, figures: Sequence[Figures], facts: str) -> Path:
     """Write data.json and data.html, the table as a page; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.json").write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n")
-    head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    rows = [cells for row in figures for cells in _rows(row)]
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
-    body = f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>"
     page = folder / "data.html"
-    note = f'<p class="note">{escape(facts)}. {escape(CAPTION)}</p>'
-    write_page(page, "Decoding and loading images", f'{note}<div class="wide"><table>{body}</table></div>')
+    rows = [cells for row in figures for cells in _rows(row)]
+    title, note = "Decoding and loading images", f"{facts}. {CAPTION}"
+    write_page(page, "measurements.html", title=title, note=note, sections={}, heading=HEADINGS, rows=rows)
     return page

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from html import escape
 from itertools import product
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from benchmarks.materialised import materialised_bytes, materialised_loss
 from benchmarks.peak import peak_bytes
 from benchmarks.tables import figures_table
 from distap.errors import DistapError
-from distap.pages.charts import Series, log_chart
+from distap.pages.charts import Chart, Series, line_chart, plain
 from distap.pages.page import write_page
 from distap.ranking import Gathered, Loss, build_loss, gather, rank_descriptors
 from distap.world import World, joined_world
@@ -248,30 +247,38 @@ def write_results(folder: Path, figures: Sequence[Figures], facts: str) -> Path:
     """Write ranking.json and ranking.html, the table with plots of seconds and memory; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ranking.json").write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n")
-    parts = [f'<p class="note">{escape(facts)}. {escape(CAPTION)}</p>']
+    page = folder / "ranking.html"
+    sections = {}
     for dimensions, ranks in sorted({(row.dimensions, row.ranks) for row in figures}):
         rows = [row for row in figures if (row.dimensions, row.ranks) == (dimensions, ranks)]
-        parts.append(f"<h2>C = {dimensions}, {ranks} rank{'s' * (ranks > 1)}</h2>")
-        parts.append(f'<div class="charts">{_charts(rows)}</div>')
-    head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in figures)
-    body = f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>"
-    parts.append(f'<h2>All figures</h2><div class="wide"><table>{body}</table></div>')
-    page = folder / "ranking.html"
-    write_page(page, "Stage two: time and memory by loss", "".join(parts))
+        sections[f"C = {dimensions}, {ranks} rank{'s' * (ranks > 1)}"] = _charts(rows)
+    title, note = "Stage two: time and memory by loss", f"{facts}. {CAPTION}"
+    cells = [_cells(row) for row in figures]
+    write_page(page, "measurements.html", title=title, note=note, sections=sections, heading=HEADINGS, rows=cells)
     return page
 
 
-def _charts(rows: Sequence[Figures]) -> str:
+def _charts(rows: Sequence[Figures]) -> dict[str, Chart | None]:
     names = list(dict.fromkeys(row.loss for row in rows))
-    seconds = [Series(name, [(row.batch, row.seconds) for row in rows if row.loss == name]) for name in names]
-    dense = {row.batch: row.dense_seconds for row in rows}
-    seconds.append(Series("one dense product", sorted(dense.items())))
-    megabytes = [(row.loss, row.batch, row.peak_bytes / 1e6) for row in rows if row.peak_bytes]
-    memory = [Series(name, [(batch, peak) for loss, batch, peak in megabytes if loss == name]) for name in names]
-    charts = {"Seconds": log_chart(seconds, "images of the batch", "seconds")}
-    charts["Peak memory beside the descriptors, MB"] = log_chart(memory, "images of the batch", "MB")
-    return "".join(f"<figure><h3>{title}</h3>{chart}</figure>" for title, chart in charts.items())
+    seconds = {name: [(row.batch, row.seconds) for row in rows if row.loss == name] for name in names}
+    seconds["one dense product"] = sorted({row.batch: row.dense_seconds for row in rows}.items())
+    megabytes = {
+        name: [(row.batch, row.peak_bytes / 1e6) for row in rows if row.loss == name and row.peak_bytes]
+        for name in names
+    }
+    return {
+        "Seconds": _log_chart(seconds, "seconds"),
+        "Peak memory beside the descriptors, MB": _log_chart(megabytes, "MB"),
+    }
+
+
+def _log_chart(lines: dict[str, list[tuple[int, float]]], y_label: str) -> Chart | None:
+    """Lines over two logarithmic axes, where a power law is straight."""
+    series = [
+        Series(name, [(math.log2(batch), math.log10(value)) for batch, value in points], marked=True)
+        for name, points in lines.items()
+    ]
+    return line_chart(series, y_label, lambda value: plain(10**value), x_label="log2 of the batch's images")
 
 
 def main() -> None:
