@@ -1,4 +1,11 @@
-"""The agent of a launcher: torch's, which starts a host's ranks, watches them and meets the other hosts."""
+"""The launcher's agent: torchrun's, which starts a host's ranks and meets the other hosts, with five corrections.
+
+- It reads each rank's exit status from a file, since torchrun reports 1 for all, and restarts only where that helps.
+- It gives ranks the recipe's grace time after a signal, also when it stops them because new hosts have come.
+- It ends in time when the rendezvous is gone, where torchrun's agent hangs in a call to it.
+- It forgets the store of an earlier round, which a replaced launcher could never learn.
+- It passes the signal that asks for a trace on to the ranks.
+"""
 
 import logging
 import os
@@ -37,11 +44,7 @@ logger = logging.getLogger("distap")
 
 
 def require_possible(settings: Namespace) -> None:
-    """Refuse torchrun's settings where there can be no such hosts or ranks.
-
-    Raises:
-        DistapError: there cannot.
-    """
+    """Raise a DistapError if torchrun's settings name an impossible number of hosts or ranks."""
     try:
         ranks = torchrun.determine_local_world_size(settings.nproc_per_node)
     except ValueError as error:
@@ -56,12 +59,12 @@ def require_possible(settings: Namespace) -> None:
 
 
 def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int:
-    """Start this host's ranks and wait for them; returns the host's exit status.
+    """Start this host's ranks, wait for them, and return the host's exit status.
 
     Args:
         settings: torchrun's.
-        outcomes: the folder of the ranks' exit statuses.
-        linger_seconds: without rendezvous, after a rank has failed.
+        outcomes: folder where ranks leave their exit statuses.
+        linger_seconds: how long to stay when a rank has failed and the rendezvous is gone.
     """
     returned = threading.Event()
     agent = partial(Agent, outcomes, linger_seconds, settings, returned)
@@ -89,13 +92,11 @@ def _how(status: int) -> str:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which starts ranks again only where that can help, and does not wait for what is gone.
+    """torch's agent with the corrections that this module names.
 
     Args:
-        outcomes: folder of the ranks' exit statuses.
-        linger_seconds: without rendezvous, after a rank has failed.
-        settings: torchrun's.
-        returned: set once nothing can hang any more.
+        outcomes, linger_seconds, settings: as for `run_ranks`.
+        returned: an event that `run_ranks` sets when nothing can hang any more.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Agent(LocalElasticAgent):
         threading.Thread(target=self._pass_trace_signals_on, name="distap-signals", daemon=True).start()
 
     def run(self, role: str = "default") -> RunResult:
-        """Run the ranks; what torch does after that, such as closing the rendezvous, has `linger_seconds`."""
+        """Run the ranks; torch's work after that, such as closing the rendezvous, gets `linger_seconds`."""
         try:
             result: RunResult = super().run(role)
             return result
@@ -129,10 +130,10 @@ class Agent(LocalElasticAgent):
             go_deaf()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # torch keeps the ranks' store of the first round, and tells no launcher that comes later where that is.
+        # torch keeps the ranks' store of the first round and never tells a launcher that comes later its address.
         handler: Any = worker_group.spec.rdzv_handler
         handler._bootstrap_store_info = None
-        # How ranks of an earlier round left is settled: a signal that comes now finds nothing to save.
+        # Outcomes of an earlier round are settled: a signal that comes now finds nothing to save.
         self._outcomes.mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
         for file in self._outcomes.iterdir():
             file.unlink()
@@ -145,9 +146,9 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _shutdown(self, *arguments: Any, **more: Any) -> None:
-        """Ask the ranks to stop, and kill those that are late, whatever torch would ask and when it would kill.
+        """Send SIGTERM to the ranks, and kill them after the grace time.
 
-        It passes SIGHUP and SIGQUIT on, and has half a minute for ranks that it stops since new hosts have come.
+        torch would pass SIGHUP and SIGQUIT on as they are, and would give ranks half a minute when new hosts come.
         """
         for process in self._processes():
             free_lock(process)
@@ -166,10 +167,10 @@ class Agent(LocalElasticAgent):
     def _let_leave(self) -> None:
         """Wait for the other ranks, then kill them.
 
-        They know why to leave. Torch's SIGTERM would be a second request to stop for one that is about to leave with
-        status 75, and nothing to one that is stopped, which it gives half a minute.
+        The watchdog has told them to leave. torch would send SIGTERM, which a rank that is about to leave with status
+        75 takes for a second request, and which a suspended rank never sees.
         """
-        # Ranks that stop on request leave at the end of their grace time, whatever they still have to close.
+        # Ranks that stop on request leave by the end of their grace time.
         has_stopped = RESTART in recorded_outcomes(self._outcomes).values()
         deadline = time.monotonic() + (self._shutdown_timeout if has_stopped else LEAVE_SECONDS)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes()):
@@ -185,7 +186,7 @@ class Agent(LocalElasticAgent):
         return any(process.poll() for process in self._processes())
 
     def _end_in_time(self) -> None:
-        """The main thread may hang in a call to the rendezvous' store for ever, so this one ends the process."""
+        """End the process from a thread, since the main thread may hang in the rendezvous' store for ever."""
         since: float | None = None
         while not self._returned.wait(PROBE_SECONDS):
             processes = self._processes()
@@ -204,7 +205,7 @@ class Agent(LocalElasticAgent):
                 os._exit(FINISHED if is_done else status_of(outcomes))
 
     def _pass_trace_signals_on(self) -> None:
-        """To the ranks, which take it once they listen: until then it stays blocked, as they inherit it."""
+        """Forward the trace signal to the ranks. They inherit it blocked, so it waits until they listen."""
         while not self._returned.is_set():
             if signal.sigtimedwait([TRACE_SIGNAL], PROBE_SECONDS) is not None or self._is_trace_asked:
                 self._is_trace_asked = False
@@ -212,20 +213,19 @@ class Agent(LocalElasticAgent):
                     process.send_signal(TRACE_SIGNAL)
 
     def _ask_trace(self, number: int, frame: FrameType | None) -> None:
-        """The kernel gave the signal to a thread that numpy had started before it was blocked, and not to ours."""
+        """Take a trace signal that the kernel gave to one of numpy's threads, started before it was blocked."""
         self._is_trace_asked = True
 
     def _meets(self) -> bool:
-        """Whether the rendezvous of the hosts can be reached."""
         host, port = parse_rendezvous_endpoint(torchrun.get_rdzv_endpoint(self._settings), C10D_PORT)
         return port == 0 or answers(host, port)  # 0: a host alone, which chose its port itself
 
 
 def free_lock(process: subprocess.Popen[bytes]) -> None:
-    """Have the process waited for again, where a signal came in the middle of its `poll`.
+    """Release the lock of `Popen.poll` if a signal interrupted it.
 
-    torch's signal handler raises wherever the main thread is. Where `poll` has just taken its lock, it stays taken,
-    and a rank that has left is waited for until it would be killed, and as long again.
+    torch's signal handler raises wherever the main thread stands. If that is inside `poll`, its lock stays taken, and
+    torch waits for a rank that has left long ago.
     """
     lock: threading.Lock = process._waitpid_lock  # type: ignore[attr-defined]
     lock.acquire(timeout=PROBE_SECONDS)  # another thread has it for an instant only
@@ -234,7 +234,7 @@ def free_lock(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _agents_made_by(make: Callable[..., LocalElasticAgent]) -> Iterator[None]:
-    """torchrun makes its agent itself, and can be given none: the name that it looks up is exchanged."""
+    """Swap the agent class that torchrun looks up: it builds its agent internally and offers no hook."""
     torchs = torch_launcher.LocalElasticAgent  # type: ignore[attr-defined]
     torch_launcher.LocalElasticAgent = make  # type: ignore[attr-defined, assignment]
     try:

@@ -1,9 +1,7 @@
-"""What a process of a training says with its exit status, and where a launcher reads each rank's.
+"""Hand each rank's exit status (see `distap.errors`) to its launcher, and tie their lives together.
 
-The statuses themselves stand in `distap.errors`.
-
-torchrun's own status is 1 whatever its workers' are, so each rank also leaves its status in a file of the folder
-that `distap.launcher` names in the environment.
+torchrun's own status is 1 whatever its workers' are, so each rank also writes its status to a file in the folder that
+`distap.launcher` names in the environment.
 """
 
 import ctypes
@@ -25,7 +23,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def record_outcome(status: int, error: BaseException | None = None) -> None:
-    """Leave this rank's exit status and error for the launcher; without one, do nothing."""
+    """Write this rank's exit status and error where the launcher looks for them; without a launcher, do nothing."""
     folder = os.environ.get(FOLDER)
     # A full disk, or a folder that was tidied away, must not keep a rank from leaving.
     with suppress(OSError):
@@ -40,7 +38,7 @@ def record_outcome(status: int, error: BaseException | None = None) -> None:
 
 
 def recorded_outcomes(folder: Path) -> dict[int, int]:
-    """The exit statuses that ranks have left, by rank; none where the folder was tidied away."""
+    """Read the exit statuses that ranks have written, by rank."""
     outcomes: dict[int, int] = {}
     with suppress(FileNotFoundError):  # also while those of an earlier round are removed
         for file in folder.iterdir():
@@ -50,7 +48,7 @@ def recorded_outcomes(folder: Path) -> dict[int, int]:
 
 
 def status_of(outcomes: dict[int, int]) -> int:
-    """The exit status of a host whose ranks did not all finish; one without an outcome crashed."""
+    """Return the exit status of a host whose ranks did not all finish; a rank without an outcome crashed."""
     if MISTAKE in outcomes.values():
         return MISTAKE
     # One that was asked to stop and could not wait for the others has left them without it.
@@ -58,20 +56,20 @@ def status_of(outcomes: dict[int, int]) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies, from now on."""
+    """Ask the kernel to kill this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher dies, which would otherwise leave it running alone."""
+    """Ask the kernel to kill this process when its launcher dies; otherwise it would go on alone."""
     die_with_parent()
     if sys.platform == "linux" and os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os._exit(FAILED)  # it has died already
 
 
 def _write_error_file(path: Path, error: BaseException) -> None:
-    """In the form that torch.distributed.elastic.multiprocessing.errors reads."""
+    """Write the JSON that torch.distributed.elastic.multiprocessing.errors reads."""
     about = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
     path.write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -1,8 +1,7 @@
-"""Waiting for the host at which the others of a training meet.
+"""Wait for the host at which all hosts of a training meet.
 
-torch waits a minute or two for it, deaf to signals, and asks only once whether this machine is that host. Both are
-too little for pods: another's image may be pulled for longer, and its name is known only after a while, to one name
-server sooner than to the next.
+torch waits a minute or two, deaf to signals, and asks only once whether this machine is that host. That is too little
+for pods: pulling another pod's image may take longer, and its name spreads over name servers with a delay.
 """
 
 import logging
@@ -25,15 +24,15 @@ logger = logging.getLogger("distap")
 
 
 def await_meeting_point(settings: Namespace) -> None:
-    """Return once someone answers at torchrun's --rdzv-endpoint, or it is known to be this machine.
+    """Return when someone answers at torchrun's --rdzv-endpoint, or when the endpoint is this machine.
 
-    Returns as well when join_timeout of --rdzv-conf is over, for torch to say what is wrong, and at once with another
-    backend than c10d, or where is_host says that this machine is the endpoint.
+    It also returns when join_timeout of --rdzv-conf is over, so that torch says what is wrong, and at once for other
+    backends than c10d or if is_host says that this machine is the endpoint.
 
     Args:
-        settings: torchrun's; its rdzv_conf gets is_host=1 where the endpoint is the beginning of this machine's name.
+        settings: torchrun's; rdzv_conf gets is_host=1 if the endpoint is the beginning of this machine's full name.
     Raises:
-        DistapError: the endpoint or the configuration cannot be read.
+        DistapError: the endpoint or the configuration cannot be parsed.
     """
     if settings.standalone or settings.rdzv_backend != "c10d" or not settings.rdzv_endpoint:
         return
@@ -45,7 +44,7 @@ def await_meeting_point(settings: Namespace) -> None:
     has_said = False
     while not answers(host, port):
         if is_host is None and _is_this_machine(host):
-            # Not where the name is also that of other launchers, such as localhost: all would take themselves for it.
+            # A name that other hosts share, such as localhost, must not make all of them take themselves for it.
             if socket.getfqdn().startswith(f"{host}."):
                 settings.rdzv_conf = ",".join(filter(None, (settings.rdzv_conf, "is_host=1")))
             return
@@ -58,7 +57,7 @@ def await_meeting_point(settings: Namespace) -> None:
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether someone accepts connections there."""
+    """Tell whether someone accepts connections there."""
     try:
         socket.create_connection((host, port), PROBE_SECONDS).close()
     except OSError:
@@ -67,7 +66,6 @@ def answers(host: str, port: int) -> bool:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    """Host and port."""
     try:
         return parse_rendezvous_endpoint(text, C10D_PORT)
     except ValueError as error:
@@ -77,7 +75,7 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 
 def _configured(text: str) -> tuple[int, str | None]:
-    """The join_timeout in seconds, and is_host where it is given."""
+    """Return join_timeout in seconds, and is_host if it is given."""
     try:
         configured = _parse_rendezvous_config(text)
     except ValueError as error:
@@ -89,7 +87,7 @@ def _configured(text: str) -> tuple[int, str | None]:
 
 
 def _is_this_machine(host: str) -> bool:
-    """What torch will find when it asks the same."""
+    """Ask what torch will ask, with the same function."""
     try:
         return _matches_machine_hostname(host)
     except OSError:  # this machine's own name is not known

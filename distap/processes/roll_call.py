@@ -1,8 +1,12 @@
-"""How the ranks find each other: all of them within the time-out, or an error on each that says who is missing.
+"""Call the roll: all ranks join within the time-out, or each raises an error that names the missing ones.
 
-torchrun's store outlives a restart of its ranks, with every key that the dead ones wrote, and its agents count
-restarts differently once one of them was replaced. So rank 0 numbers the attempts in the store itself: whoever sees
-a new number answers to it, which the dead cannot, and when all have answered rank 0 writes down who they are.
+torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on the
+number of restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself. Every living rank
+that sees a new number answers to it; when all have answered, rank 0 writes down who they are:
+
+    distap/attempt          the number of the newest attempt
+    distap/N/here/R         rank R's answer to attempt N
+    distap/N/result         rank 0's list of members, or an error
 """
 
 import json
@@ -27,8 +31,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Member:
-    """A rank, and the process that it is."""
+class RankProcess:
+    """A rank and its process."""
 
     rank: int
     host: str = field(default_factory=socket.gethostname)
@@ -44,15 +48,15 @@ class Party:
     """The ranks that have joined.
 
     Args:
-        store: holds nothing of an earlier attempt.
-        members: by rank.
+        store: a store without keys of earlier attempts.
+        members: the processes in the order of ranks.
         address: host:port of the store.
-        rank: this one.
-        serves: the store lives in this process.
+        rank: this process's rank.
+        serves: whether the store lives in this process.
     """
 
     store: Store
-    members: list[Member]
+    members: list[RankProcess]
     address: str
     rank: int
     serves: bool
@@ -75,7 +79,7 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
         left = timedelta(seconds=max(deadline - time.monotonic(), 1))
         server = TCPStore(host, port, None, serves, left, wait_for_workers=False, multi_tenant=True)
         server.set_timeout(timedelta(seconds=timeout_seconds))  # what is left to join is too short for later
-        attempt, members = _answer_roll_call(server, Member(rank), size, timeout_seconds, deadline)
+        attempt, members = _answer_roll_call(server, RankProcess(rank), size, timeout_seconds, deadline)
         return Party(PrefixStore(f"distap/{attempt}", server), members, address, rank, serves)
 
     silence = CollectiveError(
@@ -85,9 +89,9 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
 
 
 def within(seconds: float, work: Callable[[], T], error: Exception) -> T:
-    """What `work` returns or raises; `error` is raised where that takes longer.
+    """Run `work` in a thread and return its result; raise `error` if it takes longer than `seconds`.
 
-    A call to a store over a broken network never returns, whatever its time-out: it is left behind in a thread.
+    A call to a store over a broken network never returns, whatever its time-out, so its thread is abandoned.
     """
     answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -109,8 +113,8 @@ def within(seconds: float, work: Callable[[], T], error: Exception) -> T:
 
 
 def _answer_roll_call(
-    server: Store, me: Member, size: int, timeout_seconds: float, deadline: float
-) -> tuple[int, list[Member]]:
+    server: Store, me: RankProcess, size: int, timeout_seconds: float, deadline: float
+) -> tuple[int, list[RankProcess]]:
     attempt = answered = 0
     if me.rank == 0:
         attempt = server.add("distap/attempts", 1)
@@ -130,7 +134,7 @@ def _answer_roll_call(
                 store.set("result", json.dumps({"members": [asdict(member) for member in present], "error": error}))
         if answered and store.check(["result"]):
             result = json.loads(store.get("result"))
-            members = [Member(**member) for member in result["members"]]
+            members = [RankProcess(**member) for member in result["members"]]
             if me in members:  # or else the result is an earlier attempt's
                 if result["error"]:
                     raise CollectiveError(result["error"])
@@ -144,13 +148,13 @@ def _here(rank: int) -> str:
     return f"here/{rank}"
 
 
-def _member(store: Store, rank: int) -> Member:
-    return Member(**json.loads(store.get(_here(rank))))
+def _member(store: Store, rank: int) -> RankProcess:
+    return RankProcess(**json.loads(store.get(_here(rank))))
 
 
-def _absent(size: int, present: Sequence[Member], timeout_seconds: float) -> str:
+def _absent(size: int, present: Sequence[RankProcess], timeout_seconds: float) -> str:
     there = {member.rank for member in present}
-    # Where all have answered and rank 0 has not taken note of it, it is rank 0 that is gone.
+    # If all have answered and there is still no result, rank 0 is the one that is gone.
     missing = [str(rank) for rank in range(size) if rank not in there] or ["0"]
     ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
     return (
@@ -159,7 +163,7 @@ def _absent(size: int, present: Sequence[Member], timeout_seconds: float) -> str
 
 
 def _wait_for_server(host: str, port: int, timeout_seconds: float, deadline: float) -> None:
-    """TCPStore waits by itself, but up to twice the time-out, and says what is wrong in a page of C++ frames."""
+    """Wait until the store's port is open. TCPStore itself waits up to twice the time-out and fails in C++ frames."""
     while True:
         try:
             socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()

@@ -1,15 +1,15 @@
-"""Where the seconds go from the cold process to the end of the first step."""
+"""Time the start of a training, from the cold process to the end of the first step."""
 
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-STARTED = "DISTAP_STARTED"  # the environment variable with the time at which the launcher began to start the ranks
+STARTED = "DISTAP_STARTED"  # environment variable: the time at which the launcher began to start ranks
 
 
 class Startup:
-    """Seconds by phase, from when the launcher was started, or else this process.
+    """Seconds by phase, from the start of the launcher, or of this process if there is none.
 
     The phases are `launcher` (with the hosts finding each other), `imports`, `joining` (of the ranks), `data`,
     `network` (with its weights and engine), `checkpoint`, `evaluation`, and `first step`.
@@ -24,13 +24,13 @@ class Startup:
         self._last = started
 
     def reached(self, phase: str) -> None:
-        """The phase is over: what passed since the one before counts for it."""
+        """End a phase: the seconds since the end of the one before belong to it."""
         now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def summary(self, first_step: Mapping[str, float]) -> str:
-        """For a person; `first_step` has the seconds of the first step by stage."""
+        """Write a line for a person; `first_step` holds the seconds of the first step by stage."""
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
         longest = sorted(first_step.items(), key=lambda stage: -stage[1])[:3]
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in longest)
@@ -38,7 +38,7 @@ class Startup:
 
 
 def process_started() -> float:
-    """When this process was started, in seconds since the epoch."""
+    """Return when this process was started, in seconds since the epoch."""
     try:
         # Field 22 counts clock ticks since boot; the second one is the command, which may contain anything.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,10 +1,10 @@
-"""A request to stop, by SIGTERM or SIGINT, or by SIGHUP where a terminal is closed.
+"""Listen for requests to stop: SIGTERM, SIGINT, and SIGHUP when a terminal is closed.
 
 Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
-with the others, which only the ranks together can decide; this is the ear of one of them.
+with the others; the ranks decide together when that is, and this module only listens on one of them.
 
-Python runs a signal's handler when the main thread comes back from what it does, which is too late where that is a
-collective that hangs. So the signals are read by a thread of their own, which C code wakes at once.
+Python runs a signal's handler when the main thread returns to Python code, which is too late if that thread hangs in a
+collective. So a thread of its own reads the signals from a pipe that Python's C handler writes to at once.
 """
 
 import logging
@@ -21,19 +21,19 @@ from distap.processes.exit_statuses import record_outcome
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACE_SIGNAL = signal.SIGUSR1
 MARGIN_SECONDS = 15  # beyond the grace time, before a launcher kills a rank
-ONE_REQUEST_SECONDS = 1.0  # a launcher passes on what its whole process group was sent: that is no second request
+ONE_REQUEST_SECONDS = 1.0  # a signal to a process group arrives twice, once through the launcher
 logger = logging.getLogger("distap")
 
 
 class StopRequest:
     """Listens while it is entered, in the main thread.
 
-    The first signal is a request: `requested` becomes true. A second one, a second or more after it, ends the
-    process at once, and so does the end of the grace time, with the status that says `restart me`.
+    The first signal sets `requested`. A second signal, a second or more later, ends the process at once; the end of
+    the grace time ends it too, with the status RESTART.
 
     Args:
         grace_seconds: time from the first signal to the end of the process, whatever it does.
-        on_trace_signal: is called at each TRACE_SIGNAL, from a thread.
+        on_trace_signal: called from a thread at each TRACE_SIGNAL.
     """
 
     def __init__(self, grace_seconds: float, on_trace_signal: Callable[[], None] = lambda: None) -> None:
@@ -53,7 +53,7 @@ class StopRequest:
         for number in _heeded():
             self._handlers[number] = signal.signal(number, _left_to_the_thread)
         signal.signal(TRACE_SIGNAL, _left_to_the_thread)
-        # A launcher starts its ranks with it blocked, since it would end one that does not listen yet.
+        # A launcher starts ranks with this signal blocked, since it would kill one that does not listen yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
         os.register_at_fork(after_in_child=self._leave_in_child)
         threading.Thread(target=self._listen, name="distap-signals", daemon=True).start()
@@ -65,7 +65,7 @@ class StopRequest:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
         self._handlers.clear()
-        # Nothing is left to trace, and Python's own end would give the signal its deadly default back.
+        # When Python exits it restores the default action, which would kill the process.
         signal.signal(TRACE_SIGNAL, signal.SIG_IGN)
         if self._limit is not None:
             self._limit.cancel()
@@ -105,24 +105,24 @@ class StopRequest:
         _end(RESTART)
 
     def _leave_in_child(self) -> None:
-        """A loader worker, forked off, must not speak for this rank: the pipe is shared."""
+        """Silence a forked loader worker, which shares the pipe and must not speak for this rank."""
         if self._handlers and os.getpid() != self._pid:
             signal.set_wakeup_fd(-1)
             go_deaf()
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Take the signal without dying of it."""
+    """Do nothing: the thread that reads the pipe handles the signal."""
 
 
 def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
-    """Until a StopRequest listens there is nothing to save: a signal ends the process at once, to be started again.
+    """End the process at once with RESTART on a signal, until a StopRequest listens: there is nothing to save yet.
 
-    It does so without an exception, which would get lost in imports, and would have torch end the meeting of all
-    hosts. A signal that asks for a trace, of which there is nothing yet, does not end it.
+    An exception would not do: imports swallow it, and torch would close the rendezvous of all hosts. The trace signal
+    is ignored.
 
     Args:
-        tidy: is called before the end.
+        tidy: called before the end.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -137,20 +137,20 @@ def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
 
 
 def leave_when_asked() -> None:
-    """The same for what has files to close: a signal raises SystemExit, once everything is imported."""
+    """Raise SystemExit(RESTART) on a signal, so that files are closed; call it when everything is imported."""
     for number in _heeded():
         signal.signal(number, _leave)
     signal.signal(TRACE_SIGNAL, _left_to_the_thread)
 
 
 def go_deaf() -> None:
-    """Once it is settled how a process leaves, a request to stop would only take the place of that status."""
+    """Ignore all signals from now on, so that none replaces the exit status that is settled already."""
     for number in (*SIGNALS, TRACE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _heeded() -> list[signal.Signals]:
-    """Those that are not ignored, as `nohup` has it."""
+    """The signals to listen to: `nohup` ignores SIGHUP, and so do we then."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 

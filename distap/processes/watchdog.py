@@ -1,17 +1,19 @@
-"""Why a collective does not come back: each rank says what it is doing, and watches what the others say.
+"""Find out which rank keeps a collective from finishing, say so on every rank, and end the process.
 
 A rank whose peer is stopped, stuck or cut off would wait in its collective until the process group's time-out, and
-then know only that somebody did not answer. So every rank has two threads. One beats: it tells the store what this
-rank does, and reads there what the others do. The other judges, from this rank's memory alone, since a call to the
-store over a broken network never returns. When a collective has taken longer than the time-out, the judge says which
-rank is missing and why, tells all other ranks through the store, and ends the process: a thread that waits in gloo
-cannot be called back.
+then know only that somebody did not answer. So every rank runs two threads:
+
+    beat    every second: write to the store what this rank does, read there what the others do
+    judge   every half second: compare the age of open collectives with the time-out
+
+The judge uses this rank's memory alone, because a call to the store over a broken network never returns. When a
+collective exceeds the time-out, the judge works out which rank is missing and why (the verdict), all ranks learn the
+verdict through the store, and the process ends: a thread that waits in gloo cannot be interrupted.
 """
 
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -22,25 +24,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distap.errors import FAILED, CollectiveError
 from distap.processes.exit_statuses import record_outcome
+from distap.processes.network_errors import first_line, is_of_the_network
 from distap.processes.roll_call import Party
 
 BEAT_SECONDS = 1.0
-SILENT_BEATS = 3.0  # a rank or store that was not heard of for so many may be gone
-LEAVE_SECONDS = 5.0  # from the verdict to the end of the process, unless it comes out by itself
+SILENT_BEATS = 3.0  # a rank or store that has been silent for this many beats may be gone
+LEAVE_SECONDS = 5.0  # from the verdict to the end of the process, unless the main thread leaves by itself
 NAMED = 8  # missing ranks that a message names
 VERDICT = "verdict"
-# What gloo, NCCL and the store throw is otherwise a plain RuntimeError.
-OF_THE_NETWORK = ("/gloo/", "NCCL error", "NCCL communicator", "Connection ", "Broken pipe", "imed out")
 logger = logging.getLogger("distap")
 
 
 @dataclass
 class Collective:
-    """One that this rank has begun."""
+    """A collective that this rank has begun."""
 
     name: str
     channel: str
@@ -50,13 +50,12 @@ class Collective:
     done: torch.cuda.Event | None = None  # a GPU's collective returns before it is done
 
     def is_over(self) -> bool:
-        """Whether there is nothing to wait for any more."""
         return self.returned and (self.done is None or self.done.query())
 
 
 @dataclass
 class _Beat:
-    """What another rank last said, and when this one heard it change."""
+    """The last message of another rank, and when it last changed."""
 
     said: dict[str, Any] = field(default_factory=dict)
     heard: float = field(default_factory=time.monotonic)
@@ -67,7 +66,7 @@ class Watchdog:
 
     Args:
         party: the ranks, and the store where they meet.
-        timeout_seconds: of a collective.
+        timeout_seconds: how long a collective may take.
     """
 
     def __init__(self, party: Party, timeout_seconds: float) -> None:
@@ -82,26 +81,25 @@ class Watchdog:
         self._farewell: str | None = None
         self._store_heard = time.monotonic()
         self._store_error = ""
-        self._is_raised = False  # the main thread tells the verdict
-        self._wondering = False  # what the others say is wanted, though no collective takes long
-        self._awake = threading.Event()  # the beating thread is to beat at once
+        self._is_raised = False  # the main thread raises the verdict, so the judge need not log it
+        self._wondering = False  # read what the others say, although no collective takes long
+        self._awake = threading.Event()  # set to make the beating thread beat at once
         self._leaving, self._stopped, self._condemned = (threading.Event() for _ in range(3))
         self._store = party.store.clone()  # a connection serves one call at a time
         self._beating = threading.Thread(target=self._beat, name="distap-beat", daemon=True)
         self._judging = threading.Thread(target=self._judge, name="distap-judge", daemon=True)
 
     def start(self) -> "Watchdog":
-        """Start the threads."""
         self._beating.start()
         self._judging.start()
         return self
 
     def stop(self, farewell: str = "finished") -> None:
-        """Tell the others why this rank leaves, and end the threads."""
+        """Tell the other ranks why this one leaves, and end the threads."""
         patience = SILENT_BEATS * self.beat_seconds
         deadline = time.monotonic() + patience
         self._farewell = farewell
-        # The store goes with the process that serves it, and the others may want to read why that leaves.
+        # The store ends with the process that serves it, and the others may still want to read this farewell.
         while self.party.serves and time.monotonic() < deadline and not all(map(_has_left, self._others.values())):
             self._look_at_once()
         self._leaving.set()
@@ -113,23 +111,23 @@ class Watchdog:
 
     @property
     def activity(self) -> tuple[str, float]:
-        """What this rank does, and for how many seconds it has."""
+        """What this rank does at present, and for how many seconds."""
         return self._activity, time.monotonic() - self._active_since
 
     def note(self, activity: str) -> None:
-        """Say what this rank does from now on, such as `describe of step 12`."""
+        """Set what this rank does from now on, such as `describe of step 12`."""
         self._activity, self._active_since = activity, time.monotonic()
 
     @contextmanager
     def collective(self, name: str, channel: str = "", device: torch.device | None = None) -> Iterator[None]:
-        """Encloses a collective.
+        """Watch the enclosed collective.
 
         Args:
-            name: for messages.
+            name: appears in messages.
             channel: the process group; every rank enters the collectives of a channel in the same order.
-            device: where it runs.
+            device: the device that runs it.
         Raises:
-            CollectiveError: it failed for the network or another rank, or this rank is to leave anyway.
+            CollectiveError: the network or another rank made it fail, or there is a verdict already.
         """
         self.refuse_if_condemned()
         collective = self.begin(name, channel)
@@ -146,29 +144,29 @@ class Watchdog:
             self.end(collective)
 
     def begin(self, name: str, channel: str = "") -> Collective:
-        """A collective begins; give it to `end` once it returned."""
+        """Note that a collective begins; pass the result to `end` when it has returned."""
         self._begun[channel] = number = self._begun.get(channel, 0) + 1
         collective = Collective(name, channel, number, time.monotonic())
         self._open.append(collective)
         return collective
 
     def end(self, collective: Collective) -> None:
-        """The collective returned; on a GPU it may still run."""
+        """Note that the collective has returned; on a GPU it may still run."""
         collective.returned = True
         self._open = [one for one in self._open if not one.is_over()]
 
     def refuse_if_condemned(self) -> None:
-        """Raise the verdict, where there is one."""
+        """Raise the verdict if there is one."""
         if self.verdict is not None:
             raise CollectiveError(self.verdict)
 
     def _explanation(self, name: str, error: Exception) -> str:
-        """Why a collective failed, from what the others say within a few beats; they are told as well."""
+        """Wait a few beats for the others' farewells, condemn all ranks, and return the verdict."""
         deadline = time.monotonic() + (SILENT_BEATS + 1) * self.beat_seconds
         while self.verdict is None and time.monotonic() < deadline and not any(map(_has_left, self._others.values())):
             self._look_at_once()
         self._is_raised = True
-        self._condemn(f"{self._here(name)} failed: {self._reasons()}; {_first_line(error)}")
+        self._condemn(f"{self._here(name)} failed: {self._reasons()}; {first_line(error)}")
         assert self.verdict is not None
         return self.verdict
 
@@ -186,7 +184,7 @@ class Watchdog:
                 self._listen()
                 self._store_heard, self._store_error = time.monotonic(), ""
             except RuntimeError as error:
-                self._store_error = f": {_first_line(error)}"
+                self._store_error = f": {first_line(error)}"
             if is_last:
                 return
             self._awake.wait(self.beat_seconds)
@@ -247,7 +245,7 @@ class Watchdog:
                     os._exit(FAILED)
 
     def _forgive(self, seconds: float) -> None:
-        """This process was stopped for a while, perhaps with all others: that is nobody's silence."""
+        """Shift all clocks: this process was stopped for a while, so nobody else was silent in that time."""
         for collective in self._open:
             collective.since += seconds
         for other in self._others.values():
@@ -269,7 +267,7 @@ class Watchdog:
         return f"{text}: {collective} ({self._activity})" if collective else f"{text} ({self._activity})"
 
     def _reasons(self, collective: Collective | None = None) -> str:
-        """Who is missing, as far as this rank knows."""
+        """Name the missing ranks, as far as this rank knows."""
         now = time.monotonic()
         longest = SILENT_BEATS * self.beat_seconds
         if now - self._store_heard > longest:
@@ -295,20 +293,9 @@ class Watchdog:
         return _listed(found)
 
 
-def is_of_the_network(error: Exception) -> bool:
-    """Whether torch raised it because a rank or the network failed, and not for what it was asked to do."""
-    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in OF_THE_NETWORK)
-
-
 def _listed(texts: list[str]) -> str:
     return "; ".join([*texts[:NAMED], f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else texts)
 
 
 def _has_left(other: _Beat) -> bool:
     return "left" in other.said
-
-
-def _first_line(error: Exception) -> str:
-    """Without torch's place in its source, and gloo's advice."""
-    line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
-    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)[:300]
