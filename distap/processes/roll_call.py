@@ -1,8 +1,8 @@
 """Call the roll: all ranks join within the time-out, or each raises an error that names the missing ones.
 
-torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on the
-number of restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself. Every living rank
-that sees a new number answers to it; when all have answered, rank 0 writes down who they are:
+torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on
+the number of restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself. Every living
+rank that sees a new number answers to it; when all have answered, rank 0 writes down who they are:
 
     distap/attempt          the number of the newest attempt
     distap/N/here/R         rank R's answer to attempt N

@@ -3,8 +3,8 @@
 Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
 with the others; the ranks decide together when that is, and this module only listens on one of them.
 
-Python runs a signal's handler when the main thread returns to Python code, which is too late if that thread hangs in a
-collective. So a thread of its own reads the signals from a pipe that Python's C handler writes to at once.
+Python runs a signal's handler when the main thread returns to Python code, which is too late if that thread hangs in
+a collective. So a thread of its own reads the signals from a pipe that Python's C handler writes to at once.
 """
 
 import logging

@@ -263,8 +263,7 @@ class Watchdog:
         record_outcome(FAILED, CollectiveError(self.verdict))
 
     def _here(self, collective: str = "") -> str:
-        text = f"rank {self.party.rank}"
-        return f"{text}: {collective} ({self._activity})" if collective else f"{text} ({self._activity})"
+        return f"rank {self.party.rank}{': ' * bool(collective)}{collective} ({self._activity})"
 
     def _reasons(self, collective: Collective | None = None) -> str:
         """Name the missing ranks, as far as this rank knows."""
