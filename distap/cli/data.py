@@ -19,10 +19,7 @@ data = typer.Typer(help="Fetch, convert, pack, index, check and count images.", 
 fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
 data.add_typer(fetch, name="fetch")
 
-SOURCE = Annotated[
-    str,
-    typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.", show_default=False),
-]
+SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
 INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="beside the shards")]
 REMOTE = Annotated[
     str | None, typer.Option(help="The settings that a recipe has as data.remote: '{options: {s3: {anon: true}}}'.")
@@ -41,9 +38,7 @@ SHUFFLE = Annotated[
 
 @fetch.command("emoji")
 def fetch_emoji_command(
-    output: Annotated[Path, typer.Argument(help="Folder to write train/ and test/ into.")] = Path(
-        "data/emoji/images"
-    ),
+    output: Annotated[Path, typer.Argument(help="Folder of train/ and test/.")] = Path("data/emoji/images"),
     size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=16)] = 128,
 ) -> None:
     """Fetch the emoji retrieval set: 1,591 emoji, each drawn by five to nine vendors, from the npm registry.
@@ -66,12 +61,11 @@ def convert_command(
         str,
         typer.Argument(
             help="sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k or "
-            "revisitop1m.",
-            show_default=False,
+            "revisitop1m."
         ),
     ],
-    source: Annotated[Path, typer.Argument(help="Folder of the files that you downloaded.", show_default=False)],
-    output: Annotated[Path, typer.Argument(help="Folder to write one folder per split into.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="Folder of the files that you downloaded.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write one folder per split into.")],
     split: Annotated[
         list[str] | None,
         typer.Option(help="A split to convert; may be given several times.", show_default="the usual ones"),
@@ -86,17 +80,14 @@ def convert_command(
     distap/data/converters/README.md tells which files to download, where to put them, and their licences. Missing
     images are counted and listed in OUTPUT/missing.txt. An interrupted conversion continues when it is called again.
     """
-    import difflib
-
     from distap.data.converters.converting import MISSING_FILE, convert
     from distap.data.converters.datasets import DATASETS
     from distap.data.shards.parallel import usable_cores
+    from distap.registry import suggestion
     from distap.telemetry.terminal import console, track
 
     if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(DATASETS)}"
-        raise DistapError(f"no data set is called {name!r}; {hint}")
+        raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
     converted = convert(
         DATASETS[name],
         source,
@@ -120,11 +111,8 @@ def convert_command(
 
 @data.command("pack")
 def pack_command(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A folder with a sub-folder per class, or a CSV of path,label.", show_default=False),
-    ],
-    output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV of path,label.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
     max_shard_mb: Annotated[
         float | None, typer.Option(help="Maximum size of a shard, megabytes.", min=0.001, show_default="no limit")

@@ -54,9 +54,8 @@ def sample_members(name, label=1, shade=0):
 
 def samples(data):
     """What the strict pass finds: key, label and CRC-32 of each sample."""
-    skipped = []
-    found = [(s.key, s.label, s.crc32) for s in read_samples(io.BytesIO(data), len(data), "x.tar", skipped)]
-    return found + skipped
+    found = read_samples(io.BytesIO(data), len(data), "x.tar")
+    return [s if isinstance(s, Skipped) else (s.key, s.label, s.crc32) for s in found]
 
 
 def refusal(data):
@@ -350,9 +349,9 @@ def count_scans(monkeypatch):
     scanned = []
     real = indexing.read_samples
 
-    def counted(file, length, where, skipped):
+    def counted(file, length, where):
         scanned.append(where.rpartition("/")[2])
-        return real(file, length, where, skipped)
+        return real(file, length, where)
 
     monkeypatch.setattr(indexing, "read_samples", counted)
     return scanned

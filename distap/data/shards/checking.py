@@ -155,7 +155,7 @@ def _damaged_images(job: _Job, hashed: Hashed, storage: Storage, max_pixels: int
 def _describe_change(job: _Job, storage: Storage, in_images: bool) -> str:
     try:
         with storage.open(job.name) as file:
-            for _ in read_samples(file, job.size, job.name, []):
+            for _ in read_samples(file, job.size, job.name):
                 pass
     except DamagedShardError as error:
         return str(error).removeprefix(f"{job.name}: ")

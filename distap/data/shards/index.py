@@ -81,14 +81,13 @@ class Index:
         """(S,) number of samples in each shard."""
         return np.bincount(self.shard, minlength=len(self.shard_name))
 
-    def save(self, source: Source | Path | str, remote: RemoteSettings | None = None) -> str:
-        """Write the index to the place where its source expects it, atomically, and return its path or URL."""
+    def save(self, source: Source | Path | str, remote: RemoteSettings | None = None) -> None:
+        """Write the index atomically to the place where its source expects it."""
         source = parse_source(source)
         if source.kept_index is not None:
             write_whole(source.kept_index, self.to_bytes())
         else:
             storage_of(source.base, remote).write(source.index_name, self.to_bytes())
-        return source.index
 
     def to_bytes(self, **others: Any) -> bytes:
         """Return the contents of an index file, with other arrays beside the columns if given."""

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -73,9 +72,9 @@ def index_shards(
 
 def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
     """Index one shard, to be called `name`; the other arguments and errors are those of `read_samples`."""
-    skipped: list[Skipped] = []
     hashed = Hashed(file)
-    samples = list(read_samples(hashed, length, where, skipped))
+    found = list(read_samples(hashed, length, where))
+    samples = [sample for sample in found if isinstance(sample, Sample)]
     rows = {field: [sample[at] for sample in samples] for at, field in enumerate(Sample._fields)}
     present, label = np.unique(np.array(rows["label"], dtype=np.int64), return_inverse=True)
     columns: dict[str, Any] = {
@@ -91,7 +90,7 @@ def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
         class_name=present.astype(np.str_),
         class_group=np.zeros(len(present), dtype="<U1"),
     )
-    return index, [Skipped(f"{name}:{image.name}", image.reason) for image in skipped]
+    return index, [Skipped(f"{name}:{image.name}", image.reason) for image in found if isinstance(image, Skipped)]
 
 
 def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Index:
@@ -142,10 +141,9 @@ def _records_folder(source: Source) -> Path:
     remedy = "set XDG_CACHE_HOME to a folder of your own"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
     except OSError as error:
         raise DistapError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise DistapError(f"{folder}: somebody else's; {remedy}")
     return folder
 

@@ -12,17 +12,18 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, merge_scans
 from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.samples import Skipped
-from distap.data.shards.writing import Entry, ShardJob, Written, entry_bytes, write_shard
+from distap.data.shards.tar import BLOCK
+from distap.data.shards.writing import Entry, ShardJob, write_shard
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import UnwritableError, sync_path, write_whole
@@ -30,7 +31,17 @@ from distap.storage.locations import parse_source
 from distap.storage.reads import storage_of
 
 PLAN_VERSION = 2
+SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
 STAT_THREADS = 32  # a network file system answers slowly, but many questions at once
+
+
+class _Layout(NamedTuple):
+    """The settings that decide the contents of shards; `pack` explains them."""
+
+    images_per_shard: int
+    max_shard_bytes: int | None
+    shuffle: int | None
+    decode: bool
 
 
 def pack(
@@ -72,13 +83,13 @@ def pack(
     if not listed:
         raise DistapError(f"{output}: there are no images to pack")
     groups = _groups(listed)
+    layout = _Layout(images_per_shard, max_shard_bytes, shuffle, decode)
     aside = output.with_name(f".{output.name}.packing")
-    packing = _Packing(aside, images_per_shard, max_shard_bytes, shuffle, decode, workers, track)
     try:
         with _locked(aside):
-            index, skipped = packing.run(listed, groups)
-            sync_path(packing.shards)
-            packing.shards.replace(output)
+            index, skipped = _pack_aside(aside, listed, groups, layout, workers, track)
+            sync_path(aside / SHARDS)
+            (aside / SHARDS).replace(output)
             sync_path(output.parent)
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, UnwritableError) as error:
@@ -90,120 +101,100 @@ def pack(
     return index, skipped
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """A packing in its hidden folder: the plan, the shards, and a record for each shard."""
+def _pack_aside(
+    aside: Path, images: Sequence[ImageFile], groups: dict[str, str], layout: _Layout, workers: int, track: Track
+) -> tuple[Index, list[Skipped]]:
+    """Write the shards that are not there yet, and their index; return it with the images left out.
 
-    aside: Path
-    images_per_shard: int
-    max_shard_bytes: int | None
-    shuffle: int | None
-    decode: bool
-    workers: int
-    track: Track
-
-    @property
-    def shards(self) -> Path:
-        return self.aside / "shards"
-
-    @property
-    def records(self) -> Path:
-        return self.aside / "records"
-
-    @property
-    def plan(self) -> Path:
-        return self.aside / "plan.json"
-
-    def run(self, images: Sequence[ImageFile], groups: dict[str, str]) -> tuple[Index, list[Skipped]]:
-        """Write the shards that are not there yet, and the index; return it with the images left out.
-
-        Classes are numbered before their images are read. If a class or a shard turns out to hold no sound image, all
-        shards are packed once more without the damaged images, so that every class number has an image.
-        """
-        with ThreadPoolExecutor(STAT_THREADS) as pool:
-            entries = list(self.track(pool.map(_entry, images), "listing images", len(images)))
-        if self.shuffle is not None:
-            entries = [entries[place] for place in permutation(len(entries), self.shuffle)]
-        fingerprint = self._fingerprint(entries)
-        left_out = self._resume(fingerprint)
-        while True:
-            damaged = {image.name for image in left_out}
-            sound = [entry for entry in entries if str(entry.image.path) not in damaged]
-            if not sound:
-                first = f"{left_out[0].name}: {left_out[0].reason}"
-                raise DistapError(f"none of the {len(entries)} images can be read; first: {first}")
-            # The labels of a CSV are numbers already; other classes are numbered in the order of their names.
-            names = sorted(_class_names(sound), key=lambda name: (len(name) if name.isdigit() else 0, name))
-            lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
-            write_whole(self.shards / NAMES_FILE, "".join(lines))
-            written = self._write_shards(sound, {name: number for number, name in enumerate(names)})
-            parts = [part for part, _ in written if part is not None]
-            found = [image for _, skipped in written for image in skipped]
-            left_out += found
-            gone = {image.name for image in found}
-            remaining = _class_names(entry for entry in sound if str(entry.image.path) not in gone)
-            if len(parts) == len(written) and len(remaining) == len(names):
-                break
-            self._start(fingerprint, left_out)
-        source = parse_source(self.shards)
-        index = merge_scans(source, storage_of(source.base), parts)
-        index.save(source)
-        return index, left_out
-
-    def _resume(self, fingerprint: str) -> list[Skipped]:
-        """Return the images that an earlier packing of the same list left out; remove one of another list."""
+    Classes are numbered before their images are read. If a class or a shard turns out to hold no sound image, all
+    shards are packed once more without the damaged images, so that every class number has an image.
+    """
+    with ThreadPoolExecutor(STAT_THREADS) as pool:
+        entries = list(track(pool.map(_entry, images), "listing images", len(images)))
+    if layout.shuffle is not None:
+        entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
+    fingerprint = _fingerprint(layout, entries)
+    left_out = _resume(aside, fingerprint)
+    while True:
+        sound = _without(entries, left_out)
+        if not sound:
+            first = f"{left_out[0].name}: {left_out[0].reason}"
+            raise DistapError(f"none of the {len(entries)} images can be read; first: {first}")
+        # The labels of a CSV are numbers already; other classes are numbered in the order of their names.
+        names = sorted(_class_names(sound), key=lambda name: (len(name) if name.isdigit() else 0, name))
+        lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
+        write_whole(aside / SHARDS / NAMES_FILE, "".join(lines))
+        jobs = list(_jobs(aside, sound, {name: number for number, name in enumerate(names)}, layout))
         try:
-            plan = json.loads(self.plan.read_text(encoding="utf-8"))
-            left_out = [Skipped(*image) for image in plan["left_out"]]
-            if plan["fingerprint"] == fingerprint:
-                return left_out
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        self._start(fingerprint, [])
-        return []
-
-    def _start(self, fingerprint: str, left_out: list[Skipped]) -> None:
-        # Without a plan, the next call removes whatever is there.
-        self.plan.unlink(missing_ok=True)
-        for folder in (self.shards, self.records):
-            if folder.exists():
-                shutil.rmtree(folder)
-            folder.mkdir()
-        write_whole(self.plan, json.dumps({"fingerprint": fingerprint, "left_out": left_out}))
-
-    def _fingerprint(self, entries: list[Entry]) -> str:
-        layout = [self.images_per_shard, self.max_shard_bytes, self.shuffle, self.decode]
-        digest = hashlib.sha256(json.dumps([PLAN_VERSION, layout]).encode())
-        for (path, class_name, group), size, modified in entries:
-            digest.update(json.dumps([os.path.abspath(path), class_name, group, size, modified]).encode())  # noqa: PTH100
-        return digest.hexdigest()
-
-    def _write_shards(self, entries: list[Entry], numbers: dict[str, int]) -> list[Written]:
-        jobs = []
-        for number, (start, end) in enumerate(self._slices(entries)):
-            part = tuple(entries[start:end])
-            shard, record = self.shards / f"{number:06d}.tar", self.records / f"{number:06d}.json"
-            labels = {name: numbers[name] for name in _class_names(part)}
-            jobs.append(ShardJob(shard, record, start, part, labels, self.decode))
-        try:
-            with spread(write_shard, jobs, self.workers) as written:
-                return list(self.track(written, "packing shards", len(jobs)))
+            with spread(write_shard, jobs, workers) as results:
+                written = list(track(results, "packing shards", len(jobs)))
         finally:
-            for leftover in (*self.shards.glob("*.part"), *self.aside.glob("*/.*.tmp")):
+            for leftover in (*aside.glob("*/*.part"), *aside.glob("*/.*.tmp")):
                 leftover.unlink()
+        parts = [part for part, _ in written if part is not None]
+        left_out += [image for _, skipped in written for image in skipped]
+        if len(parts) == len(jobs) and len(_class_names(_without(sound, left_out))) == len(names):
+            break
+        _start(aside, fingerprint, left_out)
+    source = parse_source(aside / SHARDS)
+    index = merge_scans(source, storage_of(source.base), parts)
+    index.save(source)
+    return index, left_out
 
-    def _slices(self, entries: list[Entry]) -> Iterator[tuple[int, int]]:
-        """Yield the first image of each shard, and the first behind it."""
-        most = self.max_shard_bytes
-        start, held = 0, 0
-        for position, entry in enumerate(entries):
-            size = entry_bytes(entry.size)
-            full = position - start == self.images_per_shard
-            if position > start and (full or (most is not None and held + size > most)):
-                yield start, position
-                start, held = position, 0
-            held += size
-        yield start, len(entries)
+
+def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[ShardJob]:
+    """Cut the images into shards."""
+    shards: list[list[Entry]] = [[]]
+    most, held = layout.max_shard_bytes, 0
+    for entry in entries:
+        size = 3 * BLOCK + -(-entry.size // BLOCK) * BLOCK  # two headers, the label and the image
+        full = len(shards[-1]) == layout.images_per_shard or (most is not None and held + size > most)
+        if full and shards[-1]:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += size
+    first = 0
+    for number, part in enumerate(shards):
+        shard, record = aside / SHARDS / f"{number:06d}.tar", aside / RECORDS / f"{number:06d}.json"
+        labels = {name: numbers[name] for name in _class_names(part)}
+        yield ShardJob(shard, record, first, part, labels, layout.decode)
+        first += len(part)
+
+
+def _resume(aside: Path, fingerprint: str) -> list[Skipped]:
+    """Return the images that an earlier packing of the same list left out; remove one of another list."""
+    try:
+        plan = json.loads((aside / PLAN_FILE).read_bytes())
+        left_out = [Skipped(*image) for image in plan["left_out"]]
+        if plan["fingerprint"] == fingerprint:
+            return left_out
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    _start(aside, fingerprint, [])
+    return []
+
+
+def _start(aside: Path, fingerprint: str, left_out: list[Skipped]) -> None:
+    # Without a plan, the next call removes whatever is there.
+    (aside / PLAN_FILE).unlink(missing_ok=True)
+    for folder in (aside / SHARDS, aside / RECORDS):
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
+    write_whole(aside / PLAN_FILE, json.dumps({"fingerprint": fingerprint, "left_out": left_out}))
+
+
+def _fingerprint(layout: _Layout, entries: list[Entry]) -> str:
+    digest = hashlib.sha256(json.dumps([PLAN_VERSION, layout]).encode())
+    for (path, class_name, group), size, modified in entries:
+        digest.update(json.dumps([os.path.abspath(path), class_name, group, size, modified]).encode())  # noqa: PTH100
+    return digest.hexdigest()
+
+
+def _without(entries: list[Entry], left_out: list[Skipped]) -> list[Entry]:
+    damaged = {image.name for image in left_out}
+    return [entry for entry in entries if str(entry.image.path) not in damaged]
 
 
 def _class_names(entries: Iterable[Entry]) -> set[str]:

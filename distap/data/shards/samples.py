@@ -33,10 +33,8 @@ class Skipped(NamedTuple):
     reason: str
 
 
-def read_samples(file: Readable, length: int, where: str, skipped: list[Skipped]) -> Iterator[Sample]:
-    """Yield the samples of a shard in order, and append those whose image has no readable header to `skipped`.
-
-    Arguments are those of `read_members`.
+def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | Skipped]:
+    """Yield the samples of a shard in order, as Skipped if the image has no readable header; arguments as below.
 
     Raises:
         DamagedShardError: the tar is damaged, or a sample lacks its image or class.
@@ -47,7 +45,7 @@ def read_samples(file: Readable, length: int, where: str, skipped: list[Skipped]
         except DamagedImageError as error:
             if error.reason == "missing_field":
                 raise DamagedShardError(f"{where}: {error}") from error
-            skipped.append(Skipped(key, str(error)))
+            yield Skipped(key, str(error))
         else:
             yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height)
 

@@ -14,7 +14,7 @@ from distap.data.shards.image_files import IMAGE_SUFFIXES, ImageFile, suffix_of
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import scan_shard
 from distap.data.shards.samples import LABEL_FIELD, Skipped
-from distap.data.shards.tar import BLOCK, DamagedShardError, Hashed
+from distap.data.shards.tar import DamagedShardError, Hashed
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
@@ -33,23 +33,16 @@ class ShardJob(NamedTuple):
     shard: Path
     record: Path  # file that remembers what was written
     first: int  # position of the first image in the data set, which begins its key
-    entries: tuple[Entry, ...]
+    entries: list[Entry]
     numbers: dict[str, int]  # class number by class name
     decode: bool  # find damage by decoding whole images
 
 
-# The index of one shard, None if no image was sound and so no shard exists; and the images left out.
-Written = tuple[Index | None, list[Skipped]]
-
-
-def entry_bytes(size: int) -> int:
-    """Return the bytes of a shard that an image of `size` bytes takes: two headers, the image and its label."""
-    return 3 * BLOCK + -(-size // BLOCK) * BLOCK
-
-
-def write_shard(job: ShardJob) -> Written:
+def write_shard(job: ShardJob) -> tuple[Index | None, list[Skipped]]:
     """Write a shard and its record, each atomically, unless an earlier call did; then read the shard back.
 
+    Returns:
+        The index of the shard, None if no image was sound and so no shard exists; and the images left out.
     Raises:
         DistapError: an image cannot be read or has changed since it was listed, or the shard differs when read back.
         OSError: the shard cannot be written.

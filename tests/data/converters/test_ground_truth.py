@@ -104,7 +104,7 @@ def test_a_wrong_ground_truth_of_revisited_is_named(change, message, tmp_path):
         (lambda c: c.pop("train"), "the file has no 'train'"),
         (
             lambda c: c["train"].update(cids=["00000a", "../../etc"]),
-            r"\['cids'\]\[1\] is '../../etc', expected six or",
+            r"train\['cids'\]\[1\] is '../../etc', expected six or",
         ),
         (lambda c: c["train"].update(cids=["a", "00000b"]), r"train\['cids'\]\[0\] is 'a', expected six or more"),
         (lambda c: c["train"].update(cluster=[1]), "train has 2 images, but clusters of 1"),
