@@ -1,51 +1,66 @@
-"""Work that some ranks do while the others wait, and whose failure all of them learn of."""
+"""Let some ranks work while the others wait, and raise the same error on all ranks if the work fails on any."""
 
 import json
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from distap.errors import FAILED, DistapError
+from distap.errors import FAILED, MISTAKE, DistapError
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
 POLL_SECONDS = 0.2
 
 
-def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any]:
-    """What `work` returned on each rank, None where it is not a rank's own to do; however long it takes.
+def agreed(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any]:
+    """Do the work on the ranks for which `mine` is true, and return all ranks' results, None for the others.
 
-    The ranks that wait meet in collectives meanwhile, so that no time-out of theirs is that of the work.
+    The ranks wait for the slowest in one collective, so that its time-out limits the work.
 
     Args:
-        world: the ranks; all of them call this.
-        work: returns what JSON can hold.
-        mine: whether this rank does it.
+        world: the ranks, which all call this.
+        work: returns a value that JSON can hold.
+        mine: whether this rank does the work.
     Raises:
-        DistapError: it failed on a rank; on all of them then.
+        DistapError: it failed on some ranks; UnreachableError if another attempt may help each of them.
     """
-    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+    return _exchanged(world, *_outcome(work, mine))
 
-    def run() -> None:
-        try:
-            answers.put((work() if mine else None, None))
-        except Exception as error:
-            answers.put((None, error))
 
-    # A daemon, since a rank that is to leave must not wait for a network.
-    thread = threading.Thread(target=run, name="distap-store", daemon=True)
+def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any]:
+    """Do the same as `agreed` for work of any length, such as a download.
+
+    The work has a thread of its own. Meanwhile the ranks meet in short collectives, so that none times out.
+    """
+    outcomes: list[tuple[Any, Exception | None]] = []
+    # A daemon, since a rank that has to leave must not wait for a network.
+    thread = threading.Thread(target=lambda: outcomes.append(_outcome(work, mine)), name="distap-store", daemon=True)
     thread.start()
     thread.join(POLL_SECONDS)
     while not world.all_agree(not thread.is_alive()):
         thread.join(POLL_SECONDS)
-    result, problem = answers.get()
-    told = None if problem is None else [getattr(problem, "status", FAILED), str(problem) or type(problem).__name__]
-    told_by_all = [json.loads(text) for text in world.gather_texts([json.dumps([result, told])], world.size)]
+    return _exchanged(world, *outcomes[0])
+
+
+def _outcome(work: Callable[[], Any], mine: bool) -> tuple[Any, Exception | None]:
+    try:
+        return (work() if mine else None), None
+    except Exception as error:
+        return None, error
+
+
+def _exchanged(world: World, result: Any, problem: Exception | None) -> list[Any]:
+    """Gather the results of all ranks, or raise what failed on any of them."""
+    told = None
     if problem is not None:
-        raise problem
-    for rank, (_, of_rank) in enumerate(told_by_all):
-        if of_rank is not None:
-            kind = UnreachableError if of_rank[0] == FAILED else DistapError
-            raise kind(f"rank {rank}: {of_rank[1]}")
-    return [result for result, _ in told_by_all]
+        status = getattr(problem, "status", MISTAKE if isinstance(problem, OSError) else FAILED)
+        told = [status, str(problem) or type(problem).__name__]
+    answers = [json.loads(text) for text in world.gather_texts([json.dumps([result, told])], world.size)]
+    failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
+    if failures:
+        if problem is not None and not isinstance(problem, (DistapError, OSError)):
+            raise problem  # an error of the program, whose traceback is wanted
+        texts = [f"rank {rank}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]
+        kind = UnreachableError if all(status == FAILED for status, _ in failures.values()) else DistapError
+        raise kind("; ".join(texts)) from problem
+    return [result for result, _ in answers]

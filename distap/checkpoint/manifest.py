@@ -1,84 +1,72 @@
-"""The manifest of a checkpoint: what its files are, so that damage is found before anything is loaded.
+"""The manifest of a checkpoint: size and SHA-256 of each file, so that damage is found before anything is loaded.
 
-torch.distributed.checkpoint has no checksums: a file with flipped bits loads without a word.
+torch.distributed.checkpoint has no checksums: a file with flipped bits loads without an error.
 """
 
 import hashlib
 import json
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.hashing import FileIdentity, file_identity
+from distap.storage.remotes import UnreachableError
 
 MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
-SHARE = re.compile(r"__\d+_\d+\.distcp")  # what torch.distributed.checkpoint calls a rank's file
+SHARE = re.compile(r"__\d+_\d+\.distcp")  # a rank's file of torch.distributed.checkpoint
 FORMAT = 2
+T = TypeVar("T", str, Path)
 
 
 class DamagedCheckpointError(DistapError):
-    """A checkpoint that is not what was written."""
+    """The files of a checkpoint are not those that were written."""
 
     def __init__(self, where: Path | str, detail: str) -> None:
         super().__init__(f"{where}: damaged checkpoint: {detail}")
 
 
 @dataclass(frozen=True)
-class FileIdentity:
-    """What a file must be."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of, and of which training it is."""
+    """The files of a checkpoint and the training that they belong to."""
 
-    step: int  # steps behind the state
+    step: int  # number of steps done
     ranks: int  # that wrote it
     files: dict[str, FileIdentity]
     about: dict[str, Any] = field(default_factory=dict)  # hashes of configuration and data
-    score: float | None = None  # validation mAP of this state, where it was evaluated
+    score: float | None = None  # validation mAP of this state, if it was evaluated
 
     def text(self) -> str:
-        """As it is written."""
+        """The content of the manifest's file."""
         return _text(asdict(self), FORMAT)
 
 
-def file_identity(path: Path) -> FileIdentity:
-    """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        return FileIdentity(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write folder/manifest.json, through to the disk."""
     write_whole(folder / MANIFEST_FILE, manifest.text())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, after its own checksum has been verified.
+    """Read the manifest of a checkpoint and verify its own checksum.
 
     Raises:
-        DamagedCheckpointError: there is none, or it is not the one that was written.
+        DamagedCheckpointError: it is missing or not the one that was written.
         DistapError: another version of distap wrote it.
     """
     if (folder / "state.pt").exists():
         raise DistapError(f"{folder}: an earlier version of distap wrote this checkpoint; this one cannot read it")
     try:
-        text = (folder / MANIFEST_FILE).read_bytes()
+        data = (folder / MANIFEST_FILE).read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(folder, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
-    return parsed_manifest(text, folder)
+    return parse_manifest(data, folder)
 
 
-def parsed_manifest(data: bytes, where: Path | str) -> Manifest:
-    """The manifest that was written as `data`; `where` its checkpoint is, for messages. Raises what reading does."""
+def parse_manifest(data: bytes, where: Path | str) -> Manifest:
+    """Parse and verify a manifest, as `read_manifest` does; `where` names its checkpoint in messages."""
     try:
         text = data.decode()
         content = json.loads(text)
@@ -98,16 +86,16 @@ def parsed_manifest(data: bytes, where: Path | str) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare some of the checkpoint's files with the manifest, byte for byte.
+    """Compare files with the manifest, byte for byte.
 
     Raises:
-        DamagedCheckpointError: one is missing, unreadable or another.
+        DamagedCheckpointError: one is missing, unreadable or different.
     """
     for name in names:
         expected = manifest.files[name]
         try:
             status = (folder / name).lstat()
-            # What is no file, or of another size, is not worth reading, and may have no end.
+            # Read nothing of another size, nor anything but a plain file, which may have no end.
             is_same = stat.S_ISREG(status.st_mode) and status.st_size == expected.bytes
             is_same = is_same and file_identity(folder / name) == expected
         except OSError as error:
@@ -116,8 +104,23 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             raise DamagedCheckpointError(folder, f"{name} is not the file that was written (size or SHA-256 differ)")
 
 
+def best_of(checkpoints: Iterable[T], read: Callable[[T], Manifest]) -> T | None:
+    """Return the checkpoint with the highest validation mAP, of several the newest; None if none was evaluated."""
+    scores = []
+    for checkpoint in checkpoints:
+        try:
+            score = read(checkpoint).score
+        except UnreachableError:
+            raise
+        except DistapError:  # damaged, or of another version
+            continue
+        if score is not None:
+            scores.append((score, checkpoint))
+    return max(scores)[1] if scores else None
+
+
 def _text(content: dict[str, Any], written: Any) -> str:
-    """The one way in which a manifest is written, its own checksum included."""
+    """Format a manifest, its own checksum included, in the one way that counts as undamaged."""
     body = json.dumps({"format": written, **content}, sort_keys=True)
     checksum = hashlib.sha256(body.encode()).hexdigest()
     return json.dumps({"format": written, **content, "sha256": checksum}, indent=2, sort_keys=True) + "\n"

@@ -26,9 +26,8 @@ from distap.engine import PrecisionName
 from distap.engine.optimizer import GroupSettings
 from distap.errors import DistapError
 from distap.registry import Chosen
-from distap.storage.locations import Source, parse_source
-from distap.storage.remotes import RemoteSettings, of_recipe
-from distap.storage.store_urls import checked_url
+from distap.storage.locations import Source, parse_source, parse_store
+from distap.storage.remotes import RemoteSettings, without_secret_options
 
 
 class Section(BaseModel):
@@ -49,7 +48,7 @@ class DataSection(Section):
         description="image by image, or shard by shard, with weaker promises",
     )
     allow_pipes: bool = Field(False, description="run train as a shell command where it is `pipe:COMMAND`")
-    remote: Annotated[RemoteSettings, AfterValidator(of_recipe)] = Field(
+    remote: Annotated[RemoteSettings, AfterValidator(without_secret_options)] = Field(
         RemoteSettings(), description="how often and how long reading is tried"
     )
     cache: CacheSettings | None = Field(None, description="shards kept on each host's own disk; none keeps none")
@@ -227,7 +226,7 @@ class CheckpointSection(Section):
     store: str | None = Field(
         None, description="URL of a folder to keep them in, such as s3://bucket/run; run may then be each host's own"
     )
-    remote: Annotated[RemoteSettings | None, AfterValidator(of_recipe)] = Field(
+    remote: Annotated[RemoteSettings | None, AfterValidator(without_secret_options)] = Field(
         None, description="how the store is reached; none takes data.remote"
     )
 
@@ -235,7 +234,7 @@ class CheckpointSection(Section):
     @classmethod
     def _is_a_store(cls, store: str | None) -> str | None:
         try:
-            return None if store is None else checked_url(store)
+            return None if store is None else parse_store(store)
         except DistapError as error:
             raise ValueError(str(error)) from error
 

@@ -15,7 +15,6 @@ import faiss
 import numpy as np
 from jaxtyping import Float, Float32
 
-from distap.checkpoint.manifest import FileIdentity, file_identity
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import (
     ABOUT_FILE,
@@ -33,6 +32,7 @@ from distap.retrieval.descriptor_files import (
 from distap.retrieval.index_kinds import BuiltIndex
 from distap.retrieval.nearest import as_float32, bounded_threads
 from distap.storage.atomic import sync_path, write_whole
+from distap.storage.hashing import FileIdentity, file_identity
 
 INDEX_FILE = "index.faiss"
 FILES = (INDEX_FILE, KEYS_FILE, CLASSES_FILE)

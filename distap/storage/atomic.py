@@ -1,12 +1,15 @@
-"""Files that are written whole or not at all, whenever the machine stops."""
+"""Write files so that a crash or a full disk leaves either the old file or the new one, never half of it."""
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from distap.errors import DistapError
 
-UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # what file systems say that cannot sync a folder
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot sync a folder
 
 
 class UnwritableError(DistapError):
@@ -14,24 +17,30 @@ class UnwritableError(DistapError):
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Write a file, text as UTF-8, by way of another one in its folder, which is made; it is on the disk then.
+    """Replace a file in one step, text as UTF-8, and make missing folders. On return the file is on the disk.
 
     Raises:
-        UnwritableError: it cannot be written; what was there before is there still.
+        UnwritableError: it cannot be written; the old file, if any, is unchanged.
     """
     try:
-        replace_file(path, data.encode() if isinstance(data, str) else data)
+        with replacing(path) as file:
+            file.write(data.encode() if isinstance(data, str) else data)
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """The same for bytes, with the system's own errors, of which some are worth another attempt."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` on leaving; after an error the old one stays.
+
+    Raises:
+        OSError: as the system reports it, so that a caller can tell which errors are worth another attempt.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(path.parent)
     try:
         with aside.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -42,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, where they are missing; their names are on the disk then."""
+    """Make a folder and its missing parents, and bring their names to the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -50,7 +59,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Bring what is in a file, or the names in a folder, to the disk."""
+    """Bring the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,12 @@
-"""Where shards are: what a recipe may call a data set, on disk or behind a URL.
+"""Paths and URLs of data sets and of checkpoint stores: what a recipe may write, and which shards it means.
+
+A data set is one of:
 
 shards/train                      a folder, with index.npz in it
 shards/train-*.tar                a glob
 shards/{000..009}.tar             a brace pattern, as webdataset writes them
 https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and file://
-pipe:command                      what a shell command writes; refused unless the caller allows it
+pipe:command                      the output of a shell command; refused unless the caller allows it
 """
 
 import hashlib
@@ -14,18 +16,22 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from braceexpand import braceexpand
 
 from distap.errors import DistapError
 
+if TYPE_CHECKING:
+    from distap.storage.files import Storage
+
 INDEX_FILE = "index.npz"
 REMOTE = ("http", "https", "s3", "gs")
 LISTABLE = ("", "s3", "gs")  # schemes whose folders can be listed; "" is the local file system
+UNWRITABLE = {"http": "a web server", "https": "a web server", "memory": "the memory of one process"}
 MAX_SHARDS = 1_000_000
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _PIPE = "pipe:"
@@ -33,21 +39,13 @@ _GLOB = "*?["
 _EXPECTED = "a folder, a glob or brace pattern of .tar files, or the same behind http(s)://, s3://, gs:// or file://"
 
 
-class Lister(Protocol):
-    """What can say which files match a glob: a storage."""
-
-    def names(self, pattern: str) -> list[str]:
-        """Names, relative to the storage's base, of the files that match."""
-        ...
-
-
 @dataclass(frozen=True)
 class Source:
-    """The shards of a data set, and where their index is."""
+    """The shards of a data set, and the place of their index."""
 
     text: str  # as it was written
     base: str  # a folder, or the URL of one without the last slash
-    pattern: str | None  # of the shards' names within the base; none: every .tar file in it
+    pattern: str | None  # of the shards' names within the base; None means every .tar file in it
     kept_index: Path | None = None  # a local file that takes the place of the index beside the shards
 
     def __str__(self) -> str:
@@ -55,12 +53,11 @@ class Source:
 
     @property
     def scheme(self) -> str:
-        """Of the URL: http, https, s3 or gs; "" for local files and "pipe" for commands."""
         return scheme_of(self.base)
 
     @property
     def index_name(self) -> str:
-        """The index's name beside the shards; patterns in one folder have one each."""
+        """The name of the index beside the shards; each pattern in a folder has its own."""
         if self.pattern is None:
             return INDEX_FILE
         readable = re.sub(r"[^A-Za-z0-9]+", "-", self.pattern.removesuffix(".tar")).strip("-")[:60]
@@ -72,15 +69,24 @@ class Source:
         return str(self.kept_index) if self.kept_index else joined(self.base, self.index_name)
 
 
+def joined(base: str, name: str) -> str:
+    """Return the path or URL of a file in a folder."""
+    return f"{base.rstrip('/')}/{name}"
+
+
+def scheme_of(base: str) -> str:
+    """Return the scheme of a URL, "" for a local path and "pipe" for a command."""
+    url = _URL.match(base)
+    return url[1] if url else ("pipe" if base == _PIPE else "")
+
+
 def parse_source(source: "str | Path | Source", index: Path | None = None, allow_pipes: bool = False) -> Source:
-    """What a recipe means by the name of a data set.
+    """Parse the name of a data set; the kinds are listed at the top of this file.
 
     Args:
-        source: see the top of this file.
-        index: a local file for the index, where it cannot lie beside the shards.
-        allow_pipes: admit `pipe:` commands, which can be streamed alone.
-    Raises:
-        DistapError: it is none of those kinds.
+        source: path, pattern, URL or command. A Source is returned unchanged.
+        index: a local file for the index, if it cannot lie beside the shards.
+        allow_pipes: accept `pipe:` commands, which can only be read as a stream.
     """
     if isinstance(source, Source):
         return source
@@ -94,53 +100,67 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
         return Source(text, _PIPE, text.removeprefix(_PIPE), index)
     if not text or "\0" in text:
         raise DistapError(f"data set {text!r}: expected {_EXPECTED}")
-    url = _SCHEME.match(text)
-    if url is None:
-        return _of_path(text, text, index)
-    scheme = url.group(1).lower()
+    if _URL.match(text) is None:
+        return _local_source(text, text, index)
+    scheme, host, rest = _split_url(text)
     if scheme == "file":
-        path = unquote(text[url.end() :].removeprefix("localhost"))
-        if not path.startswith("/"):
+        if host not in ("", "localhost") or not rest:
             raise DistapError(f"{text}: a file: URL has three slashes and a whole path, such as file:///data/train")
-        return _of_path(text, path, index)
+        return _local_source(text, unquote(rest.removeprefix("localhost")), index)
     if scheme not in REMOTE:
         raise DistapError(f"{text}: {scheme}:// is unknown; expected {_EXPECTED}")
-    return _of_url(text, scheme, text[url.end() :], index)
-
-
-def _of_path(text: str, path: str, index: Path | None) -> Source:
-    try:
-        is_folder = Path(path).is_dir()
-    except OSError:  # such as of a long pattern, which is no name of anything
-        is_folder = False
-    if is_folder:
-        return Source(text, path.rstrip("/") or "/", None, index)
-    base, pattern = _split(path)
-    return Source(text, base or ("/" if path.startswith("/") else "."), pattern, index)
-
-
-def _of_url(text: str, scheme: str, rest: str, index: Path | None) -> Source:
-    host = rest.partition("/")[0]
+    is_web = scheme.startswith("http")
     if not host or any(sign in host for sign in "{*?["):
-        raise DistapError(f"{text}: a {'host' if scheme.startswith('http') else 'bucket'} has to stand after ://")
-    if "@" in host:
-        raise DistapError(
-            f"{scheme}://...@{host.rpartition('@')[2]}: credentials in a URL end up in logs and checkpoints; "
-            "put them into the environment, or into data.remote.options"
-        )
-    if scheme.startswith("http") and any(sign in rest for sign in "?#*["):
+        raise DistapError(f"{text}: a {'host' if is_web else 'bucket'} has to stand after ://")
+    if is_web and any(sign in rest for sign in "?#*["):
         raise DistapError(
             f"{text}: a web server cannot list its files, and a query belongs into data.remote.options; "
             "expected a folder with its index, or a brace pattern such as {000..009}.tar"
         )
-    base, pattern = _split(rest)
-    # A web server's names are written as in a browser; in the index they stand plain.
-    plain = unquote(pattern) if pattern and scheme.startswith("http") else pattern
-    return Source(text, f"{scheme}://{base}", plain, index)
+    base, pattern = _split_pattern(rest)
+    # The URL has the escapes of a browser; the names in the index have none.
+    return Source(text, f"{scheme}://{base}", unquote(pattern) if pattern and is_web else pattern, index)
 
 
-def _split(path: str) -> tuple[str, str | None]:
-    """The folder that all shards are in, and the pattern of their names; a path without a pattern is a folder."""
+def parse_store(url: str) -> str:
+    """Check the URL of a folder for checkpoints and return it without its last slash."""
+    if _URL.match(url) is None:
+        raise DistapError(
+            f"{url!r} is no URL; expected one such as s3://bucket/folder, gs://bucket/folder or file:///x"
+        )
+    scheme, host, rest = _split_url(url)
+    if scheme in UNWRITABLE:
+        raise DistapError(f"{url}: {UNWRITABLE[scheme]} keeps no checkpoints; expected s3://, gs:// or file://")
+    if (scheme == "file") != (host == "") or not rest.strip("/"):
+        raise DistapError(f"{url}: expected a bucket after ://, or of file:// a whole path, such as file:///mnt/runs")
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def _split_url(text: str) -> tuple[str, str, str]:
+    """Return the scheme, the host and everything after `://`; refuse credentials without repeating them."""
+    scheme, _, rest = text.partition("://")
+    host = rest.partition("/")[0]
+    if "@" in host:
+        raise DistapError(
+            f"{scheme}://...@{host.rpartition('@')[2]}: credentials in a URL end up in logs and checkpoints; "
+            "put them into the environment"
+        )
+    return scheme.lower(), host, rest
+
+
+def _local_source(text: str, path: str, index: Path | None) -> Source:
+    try:
+        is_folder = Path(path).is_dir()
+    except OSError:  # such as a pattern that is too long for a path
+        is_folder = False
+    if is_folder:
+        return Source(text, path.rstrip("/") or "/", None, index)
+    base, pattern = _split_pattern(path)
+    return Source(text, base or ("/" if path.startswith("/") else "."), pattern, index)
+
+
+def _split_pattern(path: str) -> tuple[str, str | None]:
+    """Return the folder that all shards are in, and the pattern of their names or None."""
     parts = path.split("/")
     first = next((i for i, part in enumerate(parts) if any(sign in part for sign in "{" + _GLOB)), None)
     if first is None and parts[-1].endswith(".tar"):
@@ -150,22 +170,11 @@ def _split(path: str) -> tuple[str, str | None]:
     return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:])
 
 
-def joined(base: str, name: str) -> str:
-    """Path or URL of a file in a folder."""
-    return f"{base.rstrip('/')}/{name}"
-
-
-def scheme_of(base: str) -> str:
-    """http, https, s3 or gs; "" for local files and "pipe" for commands."""
-    url = _SCHEME.match(base)
-    return url.group(1) if url else ("pipe" if base == _PIPE else "")
-
-
-def shard_names(source: Source, storage: Lister) -> list[str]:
-    """Names of a source's shards, relative to its base, in the order of the index.
+def shard_names(source: Source, storage: "Storage") -> list[str]:
+    """Return the names of a source's shards relative to its base, in the order of the index.
 
     Raises:
-        DistapError: there are none, one is named twice or leaves the base, or the pattern is wrong.
+        DistapError: there are no shards, one is named twice or leaves the base, or the pattern is wrong.
     """
     if source.pattern is None:
         if source.scheme not in LISTABLE:
@@ -189,13 +198,8 @@ def shard_names(source: Source, storage: Lister) -> list[str]:
     return [safe_name(name, str(source)) for name in names]
 
 
-def shard_urls(source: Source, storage: Lister | None = None) -> list[str]:
-    """Paths, URLs or `pipe:` commands of a source's shards, for streamed reading.
-
-    Args:
-        source: pipes are admitted where they were to `parse_source`.
-        storage: of the source; a pipe needs none.
-    """
+def shard_urls(source: Source, storage: "Storage | None" = None) -> list[str]:
+    """Return paths, URLs or `pipe:` commands of a source's shards; only a pipe needs no storage."""
     if source.scheme == "pipe":
         return [f"{_PIPE}{command}" for command in _expanded(source)]
     assert storage is not None
@@ -205,7 +209,7 @@ def shard_urls(source: Source, storage: Lister | None = None) -> list[str]:
 def _expanded(source: Source) -> Iterator[str]:
     pattern = source.pattern or ""
     try:
-        # The library holds a range whole before it gives the first name.
+        # The library holds the whole of a range before it gives the first name, so count first.
         few = prod(_choices(group) for group in _INNERMOST.findall(pattern)) <= MAX_SHARDS
         patterns = list(islice(braceexpand(pattern), MAX_SHARDS + 1)) if few else []
     except (ValueError, RecursionError) as error:
@@ -216,16 +220,16 @@ def _expanded(source: Source) -> Iterator[str]:
 
 
 def _choices(group: str) -> int:
-    """How many texts the inside of a pair of braces stands for."""
+    """Count the texts that the inside of a pair of braces stands for."""
     ends = _RANGE.match(group)
     return abs(int(ends.group(2)) - int(ends.group(1))) + 1 if ends else group.count(",") + 1
 
 
 def safe_name(name: str, where: str) -> str:
-    """The same name, when it stays below the folder that it is relative to.
+    """Return the name of a shard if it stays below the folder that it is relative to.
 
     Raises:
-        DistapError: it is absolute, has `..` in it, or is none; `where` says who gave it.
+        DistapError: it is empty, absolute or contains `..`; `where` says who gave it.
     """
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or not name.isprintable() or "\\" in name:

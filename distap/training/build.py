@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from distap.checkpoint import opened_checkpoint
+from distap.checkpoint.finding import opened_checkpoint
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.config.sections import RandomWeights

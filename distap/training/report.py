@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from distap.checkpoint import Written
+from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
 from distap.data.loading.indexed import ShareOfBatch

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distap.checkpoint import Checkpoint, CheckpointWriter, Written, best_checkpoint, newest_checkpoint
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.folder import set_aside
+from distap.checkpoint.finding import newest_checkpoint, newest_of_store, probe
+from distap.checkpoint.folder import Checkpoint, best_checkpoint, set_aside
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
-from distap.checkpoint.resumption import newest_of_store, probe
-from distap.checkpoint.store import Store
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
-from distap.checkpoint.writer import send_beside
+from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
 from distap.engine import Engine
@@ -28,6 +26,7 @@ from distap.engine.optimizer import LinearDecay
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.ranking import CrossBatchMemory
+from distap.storage.files import storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 from distap.training.build import PARTS
 from distap.world import World
@@ -69,7 +68,7 @@ class RunState:
         section = recipe.checkpoint
         self._stored: StoredRun | None = None
         if section.store is not None:
-            store = Store(section.store, section.remote or recipe.data.remote)
+            store = storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
             self._stored = StoredRun(store, section.keep, section.keep_best, BESIDE, NOT_FINITE_LOG)
         self._writer = CheckpointWriter(
             self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds, self._stored
@@ -161,7 +160,7 @@ class RunState:
         """Bring what rank 0 has written to the store, where there is one, though no checkpoint comes with it."""
         if self._stored is not None and self.world.rank == 0:
             until = time.monotonic() + BESIDE_SECONDS
-            send_beside(self._stored.by(until), self.recipe.run)
+            self._stored.by(until).send_beside(self.recipe.run)
 
     def is_best(self, score: float | None) -> bool:
         """Whether a state with this validation mAP deserves a checkpoint of its own."""

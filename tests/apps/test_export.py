@@ -24,7 +24,7 @@ from distap.apps.export.card import Card
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, program_describer, sizes_to_try
 from distap.apps.export.origin import origin_of
 from distap.apps.export.programs import exportable, program_of, save_onnx, save_program, size_ranges
-from distap.checkpoint import find_checkpoint
+from distap.checkpoint.finding import find_checkpoint
 from distap.config.sections import TimmWeights
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError

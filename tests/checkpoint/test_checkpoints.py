@@ -13,18 +13,13 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from distap.checkpoint import (
-    CheckpointWriter,
-    DamagedCheckpointError,
-    best_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    newest_checkpoint,
-)
-from distap.checkpoint.folder import set_aside
-from distap.checkpoint.manifest import file_identity, read_manifest, write_manifest
+from distap.checkpoint.finding import find_checkpoint, newest_checkpoint
+from distap.checkpoint.folder import best_checkpoint, list_checkpoints, set_aside
+from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest, write_manifest
 from distap.checkpoint.tensors import write_tensors
+from distap.checkpoint.writer import CheckpointWriter
 from distap.errors import DistapError
+from distap.storage.hashing import file_identity
 from distap.world import World
 
 TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "network.b": torch.tensor(7), "memory.labels": torch.arange(4)}

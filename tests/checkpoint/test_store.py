@@ -10,11 +10,11 @@ from ranks import RankFailedError, on_ranks
 from servers import s3_server
 from stores import stored_at
 
-from distap.checkpoint.resumption import probe
-from distap.checkpoint.store import Store
+from distap.checkpoint.finding import probe
 from distap.errors import FAILED, MISTAKE, DistapError
+from distap.storage.files import storage_of
+from distap.storage.locations import parse_store
 from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
-from distap.storage.store_urls import checked_url
 from distap.world import World
 
 
@@ -35,12 +35,12 @@ def _another_store_on_each(world, folder):
 
 
 def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_path):
-    with pytest.raises(RankFailedError, match=r"checkpoint\.store: .*what rank 1 wrote there is not seen"):
+    with pytest.raises(RankFailedError, match=r"checkpoint\.store: .*a file that rank 1 wrote there is not seen"):
         on_ranks(2, _another_store_on_each, tmp_path)
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
-    with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket is not there") as error:
+    with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
         probe(stored_at("s3://nowhere/run", s3), World())
     assert error.value.status == MISTAKE
 
@@ -59,7 +59,7 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"s3": {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}}
         settings = RemoteSettings(attempts=2, timeout_seconds=0.3, backoff_seconds=0, options=options)
-        store = Store("s3://shards/run", settings)
+        store = storage_of("s3://shards/run", settings)
         for call in (
             lambda: store.upload(tmp_path / "file", "file"),
             lambda: store.download(["file"], tmp_path),
@@ -78,7 +78,7 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.delitem(_registry, "s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(DistapError, match=r"pip install 'distap\[s3\]'"):
-        stored_at("s3://shards/run")
+        stored_at("s3://shards/run").names()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_missing_package_is_named(monkeypatch):
 )
 def test_a_url_where_nothing_can_be_kept_is_refused(url, message):
     with pytest.raises(DistapError, match=message):
-        checked_url(url)
+        parse_store(url)
 
 
 def test_a_folder_is_on_the_disk_with_the_names_of_all_folders_that_were_made(tmp_path, store, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_folder_is_on_the_disk_with_the_names_of_all_folders_that_were_made(tm
     ):
         send(name)
         path = tmp_path / "store" / name
-        assert store.read(name) == b"data"
+        assert store.read_whole(name) == b"data"
         assert {path.parent, path.parent.parent, tmp_path / "store"} <= set(synced)
         assert any(one.parent == path.parent for one in synced)
         synced.clear()
@@ -118,12 +118,12 @@ def test_what_a_folder_has_no_room_for_leaves_what_was_there(small_disk):
     store.write("file", b"before")
     with pytest.raises(DistapError, match=r"file: cannot be written: .*No space left on device"):
         store.write("file", bytes(100_000))
-    assert store.read("file") == b"before"
+    assert store.read_whole("file") == b"before"
 
 
 def test_a_missing_file_is_told_from_an_empty_one(store):
     store.write("empty", b"")
-    assert store.read("empty") == b""
+    assert store.read_whole("empty") == b""
     with pytest.raises(MissingFileError, match="absent: there is no such file"):
-        store.read("absent")
+        store.read_whole("absent")
     assert store.sizes("folder") == {}

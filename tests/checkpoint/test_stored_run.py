@@ -8,10 +8,11 @@ from ranks import on_ranks
 from servers import gcs_server, s3_files, s3_server
 from stores import stored_at
 
-from distap.checkpoint import CheckpointWriter, DamagedCheckpointError
-from distap.checkpoint.resumption import newest_of_store, probe
-from distap.checkpoint.store import Store
+from distap.checkpoint.finding import newest_of_store, probe
+from distap.checkpoint.manifest import DamagedCheckpointError
+from distap.checkpoint.writer import CheckpointWriter
 from distap.errors import DistapError
+from distap.storage.files import LocalStorage, Storage
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
@@ -103,27 +104,27 @@ def test_when_all_are_damaged_training_does_not_start_anew(tmp_path, stored):
 
 def test_what_arrives_damaged_is_downloaded_once_more(tmp_path, stored, monkeypatch, caplog):
     save(stored, tmp_path / "run", 1)
-    download, broken = Store._download, ["__0_0.distcp"]
+    download, broken = Storage.download, ["__0_0.distcp"]
 
-    def break_once(store, name, path):
-        download(store, name, path)
-        if path.name in broken:
-            broken.remove(path.name)
-            path.write_bytes(path.read_bytes()[:-1])
+    def break_once(store, names, folder):
+        download(store, names, folder)
+        for name in broken:
+            (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+        broken.clear()
 
-    monkeypatch.setattr(Store, "_download", break_once)
+    monkeypatch.setattr(Storage, "download", break_once)
     assert newest(stored, tmp_path / "run")[0] == 1
-    assert "__0_0.distcp arrived damaged; once more" in caplog.text
+    assert "__0_0.distcp arrived damaged; downloading again" in caplog.text
 
 
 def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(tmp_path, stored, monkeypatch):
     save(stored, tmp_path / "run", 1, 2)
     newer = stored.names()[1]
 
-    def unreachable(store, name, path):
-        raise UnreachableError(f"{store.where(name)}: the network is down")
+    def unreachable(store, names, folder):
+        raise UnreachableError(f"{store.where(names[0])}: the network is down")
 
-    monkeypatch.setattr(Store, "_download", unreachable)
+    monkeypatch.setattr(Storage, "download", unreachable)
     with pytest.raises(UnreachableError, match=f"{newer}.*the network is down"):
         newest(stored, tmp_path / "run")
 
@@ -174,9 +175,14 @@ def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_st
 def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch):
     stored = stored_at(f"file://{tmp_path}/store", keep=1)
     save(stored, tmp_path / "run", 1)
-    removed = []
-    remove = Store._remove
-    monkeypatch.setattr(Store, "_remove", lambda store, name: (removed.append(name), remove(store, name)))
+    removed, remove = [], Storage.remove
+
+    def watched(store, names):
+        names = list(names)
+        removed.extend(names)
+        remove(store, names)
+
+    monkeypatch.setattr(Storage, "remove", watched)
     save(stored, tmp_path / "run", 2)
     assert [Path(name).name for name in removed] == ["manifest.json", ".metadata", "__0_0.distcp", "state.json"]
 
@@ -321,12 +327,12 @@ def test_what_is_beside_checkpoints_goes_there_and_comes_back(tmp_path, stored):
     (first / "evaluations/step-00000001/result.json").unlink()
     (first / "metrics.jsonl").write_text("1\n2\n3\n")
     save(stored, first, 2)
-    assert stored.store.read("metrics.jsonl") == b"1\n2\n3\n"
+    assert stored.store.read_whole("metrics.jsonl") == b"1\n2\n3\n"
     assert stored.store.sizes("evaluations") == {}
 
 
 def test_a_name_in_the_store_leads_nowhere_else(tmp_path, stored):
-    class Evil(Store):
+    class Evil(LocalStorage):
         def sizes(self, folder):
             return super().sizes(folder) | {"evaluations/../x": 1}
 
@@ -345,4 +351,4 @@ def test_a_manifest_that_lists_foreign_files_is_refused(tmp_path, stored):
     foreign = dataclasses.replace(manifest, files=manifest.files | {"../../x": manifest.files["state.json"]})
     stored.store.write(f"checkpoints/{name}/manifest.json", foreign.text().encode())
     with pytest.raises(DamagedCheckpointError, match="lists other files than a checkpoint's"):
-        stored_at(stored.store.url).manifest(name)
+        stored_at(stored.store.base).manifest(name)

@@ -15,7 +15,7 @@ from distap.data.shards.index import load_index
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import FAILED, DistapError
 from distap.storage.locations import parse_source
-from distap.storage.reads import Meter
+from distap.storage.traffic import Meter
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_command_ends_with_its_reader(tmp_path):
 KILLED = """
 import os, signal, sys
 from distap.data.loading.pipes import piped
-from distap.storage.reads import Meter
+from distap.storage.traffic import Meter
 with piped(sys.argv[1], Meter()) as pipe:
     pipe.read(1)
     sys.stdin.read()

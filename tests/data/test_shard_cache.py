@@ -16,7 +16,7 @@ from distap.data.loading.shard_cache import IN_USE, LOCK, CacheSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
-from distap.storage.reads import LocalStorage
+from distap.storage.files import LocalStorage
 from distap.storage.remotes import RemoteSettings
 
 PLENTY = 10**9

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
-from distap.checkpoint import CheckpointWriter, newest_checkpoint
+from distap.checkpoint.finding import newest_checkpoint
+from distap.checkpoint.writer import CheckpointWriter
 from distap.engine import DDPEngine
 from distap.engine.fsdp import FSDPEngine, FSDPSettings
 from distap.world import World

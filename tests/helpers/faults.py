@@ -14,12 +14,11 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from distap.checkpoint import CheckpointWriter
+from distap.checkpoint import writer
 from distap.processes.stopping import StopRequest
 from distap.step import Batch, StepResult, ThreeStageStep
 from distap.train import main
@@ -53,7 +52,7 @@ def inject(faults: list[Fault]) -> None:
     )
     at = 0  # the step that is being done
 
-    finish_files, evaluate, resume = CheckpointWriter._finished_files, Trainer._evaluate, RunState.resume
+    files_of_rank, evaluate, resume = writer.files_of_rank, Trainer._evaluate, RunState.resume
 
     def act(world: World, stage: str, step: int | None = None) -> list[str]:
         """Send the signals of this place; the other actions are the caller's."""
@@ -86,9 +85,9 @@ def inject(faults: list[Fault]) -> None:
         act(self.world, "replay")
         return replay(self, *arguments)
 
-    def faulty_saving(self: CheckpointWriter, aside: Path, job: Any) -> object:
-        act(self.world, "checkpoint", job.manifest.step - 1)  # the step that is being done may be a later one
-        return finish_files(self, aside, job)
+    def faulty_saving(folder: Path, rank: int) -> list[str]:
+        act(World(rank), "checkpoint", int(folder.name[6:14]) - 1)  # the step that is being done may be a later one
+        return files_of_rank(folder, rank)
 
     def faulty_evaluation(self: Trainer, stop: StopRequest) -> float | None:
         act(self.world, "evaluation")
@@ -104,7 +103,7 @@ def inject(faults: list[Fault]) -> None:
             next(p for p in self.engine.network.parameters() if p.grad is not None).grad.fill_(torch.nan)
         return update(self, rate)
 
-    CheckpointWriter._finished_files = faulty_saving
+    writer.files_of_rank = faulty_saving
     Trainer._evaluate = faulty_evaluation
     RunState.resume = faulty_resume
     for name, wrapper in {

@@ -1,6 +1,6 @@
 """A training of ten steps on a small network, and what it left in its run folder."""
 
-from distap.checkpoint import find_checkpoint
+from distap.checkpoint.finding import find_checkpoint
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.telemetry.runlog import read_run_log

@@ -1,7 +1,7 @@
 """Runs in stores, for tests."""
 
-from distap.checkpoint.store import Store
 from distap.checkpoint.stored import StoredRun
+from distap.storage.files import storage_of
 from distap.storage.remotes import RemoteSettings
 
 BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
@@ -9,4 +9,4 @@ BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
 
 def stored_at(url, options=None, keep=9, **settings):
     settings = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0, options=options or {}, **settings)
-    return StoredRun(Store(str(url), settings), keep, True, BESIDE, "not_finite.jsonl")
+    return StoredRun(storage_of(str(url), settings, "checkpoint.remote"), keep, True, BESIDE, "not_finite.jsonl")

@@ -14,7 +14,7 @@ from containers import IMAGE, LIMITS, Engine, engine, options_of_pod
 from hosts import Hosts
 from trainings import Run
 
-from distap.checkpoint import list_checkpoints
+from distap.checkpoint.folder import list_checkpoints
 from distap.errors import RESTART
 
 pytestmark = [pytest.mark.container, pytest.mark.cluster, pytest.mark.slow]

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from distap.errors import DistapError
+from distap.storage.files import LocalStorage
 from distap.storage.locations import parse_source, shard_names, shard_urls
-from distap.storage.reads import LocalStorage
 
 
 class NoFiles:

@@ -1,6 +1,7 @@
 import os
 import pickle
 import sys
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -16,8 +17,8 @@ from distap.data.loading.shard_cache import CacheSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
+from distap.storage.files import LocalStorage, OpenFiles, storage_of
 from distap.storage.locations import parse_source
-from distap.storage.reads import LocalStorage, storage_of
 from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
 
 QUICK = RemoteSettings(attempts=3, timeout_seconds=20, backoff_seconds=0)
@@ -53,13 +54,20 @@ def test_a_local_file_is_read_in_any_part(tmp_path):
         storage.read("b", 0, 1)
 
 
+def descriptors(folder):
+    """The open files of this process in a folder."""
+    return [
+        int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(f"{folder}/")
+    ]
+
+
 def test_a_process_keeps_few_files_open(tmp_path):
-    storage = LocalStorage(str(tmp_path))
-    storage._files.limit = 3
+    files = OpenFiles(limit=3)
     for name in "abcdef":
         (tmp_path / name).write_bytes(name.encode())
-    assert [storage.read(name, 0, 1) for name in "abcabcdefdefabc"] == [name.encode() for name in "abcabcdefdefabc"]
-    assert len(storage._files._files) == 3
+    for name in "abcabcdefdefabc":
+        assert files.read(f"{tmp_path}/{name}", 0, 1) == name.encode()
+    assert len(descriptors(tmp_path)) == 3
 
 
 def test_a_stale_file_handle_is_mended_by_opening_the_file_anew(tmp_path):
@@ -67,7 +75,8 @@ def test_a_stale_file_handle_is_mended_by_opening_the_file_anew(tmp_path):
     storage = LocalStorage(str(tmp_path), QUICK)
     storage.read("a", 0, 1)
     pipe, other_end = os.pipe()  # reading it by position fails, as a stale handle does
-    os.dup2(pipe, storage._files._files[f"{tmp_path}/a"])
+    (descriptor,) = descriptors(tmp_path)
+    os.dup2(pipe, descriptor)
     os.close(pipe)
     os.close(other_end)
     assert storage.read("a", 0, 5) == b"whole"

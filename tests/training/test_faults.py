@@ -17,7 +17,8 @@ from PIL import Image
 from small_trainings import losses, parameters
 from trainings import STEPS, Run
 
-from distap.checkpoint import find_checkpoint, list_checkpoints
+from distap.checkpoint.finding import find_checkpoint
+from distap.checkpoint.folder import list_checkpoints
 from distap.config.reading import load_recipe
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack

@@ -11,7 +11,7 @@ from ranks import on_ranks
 from servers import s3_files, s3_server
 from small_trainings import losses, parameters, recipe, train
 
-from distap.checkpoint import opened_checkpoint
+from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.saved import saved_steps
 from distap.telemetry.runlog import read_run_log

@@ -14,8 +14,9 @@ from PIL import Image
 from ranks import on_ranks
 from small_trainings import losses, parameters, recipe, train
 
-import distap.checkpoint.folder
-from distap.checkpoint import find_checkpoint, list_checkpoints
+import distap.checkpoint.finding
+from distap.checkpoint.finding import find_checkpoint
+from distap.checkpoint.folder import list_checkpoints
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import FINISHED, RESTART, DistapError
@@ -288,7 +289,7 @@ def test_ranks_that_see_different_checkpoints_are_refused_on_every_rank(tmp_path
 
 def resume_apart(world, folder, shards):
     """Each rank has a run folder of its own, and only rank 0's has a checkpoint."""
-    distap.checkpoint.folder.LISTING_SECONDS = 0.0
+    distap.checkpoint.finding.LISTING_SECONDS = 0.0
     return start_apart(World(world.rank, 2), folder / str(world.rank), [shards[0]] * 2)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distap.checkpoint import Checkpoint
+from distap.checkpoint.folder import Checkpoint
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
 from distap.errors import DistapError

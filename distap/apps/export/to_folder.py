@@ -39,8 +39,7 @@ from distap.apps.export.programs import (
     save_program,
     size_ranges,
 )
-from distap.checkpoint import opened_checkpoint
-from distap.checkpoint.manifest import file_identity
+from distap.checkpoint.finding import opened_checkpoint
 from distap.config.recipe import Recipe
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
@@ -49,6 +48,7 @@ from distap.model import RetrievalNetwork
 from distap.model.multiscale import required_size
 from distap.retrieval.whitening import Whitening, load_whitening
 from distap.storage.atomic import UnwritableError, sync_path
+from distap.storage.hashing import file_identity
 from distap.training.build import trained_network
 from distap.training.state import BESIDE
 from distap.world import World

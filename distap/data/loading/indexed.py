@@ -19,7 +19,7 @@ from distap.data.plan import Plan
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
-from distap.storage.reads import Traffic
+from distap.storage.traffic import Traffic
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
 NO_SAMPLE = -1

@@ -8,7 +8,7 @@ from typing import IO
 
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import FAILED, DistapError
-from distap.storage.reads import Meter, Traffic
+from distap.storage.traffic import Meter, Traffic
 
 # Its input stays open as long as the reader lives. When it closes, be it that the reader was killed, the second
 # process of this script kills the group, and so whatever the command has started.

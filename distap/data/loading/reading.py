@@ -8,9 +8,10 @@ from PIL import Image
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.loading.shard_cache import CacheSettings, ShardCache
 from distap.data.shards.index import Index
+from distap.storage.files import storage_of
 from distap.storage.locations import Source, parse_source
-from distap.storage.reads import Traffic, storage_of
 from distap.storage.remotes import RemoteSettings
+from distap.storage.traffic import Traffic
 
 
 class Reader:

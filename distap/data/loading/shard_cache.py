@@ -27,8 +27,9 @@ from typing import Any
 
 from distap.data.shards.index import Index
 from distap.errors import DistapError
-from distap.storage.reads import BLOCK, Meter, OpenFiles, Storage, storage_of
+from distap.storage.files import BLOCK, OpenFiles, Storage, storage_of
 from distap.storage.remotes import RemoteSettings
+from distap.storage.traffic import Meter
 
 LOCK, IN_USE, SAID = "lock", "in-use", "said"
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")

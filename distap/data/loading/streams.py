@@ -14,9 +14,10 @@ from distap.data.loading.pipes import piped
 from distap.data.sampling.streams import StreamsSampling, block_order, shard_order, too_short
 from distap.data.shards.samples import Group, labelled_image, read_groups
 from distap.errors import DistapError
+from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, shard_urls
-from distap.storage.reads import Meter, Storage, Traffic, storage_of
 from distap.storage.remotes import RemoteSettings
+from distap.storage.traffic import Meter, Traffic
 
 
 class SequentialShards:

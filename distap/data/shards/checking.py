@@ -19,8 +19,8 @@ from distap.data.shards.samples import read_samples
 from distap.data.shards.tar import DamagedShardError, Hashed
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source
-from distap.storage.reads import Storage, storage_of
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
 PIECE = 2**20  # bytes that are read at once between images

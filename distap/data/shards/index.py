@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from distap.data.shards.columns import read_columns
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.files import About, Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
-from distap.storage.reads import About, Storage, storage_of
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
 VERSION = 2

@@ -18,8 +18,8 @@ from distap.data.shards.samples import Sample, Skipped, read_samples
 from distap.data.shards.tar import DamagedShardError, Hashed, Readable
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.files import Storage, storage_of
 from distap.storage.locations import LISTABLE, Source, joined, parse_source, shard_names
-from distap.storage.reads import Storage, storage_of
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category if it has one

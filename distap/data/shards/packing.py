@@ -27,8 +27,8 @@ from distap.data.shards.writing import Entry, ShardJob, write_shard
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import UnwritableError, sync_path, write_whole
+from distap.storage.files import storage_of
 from distap.storage.locations import parse_source
-from distap.storage.reads import storage_of
 
 PLAN_VERSION = 2
 SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder

@@ -1,0 +1,286 @@
+"""Find the checkpoint to go on from or to read a network from, on disk or in a store."""
+
+import logging
+import shutil
+import tempfile
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distap.checkpoint.agreement import on_all
+from distap.checkpoint.folder import (
+    FOLDER,
+    NAME,
+    UNFINISHED,
+    Checkpoint,
+    best_checkpoint,
+    list_checkpoints,
+    step_in_name,
+)
+from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest, verify_files
+from distap.checkpoint.stored import StoredRun
+from distap.errors import DistapError
+from distap.storage.files import storage_of
+from distap.storage.locations import parse_store, scheme_of
+from distap.storage.remotes import MissingFileError, UnreachableError
+from distap.world import World
+
+KEY = "checkpoint.store"  # of the recipe, for messages
+PROBES = ".probes"
+LISTING_SECONDS = 60.0  # during which a network file system may still show an old listing of a folder
+logger = logging.getLogger("distap")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from, on this host's disk, the same on every rank."""
+
+    checkpoint: Checkpoint
+    name: str | None  # in the store; None if it is on the disks of all hosts but not in the store
+    passed_over: list[str]  # names of newer ones in the store that are damaged
+
+
+@contextmanager
+def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, ...] = ()) -> Iterator[Checkpoint]:
+    """Open the checkpoint that a path or URL means, verified. Downloaded files are removed on leaving.
+
+    A store is reached with the credentials and settings of the environment.
+
+    Args:
+        where: a run, of which the newest good checkpoint is taken, or one of its checkpoints.
+        best: of a run, take the checkpoint with the highest validation mAP.
+        beside: patterns of other files of the run to download as well.
+    Raises:
+        DistapError: there is none, the named one is damaged, or the store cannot be read.
+    """
+    if not scheme_of(str(where)):
+        yield find_checkpoint(Path(where), best)
+        return
+    url = str(where).rstrip("/")
+    run, _, name = url.rpartition(f"/{FOLDER}/")
+    is_named = "." in name and NAME.fullmatch(name) is not None
+    stored = StoredRun(storage_of(parse_store(run if is_named else url), key=None), beside=beside)
+    if is_named:
+        names = [name]
+    elif best:
+        names = [chosen] if (chosen := stored.best()) is not None else []
+    else:
+        names = stored.names()[::-1]
+    if not names:
+        expected = "has been evaluated; evaluation.every does that" if best else "is there; expected the URL of a run"
+        raise DistapError(f"{stored.store.base}: no checkpoint {expected}")
+    with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
+        here = Path(temporary)
+        for chosen in names:
+            folder = here / FOLDER / f"step-{step_in_name(chosen):08d}"
+            folder.mkdir(parents=True)
+            try:
+                checkpoint = stored.fetch(chosen, folder)
+            except DamagedCheckpointError as error:
+                if is_named or best:
+                    raise
+                logger.warning("%s; taking the one before, if there is one", error)
+                continue
+            stored.fetch_beside(here)
+            yield checkpoint
+            return
+    raise DistapError(f"{url}: none of its checkpoints can be used")
+
+
+def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
+    """Return the checkpoint that a path means: itself, or the newest good one of a run folder, or its best.
+
+    Raises:
+        DistapError: there is none, or the named one is damaged.
+    """
+    if NAME.fullmatch(path.name):
+        if not path.is_dir():
+            raise DistapError(f"{path}: no such checkpoint")
+        manifest = read_manifest(path)
+        verify_files(path, manifest, manifest.files)
+        return Checkpoint(path, manifest)
+    if best:
+        chosen = best_checkpoint(path / FOLDER)
+        if chosen is None:
+            raise DistapError(f"{path}: no checkpoint there has been evaluated; evaluation.every does that")
+        return find_checkpoint(chosen)
+    checkpoint, _ = newest_checkpoint(path / FOLDER, World())
+    if checkpoint is None:
+        raise DistapError(f"{path}: no checkpoint there; expected a run's folder or one of its step-NNNNNNNN folders")
+    return checkpoint
+
+
+def newest_checkpoint(folder: Path, world: World) -> tuple[Checkpoint | None, list[Path]]:
+    """Return the newest undamaged checkpoint of a folder that all hosts share, and those that were passed over.
+
+    Each rank verifies some of the files, and all of them get the same answer.
+
+    Raises:
+        DistapError: the ranks see different checkpoints, or all of them are damaged.
+    """
+    passed_over: list[Path] = []
+    damage = ""
+    for path in reversed(_seen_by_all(folder, world)):
+        checkpoint, problem = _verified(path, world, is_shared=True)
+        if checkpoint is not None:
+            return checkpoint, passed_over
+        damage = damage or problem
+        passed_over.append(path)
+    if passed_over:
+        raise DistapError(
+            f"{folder}: none of its {len(passed_over)} checkpoints can be used; the newest: {damage}. Remove them to "
+            "start anew"
+        )
+    return None, []
+
+
+@contextmanager
+def newest_of_store(stored: StoredRun, folder: Path, world: World) -> Iterator[Found | None]:
+    """Find the newest checkpoint that all ranks see undamaged, in the store or on the disks of all hosts.
+
+    The first rank of each host downloads a checkpoint for its host. It is removed when all ranks leave.
+
+    Args:
+        stored: the run in the store.
+        folder: of the run's checkpoints on this host, which may differ from host to host.
+        world: the ranks.
+    Raises:
+        DistapError: the store cannot be read, or all checkpoints are damaged.
+    """
+    names: list[str] = on_all(world, stored.names, mine=world.rank == 0)[0]
+    seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
+    local = set[str]().union(*seen).intersection(*seen)
+    # At equal steps the store's, which every host can have.
+    candidates = sorted([(step_in_name(n), True, n) for n in names] + [(step_in_name(n), False, n) for n in local])
+    passed_over: list[str] = []
+    damage = ""
+    leaders = on_all(world, lambda: f"{UNFINISHED}fetched-{uuid.uuid4().hex[:8]}", mine=world.local_rank == 0)
+    # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
+    download = folder / str(leaders[world.rank - world.local_rank])
+    try:
+        for _, is_stored, name in reversed(candidates):
+            checkpoint, problem = (
+                _fetched(stored, name, download, world) if is_stored else _verified(folder / name, world, False)
+            )
+            if checkpoint is not None:
+                yield Found(checkpoint, name if is_stored else None, passed_over)
+                world.barrier()  # the other ranks of this host may still read
+                return
+            damage = damage or problem
+            passed_over += [name] if is_stored else []
+        if candidates:
+            raise DistapError(
+                f"{KEY}: {stored.store.base}: none of the {len(candidates)} checkpoints there and in {folder} can be "
+                f"used; the newest: {damage}. Remove them to start anew"
+            )
+        yield None
+    finally:
+        if world.local_rank == 0:
+            shutil.rmtree(download, ignore_errors=True)
+
+
+def probe(stored: StoredRun, world: World) -> None:
+    """Check that every rank can write to the store, see the files of the others, and remove its own.
+
+    Raises:
+        DistapError: a rank cannot; on all ranks.
+    """
+    store = stored.store
+    attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
+    names = [f"{PROBES}/{attempt}-{rank}" for rank in range(world.size)]
+
+    def see() -> None:
+        present = store.sizes(PROBES)
+        missing = [str(rank) for rank, name in enumerate(names) if name not in present]
+        if missing:
+            raise DistapError(
+                f"a file that rank {', '.join(missing)} wrote there is not seen: all hosts need the same store"
+            )
+
+    def tidy() -> None:
+        others = store.sizes(PROBES).keys() - names if world.rank == 0 else ()
+        store.remove([names[world.rank], *sorted(others)])
+
+    for work in (lambda: store.write(names[world.rank], b"distap"), see, tidy):
+        try:
+            on_all(world, work)
+        except DistapError as error:
+            if isinstance(error.__cause__, MissingFileError):
+                raise DistapError(f"{KEY}: {store.base}: its bucket does not exist: {error.__cause__}") from error
+            kind = UnreachableError if isinstance(error, UnreachableError) else DistapError
+            raise kind(f"{KEY}: {store.base}: checkpoints cannot be kept there: {error}") from error
+
+
+def _seen_by_all(folder: Path, world: World) -> list[Path]:
+    """List the checkpoints of a shared folder, which must be the same ones on all ranks."""
+    deadline = time.monotonic() + LISTING_SECONDS
+    found = list_checkpoints(folder)
+    while not world.all_same(zlib.crc32("".join(path.name for path in found).encode())):
+        if world.maximum(time.monotonic() - deadline) < 0:
+            time.sleep(1)
+            found = list_checkpoints(folder)
+            continue
+        newest = f"has {found[-1].name} as its newest" if found else "sees none"
+        raise DistapError(
+            f"{folder}: the ranks see different checkpoints; rank {world.rank} {newest}. The run folder has to be "
+            "one that all hosts share"
+        )
+    return found
+
+
+def _verified(path: Path, world: World, is_shared: bool) -> tuple[Checkpoint | None, str]:
+    """Verify a checkpoint on disk and return it, or None and the damage; the same on all ranks.
+
+    Args:
+        path: of the checkpoint.
+        world: the ranks.
+        is_shared: all ranks see the same files and share the work; otherwise the first rank of each host verifies
+            all of its files, and the hosts must have the same.
+    """
+
+    def verify() -> list[str]:
+        try:
+            manifest = read_manifest(path)
+            names = sorted(manifest.files)
+            verify_files(path, manifest, names[world.rank :: world.size] if is_shared else names)
+        except DamagedCheckpointError as error:
+            return ["", str(error)]
+        return [manifest.text(), ""]
+
+    answers = on_all(world, verify, mine=is_shared or world.local_rank == 0)
+    answers = [answer for answer in answers if answer is not None]
+    if all(text == answers[0][0] != "" for text, _ in answers):
+        return Checkpoint(path, read_manifest(path)), ""
+    damage = next((problem for _, problem in answers if problem), f"{path}: not every host has it, or the same one")
+    return None, _passed_over(damage, world)
+
+
+def _fetched(stored: StoredRun, name: str, folder: Path, world: World) -> tuple[Checkpoint | None, str]:
+    """Download a checkpoint on each host and return it, or None and the damage; the same on all ranks."""
+
+    def fetch() -> str:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            stored.fetch(name, folder)
+        except DamagedCheckpointError as error:
+            return str(error)
+        except OSError as error:
+            raise DistapError(f"{folder}: a checkpoint cannot be downloaded to there: {error}; see run") from error
+        return ""
+
+    found = on_all(world, fetch, mine=world.local_rank == 0)
+    damage = next((problem for problem in found if problem), "")
+    if damage:
+        return None, _passed_over(damage, world)
+    return Checkpoint(folder, read_manifest(folder), stored.where(name)), ""
+
+
+def _passed_over(damage: str, world: World) -> str:
+    if world.rank == 0:
+        logger.warning("%s; going on from the one before, if there is one", damage)
+    return damage

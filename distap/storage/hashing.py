@@ -1,0 +1,41 @@
+"""SHA-256 of whole files, and of files while they are read or written."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Size and content of a file; a file with another identity is damaged or a different one."""
+
+    bytes: int
+    sha256: str
+
+
+def file_identity(path: Path) -> FileIdentity:
+    with path.open("rb") as file:
+        return FileIdentity(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+class Hashed:
+    """Wrap a file that is read or written once from start to end, and hash the bytes on their way."""
+
+    def __init__(self, file: Any) -> None:
+        self._digest = hashlib.sha256()
+        self._file = file
+
+    @property
+    def sha256(self) -> str:
+        """The hexadecimal hash of the bytes so far."""
+        return self._digest.hexdigest()
+
+    def read(self, size: int) -> bytes:
+        data: bytes = self._file.read(size)
+        self._digest.update(data)
+        return data
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return int(self._file.write(data))
