@@ -21,27 +21,24 @@ class Meter:
     """Count traffic from any thread; a copy in another process counts for itself."""
 
     def __init__(self) -> None:
-        self._reset()
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._total = Traffic()
 
     def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
         return Meter, ()
 
     def add(self, traffic: Traffic) -> None:
-        self._reset_after_fork()
-        with self._lock:
+        with self._own_lock():
             self._total = self._total.plus(traffic)
 
     def take(self) -> Traffic:
         """Return what was counted since the last call."""
-        self._reset_after_fork()
-        with self._lock:
+        with self._own_lock():
             taken, self._total = self._total, Traffic()
         return taken
 
-    def _reset(self) -> None:
-        self._process, self._lock = os.getpid(), threading.Lock()
-        self._total: Traffic = Traffic()
-
-    def _reset_after_fork(self) -> None:
+    def _own_lock(self) -> threading.Lock:
         if self._process != os.getpid():  # another thread may have held the lock at the moment of the fork
-            self._reset()
+            self._process, self._lock = os.getpid(), threading.Lock()
+            self._total = Traffic()
+        return self._lock
