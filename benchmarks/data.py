@@ -23,7 +23,6 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from benchmarks.photos import jpeg, photo
-from benchmarks.tables import figures_table
 from distap.data.images.augmentation import Augmentation
 from distap.data.images.decoding import Box, EncodedImage, reduction
 from distap.data.images.transforms import CropAndVary, Croppable, Transform, seeded, training_transform
@@ -36,6 +35,7 @@ from distap.data.shards.packing import pack
 from distap.data.shards.parallel import Track, untracked
 from distap.pages.page import write_page
 from distap.stopwatch import Stopwatch
+from distap.telemetry.terminal import text_table
 
 CHUNK, PREFETCH = 16, 4  # images that a worker hands over at once, and chunks it reads ahead
 IMAGES_A_CLASS = 4
@@ -241,7 +241,7 @@ def _by_webdataset(setting: Setting, transform: CropAndVary, shards: Path) -> It
 def table(figures: Sequence[Figures]) -> Table:
     """The figures for the terminal."""
     rows = (cells for row in figures for cells in _rows(row))
-    return figures_table("images a second", CAPTION, HEADINGS, rows)
+    return text_table("images a second", CAPTION, HEADINGS, rows)
 
 
 CAPTION = (

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.peak import peak_bytes
-from benchmarks.tables import figures_table
 from distap.data.shards.parallel import Track, untracked
 from distap.errors import DistapError
 from distap.retrieval.graded import GradedQuery, evaluate_graded
 from distap.retrieval.metrics import evaluate_labelled_set
 from distap.retrieval.nearest import bounded_threads
 from distap.retrieval.nearest_metrics import evaluate_nearest
+from distap.telemetry.terminal import text_table
 
 LEAST_OF_A_CLASS, MOST_OF_A_CLASS = 2, 9  # 5.5 on average; Stanford Online Products has 5.3
 NOISE = 0.7  # of an image's own direction against its class's
@@ -210,7 +210,7 @@ def table(figures: Sequence[Figures], setting: Setting) -> Table:
         f"s: median of {setting.rounds} turns on {setting.threads} threads. MB: peak beside the descriptors. Figures "
         "in %."
     )
-    return figures_table(title, caption, ("", "s", "MB", *names), rows)
+    return text_table(title, caption, ("", "s", "MB", *names), rows)
 
 
 def agreement(figures: Sequence[Figures]) -> str:
@@ -242,7 +242,7 @@ def gallery_table(row: GalleryFigures) -> Table:
         f"All three protocols in {row.seconds:,.1f} s, {row.peak_bytes / 1e6:,.0f} MB above what the process took "
         f"before, {row.process_peak_bytes / 1e6:,.0f} MB in all, pages of the file included."
     )
-    return figures_table(title, caption, ("", "mAP", "mP@1", "mP@5", "mP@10"), cells)
+    return text_table(title, caption, ("", "mAP", "mP@1", "mP@5", "mP@10"), cells)
 
 
 def as_json(figures: Sequence[Figures] | GalleryFigures) -> str:

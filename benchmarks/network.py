@@ -7,24 +7,24 @@ from the cable's rate. Needs root, `ip` and `tc`, and a kernel with token bucket
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.tables import figures_table
-from distap.apps.plan.calibration import STAGES, Bench
-from distap.apps.plan.inputs import Link
-from distap.apps.plan.plan import bytes_per_second
-from distap.apps.plan.recipes import facts_of, workload_of
-from distap.apps.plan.step import Step
+from distap.apps.plan.measuring import STAGES, Trial
+from distap.apps.plan.network_cost import changed, network_cost
+from distap.apps.plan.step_cost import NetworkLink, StepCost
+from distap.cli.plan import parse_rate
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
+from distap.telemetry.terminal import text_table
 from distap.world import joined_world
 
 RESULT = "result: "  # what rank 0 prints its figures behind
@@ -82,7 +82,7 @@ def measure(
     """
     _refuse_without_tools()
     load_recipe(config, overrides)  # its mistakes are said once, not by every rank
-    for rate in [bytes_per_second(text) for text in rates]:
+    for rate in [parse_rate(text) for text in rates]:
         setting = Setting(str(config), list(overrides), rate, batch, keep, steps, rounds)
         with _two_hosts(rate) as hosts:
             yield _on(hosts, setting)
@@ -91,18 +91,29 @@ def measure(
 def measure_here(setting: Setting) -> Figures | None:
     """What one of the ranks does; None on rank 1."""
     recipe = load_recipe(Path(setting.config), setting.overrides)
-    workload = replace(workload_of(recipe), batch=setting.batch, keep=setting.keep)
-    facts = facts_of(recipe)
-    cable = Link(TCP_SHARE * setting.rate, MESSAGE_SECONDS)
+    network = network_cost(recipe)
+    cable = NetworkLink(TCP_SHARE * setting.rate, MESSAGE_SECONDS)
     with joined_world(recipe.timeout_seconds) as world:
-        bench = Bench.of(recipe, workload, facts, world)
+        trial = Trial(recipe, setting.batch, network, world)
         # Of the network nothing is measured: the prediction has the cable's rate only.
-        machine = replace(bench.machine(setting.rounds, cable, 1), inside=cable, between=cable)
-        measured = bench.steps(setting.batch, setting.steps, setting.keep)
-        step = Step(facts, bench.workload, machine, world.size)
+        machine = trial.machine(setting.rounds, 1.0, 1)._replace(inside=cable, between=cable)
+        step, batch = trial.step(setting.batch, setting.keep)
+        slowest, waits = [], []
+        for _ in range(setting.steps + 1):
+            step.stopwatch.seconds.clear()
+            world.barrier()
+            step(batch, 0.0)
+            own = {stage: step.stopwatch.seconds[stage] for stage in STAGES}
+            slowest.append({stage: world.maximum(spent) for stage, spent in own.items()})
+            # The rank that comes last to a collective waits for nothing but the wire.
+            waits.append(sum(-world.maximum(-own[stage]) for stage in ("gather", "reduce")))
+        measured = {stage: statistics.median(one[stage] for one in slowest[1:]) for stage in STAGES}
+        predicted = StepCost(changed(trial.recipe, replay={"keep": setting.keep}), setting.batch, network, machine, 2)
         if world.rank:
             return None
-        return Figures(setting.rate, measured.slowest, measured.wire, step.seconds, sum(step.sent.values()))
+        return Figures(
+            setting.rate, measured, statistics.median(waits[1:]), predicted.seconds, sum(predicted.sent.values())
+        )
 
 
 def table(figures: Sequence[Figures]) -> Table:
@@ -124,7 +135,7 @@ def table(figures: Sequence[Figures]) -> Table:
         "reduce; wire: share in which bytes were under way, without waiting for the other rank. Predicted from "
         f"the network's own seconds, measured here, and {TCP_SHARE:.0%} of the cable's rate, without having tried it."
     )
-    return figures_table("seconds of a step, two hosts with a rank each", caption, headings, rows)
+    return text_table("seconds of a step, two hosts with a rank each", caption, headings, rows)
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from torch.nn.functional import normalize
 
 from benchmarks.materialised import materialised_bytes, materialised_loss
 from benchmarks.peak import peak_bytes
-from benchmarks.tables import figures_table
 from distap.errors import DistapError
 from distap.pages.charts import Chart, Series, line_chart, plain
 from distap.pages.page import write_page
 from distap.ranking import Gathered, Loss, build_loss, gather, rank_descriptors
+from distap.telemetry.terminal import text_table
 from distap.world import World, joined_world
 
 NOISE = 0.7  # of an image's own direction against its class's: then all bins are in use
@@ -212,7 +212,7 @@ def _error(loss: Loss, gathered: Gathered, budget: int | None) -> float:
 def table(figures: Sequence[Figures]) -> Table:
     """The figures for the terminal."""
     title = "stage two: value and gradient of a global batch"
-    return figures_table(title, CAPTION, HEADINGS, map(_cells, figures))
+    return text_table(title, CAPTION, HEADINGS, map(_cells, figures))
 
 
 CAPTION = (

@@ -20,7 +20,6 @@ from torch.nn.functional import cosine_similarity
 from benchmarks.arithmetic import graph_bytes
 from benchmarks.contenders import SeededBatch
 from benchmarks.gradients import Recorded, relative_difference
-from benchmarks.tables import figures_table
 from distap.engine import DDPEngine
 from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.errors import DistapError
@@ -30,6 +29,7 @@ from distap.ranking import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
+from distap.telemetry.terminal import text_table
 from distap.world import World, joined_world
 
 NOTHING = "none"
@@ -256,7 +256,7 @@ def table(setting: Setting, figures: list[Figures], omitted: dict[str, str]) -> 
         f"{setting.micro_batch}, {setting.threads} threads"
     )
     plain = next((row for row in figures if row.saving == NOTHING), None)
-    parts: list[Table | str] = [figures_table(title, CAPTION, HEADINGS, (_cells(row, plain) for row in figures))]
+    parts: list[Table | str] = [text_table(title, CAPTION, HEADINGS, (_cells(row, plain) for row in figures))]
     parts += [f"{name} is left out: {why}" for name, why in omitted.items()]
     return Group(*parts)
 

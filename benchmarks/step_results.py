@@ -11,9 +11,9 @@ from rich.console import Group
 from rich.table import Table
 
 from benchmarks.collectives import Collective
-from benchmarks.tables import figures_table
 from distap.engine import PrecisionName
 from distap.errors import DistapError
+from distap.telemetry.terminal import text_table
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,8 @@ def table(results: Results) -> Group:
         f"{setting.micro_batch}, {setting.ranks} ranks, {setting.precision}"
     )
     floors = {row.contender: row for row in figures if row.contender.startswith("floor")}
-    speed = figures_table(
-        title, SPEED, SPEED_HEADINGS, map(partial(_speed_cells, setting, *floors.values()), figures)
-    )
-    demands = figures_table("what it takes", DEMANDS, DEMAND_HEADINGS, map(partial(_demand_cells, results), figures))
+    speed = text_table(title, SPEED, SPEED_HEADINGS, map(partial(_speed_cells, setting, *floors.values()), figures))
+    demands = text_table("what it takes", DEMANDS, DEMAND_HEADINGS, map(partial(_demand_cells, results), figures))
     parts: list[Table | str] = [speed, demands]
     parts += [f"{name} is left out: {why}" for name, why in results.omitted.items()]
     parts += [
@@ -215,4 +213,4 @@ def _memory_table(results: Results) -> Table:
     for name, size in (("pixels of a rank", results.pixels), ("descriptors of all", results.descriptors)):
         rows.append([name, *(f"{size * batch / 1e6:,.0f}" for batch in batches)])
     title = "peak memory of a rank by B, MB beside network, optimiser and pixels"
-    return figures_table(title, "", ("contender", *map(str, batches)), rows)
+    return text_table(title, "", ("contender", *map(str, batches)), rows)

@@ -13,12 +13,12 @@ from torch.nn.functional import normalize
 
 import distap
 from benchmarks.contenders import SeededBatch
-from benchmarks.tables import figures_table
 from distap.engine import DDPEngine
 from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.ranking import build_loss
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
+from distap.telemetry.terminal import text_table
 from distap.world import World
 
 PACKAGE = f"{distap.__path__[0]}/"
@@ -79,4 +79,4 @@ def table(loss: str, lines: dict[str, set[int]]) -> Table:
     """Lines by file, those with most first, and their sum."""
     rows = [[file, str(len(found))] for file, found in sorted(lines.items(), key=lambda item: -len(item[1]))]
     rows.append([f"{len(lines)} files", str(sum(map(len, lines.values())))])
-    return figures_table(f"lines that a step with {loss} runs", "", ("file", "lines"), rows)
+    return text_table(f"lines that a step with {loss} runs", "", ("file", "lines"), rows)

@@ -135,7 +135,7 @@ def whiten_command(
 
 
 def _table(gallery: "DescriptorSet", measured: "list[tuple[BuiltIndex, IndexFigures]]", held_out: bool) -> "Table":
-    from benchmarks.tables import figures_table
+    from distap.telemetry.terminal import text_table
 
     first = measured[0][1]
     asked = "held out" if held_out else "sampled, each without itself"
@@ -150,7 +150,7 @@ def _table(gallery: "DescriptorSet", measured: "list[tuple[BuiltIndex, IndexFigu
         )
         for built, figures in measured
     ]
-    return figures_table(
+    return text_table(
         f"{len(gallery):,} descriptors of {gallery.descriptors.shape[1]} dimensions",
         f"{first.queries:,} queries, {asked}; a query's time is that of one after the other",
         ("index", f"recall@{first.at}", "bytes", "ms a query", "build s", "settings"),

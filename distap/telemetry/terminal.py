@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -126,6 +127,17 @@ def figures_table(columns: dict[str, dict[str, float]]) -> Table:
         values = [100 * column[figure] for column in columns.values()]
         gain = [f"{values[1] - values[0]:+.1f}"] if len(values) == 2 else []
         table.add_row(figure, *(f"{value:.1f}" for value in values), *gain)
+    return table
+
+
+def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table whose first column is a name and whose other columns are figures."""
+    table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, heading in enumerate(headings):
+        # Headings may wrap, so that figures are whole on a narrow terminal.
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

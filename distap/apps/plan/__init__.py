@@ -1,1 +1,1 @@
-"""The cost model behind `distap plan`: what a training step costs, from one GPU to thousands."""
+"""`distap plan`: predict the memory, the traffic and the seconds of a recipe's steps."""

@@ -1,141 +1,113 @@
-"""From a recipe to its plan: by a card's data sheet, or by a measurement of this machine."""
+"""Predict the cost of a recipe's steps for several numbers of GPUs, as tables and as JSON."""
 
-from dataclasses import replace
+from typing import Any
 
-from distap.apps.plan.calibration import IMAGES_A_CLASS, Bench
-from distap.apps.plan.cards import LINK_SHARE, MESSAGE_SECONDS, assumptions, card_of, machine_of
-from distap.apps.plan.inputs import Link, Machine, NetworkFacts, Workload
-from distap.apps.plan.memory import Memory
-from distap.apps.plan.plan import Check, Plan, bytes_per_second, common_assumptions, numbers_of_gpus
-from distap.apps.plan.recipes import facts_of, workload_of
-from distap.apps.plan.step import Step
+from rich.table import Table
+
+from distap.apps.plan.cards import machine_of
+from distap.apps.plan.measuring import Trial
+from distap.apps.plan.network_cost import network_cost
+from distap.apps.plan.step_cost import StepCost, bins_of
 from distap.config.recipe import Recipe
-from distap.stages.sizes import ENOUGH_FASTER
-from distap.world import World, joined_world
+from distap.registry import name_of
+from distap.telemetry.terminal import text_table
+from distap.world import joined_world
 
-CHECKED_MICRO_BATCHES = 4  # of a rank, in the steps that are measured beside their prediction
-CHECKED_STEPS = 3
-
-
-def from_card(
-    recipe: Recipe, gpus: str, batch: int | None, link: str, gpus_a_host: int | None, card_name: str
-) -> Plan:
-    """A plan by a data sheet.
-
-    Args:
-        recipe: the training.
-        gpus: numbers of GPUs, with commas between them.
-        batch: B; None takes the recipe's.
-        link: rate of a host's network.
-        gpus_a_host: None takes the card's.
-        card_name: of the card.
-    """
-    card, network_bytes = card_of(card_name), bytes_per_second(link)
-    workload = _workload(recipe, batch)
-    numbers = numbers_of_gpus(gpus, workload.batch)
-    facts = facts_of(recipe)
-    machine = machine_of(card, facts, workload, recipe.precision, network_bytes)
-    machine = replace(machine, gpus_a_host=gpus_a_host or card.gpus)
-    if workload.replay_size is None:
-        fits = Memory(facts, workload, machine.memory, numbers[0]).greatest_replay_size
-        workload = replace(workload, replay_size=_fast_enough(machine, fits))
-    lines = [
-        *assumptions(card_name, card),
-        f"hosts of {machine.gpus_a_host} GPUs, {8 * network_bytes / 1e9:,.0f} Gb/s between them",
-    ]
-    return _plan(recipe, facts, workload, machine, numbers, lines)
+HEADINGS = ("GPUs", "images", "s/step", "images/s", "efficient", "waits", "hours", "GB", "micro-batch", "keep")
+SUMMARY = "{gpus:,}|{images_a_gpu:,}|{seconds_a_step:.3g}|{images_per_second:,.0f}|{efficiency:.0%}|"
+SUMMARY += "{communication_share:.1%}|{hours:,.3g}|{gb:.2f}{mark}|{greatest_replay_size}|{greatest_keep}"
+CAPTION = (
+    "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share of a step that a "
+    "GPU waits for others. micro-batch, keep: the most that fit."
+)
 
 
-def from_measurement(
-    recipe: Recipe, gpus: str, batch: int | None, link: str, gpus_a_host: int | None, rounds: int
-) -> Plan | None:
-    """A plan by what this machine was measured to give; None on all ranks but the first.
+def cost_plan(
+    recipe: Recipe, batch: int, ranks: list[int], link: float, gpus_a_host: int, card: str, rounds: int | None = None
+) -> dict[str, Any] | None:
+    """Predict by the data sheet of a GPU, or by a measurement of this machine; None on all ranks but the first.
 
     Args:
-        recipe, gpus, batch, link, gpus_a_host: as above; the link that ranks were started across is measured.
-        rounds: times that each thing is measured.
+        ranks: numbers of GPUs to predict for.
+        link: bytes a second of a host's network.
+        rounds: of the measurement; None takes the data sheet of `card`.
+    Returns:
+        `network` and `assumptions` in words, and `steps`, the figures for each number of GPUs in seconds and bytes.
     """
-    workload = _workload(recipe, batch)
-    numbers = numbers_of_gpus(gpus, workload.batch)
-    between = Link(LINK_SHARE * bytes_per_second(link), MESSAGE_SECONDS["between"])
-    facts = facts_of(recipe)
-    with joined_world(recipe.timeout_seconds) as world:
-        bench = Bench.of(recipe, workload, facts, world)
-        machine = bench.machine(rounds, between, gpus_a_host or 8)
-        checks = _checks(bench, machine)
-        if world.rank:
-            return None
-        return _plan(recipe, facts, bench.workload, machine, numbers, _measured(machine, world, rounds), checks)
-
-
-def _fast_enough(machine: Machine, fits: int) -> int:
-    """Images of a micro-batch, doubled as long as that pays and fits, as training does it."""
-    size = 1
-    while 2 * size <= fits:
-        seconds, doubled = (machine.forward_with_graph.at(n) + machine.backward.at(n) for n in (size, 2 * size))
-        if 2 * seconds < ENOUGH_FASTER * doubled:
-            break
-        size *= 2
-    return size
-
-
-def _workload(recipe: Recipe, batch: int | None) -> Workload:
-    workload = workload_of(recipe)
-    return workload if batch is None else replace(workload, batch=batch)
-
-
-def _plan(
-    recipe: Recipe,
-    facts: NetworkFacts,
-    workload: Workload,
-    machine: Machine,
-    numbers: list[int],
-    lines: list[str],
-    checks: list[Check] | None = None,
-) -> Plan:
-    steps = [Step(facts, workload, machine, ranks) for ranks in numbers]
-    network = (
-        f"{recipe.model.backbone} at {recipe.data.image_size} px in {recipe.precision}, B = {workload.batch:,}, "
-        f"{workload.steps:,} steps, engine {workload.sharding.name}"
-    )
-    return Plan(network, steps, [*lines, *common_assumptions(workload, facts), *_not_in_it(recipe)], checks or [])
-
-
-def _not_in_it(recipe: Recipe) -> list[str]:
-    """What the recipe asks for that the figures do not know of."""
-    savings = {
-        "describe.precision": recipe.describe.precision not in (None, recipe.precision),
-        "describe.fold_batchnorm": recipe.describe.fold_batchnorm,
-        "step.compile": recipe.step.compile,
-        "replay.skip_below": recipe.replay.skip_below > 0,
+    network = network_cost(recipe)
+    if rounds is None:
+        machine = machine_of(card, network, recipe, link, gpus_a_host)
+        basis = f"{card} by its data sheet, of which nothing was measured; savings such as compilation do not count"
+    else:
+        with joined_world(recipe.timeout_seconds) as world:
+            trial = Trial(recipe, batch, network, world)
+            recipe, machine = trial.recipe, trial.machine(rounds, link, gpus_a_host)
+            if world.rank:
+                return None
+        tried = "measured" if world.size > 1 else "not measured: start several ranks by torchrun to measure it"
+        basis = f"this machine, the medians of {rounds} rounds; the link inside a host is {tried}"
+    steps = [StepCost(recipe, batch, network, machine, count) for count in ranks]
+    network_name = f"{recipe.model.backbone} at {recipe.data.image_size} px in {recipe.precision}"
+    return {
+        "network": f"{network_name}, engine {name_of('engine', recipe.engine)}, B = {batch:,}, {recipe.steps:,} steps",
+        "assumptions": [basis, *_assumptions(steps[0])],
+        "steps": [_figures(step) for step in steps],
     }
-    asked = [key for key, is_asked in savings.items() if is_asked]
-    return [f"what {' and '.join(asked)} saves is not in the prediction by a data sheet"] if asked else []
 
 
-def _checks(bench: Bench, machine: Machine) -> list[Check]:
-    """Real steps of other batches than were measured, without and with graphs kept."""
-    # Two classes at least, or there is nothing to rank.
-    batch = max(bench.world.size * bench.size * CHECKED_MICRO_BATCHES, 2 * IMAGES_A_CLASS)
-    kept = [0, CHECKED_MICRO_BATCHES // 2] if bench.engine.keeps_graphs else [0]
-    checks = []
-    for keep in kept:
-        measured = bench.steps(batch, CHECKED_STEPS, keep).slowest
-        workload = replace(
-            bench.workload, batch=batch, replay_size=bench.workload.replay_size or bench.size, keep=keep
-        )
-        predicted = Step(bench.facts, workload, machine, bench.world.size).seconds
-        what = f"a step here: {bench.world.size} ranks, B = {batch}, {keep} of {CHECKED_MICRO_BATCHES} graphs kept"
-        checks.append(Check(what, measured, predicted))
-    return checks
+def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
+    """Return the figures of a plan's steps as tables for the terminal."""
+    rows = []
+    for step in steps:
+        more = {"gb": sum(step["memory"].values()) / 1e9, "mark": "" if step["fits"] else " !"}
+        rows.append(SUMMARY.format(**step, **more, hours=24 * step["days"]).split("|"))
+    tables = [text_table("a step", CAPTION, HEADINGS, rows)]
+    for title, name, unit, form in (
+        ("seconds a step", "seconds", 1.0, "{:.3g}"),
+        ("memory of a GPU, GB", "memory", 1e9, "{:.2f}"),
+        ("sent by a GPU in a step, MB", "sent", 1e6, "{:,.1f}"),
+    ):
+        parts = list(dict.fromkeys(part for step in steps for part in step[name]))
+        values = {f"{step['gpus']:,}": [step[name].get(part, 0.0) / unit for part in parts] for step in steps}
+        rows = [[gpus, *map(form.format, [*each, sum(each)])] for gpus, each in values.items()]
+        tables.append(text_table(title, "", ["GPUs", *parts, "all"], rows))
+    return tables
 
 
-def _measured(machine: Machine, world: World, rounds: int) -> list[str]:
-    across = "measured" if world.size > 1 else "not measured: start several ranks by torchrun to do so"
-    return [
-        f"this machine's {world.device.type}, the medians of {rounds} rounds on {world.size} ranks at once: other "
-        "GPUs are taken to be like this one",
-        f"memory of a rank: {machine.memory / 1e9:,.1f} GB, which are free here",
-        f"a rank sends {machine.inside.bytes_per_second / 1e9:.3g} GB/s inside a host ({across}) and a host "
-        f"{machine.between.bytes_per_second / 1e9:.3g} GB/s to another, with {machine.gpus_a_host} ranks on each",
+def _assumptions(step: StepCost) -> list[str]:
+    network, machine = step.network, step.machine
+    gflops = (network.convolutions.each + network.products.each) / 1e9
+    rates = [link.bytes_per_second / 1e9 for link in (machine.inside, machine.between)]
+    lines = [
+        f"a GPU can use {machine.memory / 1e9:,.1f} GB and sends {rates[0]:.3g} GB/s to others of its host; hosts of "
+        f"{machine.gpus_a_host} GPUs send {rates[1]:.3g} GB/s; the slowest link sets the pace of a ring",
+        f"an image costs {gflops:,.2f} GFLOP forward, twice that backward, and {network.graph.each / 1e6:,.1f} MB of "
+        f"activations; {network.parameters / 1e6:,.1f} million parameters, {network.dimensions} dimensions",
+        f"B is the same on any number of GPUs, in micro-batches of {step.replay_size} images, of which "
+        f"{step.kept} keep their graph; every image has a gradient",
+        "loaders keep up with images/s; no rank waits for a slower one; checkpoints and evaluations come on top",
     ]
+    if bins_of(step.recipe.loss) is None:
+        lines.append("a loss by rows of similarities is taken to cost as much a pair as AP_Q, which is too little")
+    return lines
+
+
+def _figures(step: StepCost) -> dict[str, Any]:
+    total = sum(step.seconds.values())
+    alone = sum(StepCost(step.recipe, step.batch, step.network, step.machine, 1).seconds.values())
+    return {
+        "gpus": step.ranks,
+        "images_a_gpu": step.share,
+        "seconds_a_step": total,
+        "images_per_second": step.batch / total,
+        "efficiency": alone / (step.ranks * total),
+        "communication_share": (step.seconds["gather"] + step.seconds["reduce"]) / total,
+        "days": step.recipe.steps * total / 86_400,
+        "host_memory": 3 * step.share * step.recipe.data.image_size**2,  # pixels of a rank, which wait for replay
+        "fits": sum(step.memory.values()) <= step.machine.memory,
+        "seconds": step.seconds,
+        "memory": step.memory,
+        "sent": step.sent,
+        "greatest_replay_size": step.greatest_replay_size,
+        "greatest_keep": step.greatest_keep,
+    }

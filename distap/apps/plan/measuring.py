@@ -1,0 +1,110 @@
+"""Measure on this machine what the cost model needs, by real steps of a recipe's network on random pixels."""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import normalize
+
+from distap.apps.plan.cards import HOST_MESSAGE_SECONDS, LINK_SHARE, MESSAGE_SECONDS
+from distap.apps.plan.network_cost import Line, NetworkCost, changed, without_weights
+from distap.apps.plan.step_cost import Machine, NetworkLink, Sharding, pairs_of
+from distap.config.recipe import Recipe
+from distap.ranking import gather, rank_descriptors
+from distap.stages.sizes import free_memory
+from distap.step import ThreeStageStep
+from distap.stopwatch import Stopwatch
+from distap.training.build import describer_of, engine_of, fitting_of, network_of, step_of
+from distap.world import World
+
+STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
+MICRO_BATCHES, KEPT = 4, 2  # of a rank in a measured step; micro-batches of them that keep their graph
+MOST_RANKED, MOST_REDUCED = 4096, 2**24  # images and float32 numbers
+
+
+class Trial:
+    """A recipe's network, engine and steps on this rank, with random weights and pixels."""
+
+    def __init__(self, recipe: Recipe, batch: int, network: NetworkCost, world: World) -> None:
+        self.recipe, self._batch, self._network, self._world = without_weights(recipe), batch, network, world
+        module = network_of(self.recipe, world).train()
+        self._describer = describer_of(self.recipe, module)
+        self.engine = engine_of(self.recipe, module, world)
+        size = self.recipe.replay.size
+        if size == "auto":
+            size = fitting_of(self.recipe, self.engine, world, batch).replay_size()
+        # Describe takes the same micro-batches; low precision may drift more than trainings tolerate.
+        self.recipe = changed(self.recipe, replay={"size": size, "max_drift": math.inf}, describe={"size": None})
+
+    def step(self, total: int, keep: int = 0, overlap: bool = True) -> tuple[ThreeStageStep, Any]:
+        """Return a step with this network and engine, and a global batch of random pixels, two images a class."""
+        recipe, world = changed(self.recipe, replay={"keep": keep}, rank={"overlap": overlap}), self._world
+        stopwatch, samples = Stopwatch(world.device), world.slots(total)
+        step = step_of(recipe, self.engine, world, total, self._describer, stopwatch=stopwatch)
+        shape = (len(samples), 3, recipe.data.image_size, recipe.data.image_size)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
+        labels, present = torch.tensor(samples) // 2, torch.ones(len(samples), dtype=torch.bool)
+        batch = {"step": 0, "total": total, "samples": samples, "labels": labels, "present": present}
+        return step, SimpleNamespace(**batch, images=pixels.__getitem__, blank=lambda rows: None)
+
+    def seconds(self, steps: Sequence[tuple[ThreeStageStep, Any]], rounds: int) -> list[dict[str, float]]:
+        """Return the median seconds of each step by stage, of the slowest rank; steps take turns."""
+        taken: list[list[dict[str, float]]] = [[] for _ in steps]
+        for _ in range(rounds + 1):  # the first one allocates and compiles, and does not count
+            for (step, batch), each in zip(steps, taken, strict=True):
+                self._world.barrier()
+                step.stopwatch.seconds.clear()
+                step(batch, 0.0)
+                each.append({stage: self._world.maximum(step.stopwatch.seconds[stage]) for stage in STAGES})
+        return [{stage: statistics.median(one[stage] for one in each[1:]) for stage in STAGES} for each in taken]
+
+    def machine(self, rounds: int, link: float, gpus_a_host: int) -> Machine:
+        """Measure this machine; `link` is the bytes a second between hosts, if all ranks are on one."""
+        world, keep, ranks = self._world, KEPT * self.engine.keeps_graphs, self._world.size
+        images = MICRO_BATCHES * int(self.recipe.replay.size)  # of a rank
+        plain, kept = self.seconds([self.step(max(4, images * ranks), n, overlap=False) for n in (0, keep)], rounds)
+        forward = with_graph = plain["describe"] / images
+        if keep:
+            with_graph += (kept["describe"] - plain["describe"]) * MICRO_BATCHES / (KEPT * images)
+        inside = between = NetworkLink(link * LINK_SHARE, HOST_MESSAGE_SECONDS)
+        if ranks > 1:
+            numbers = torch.zeros(min(MOST_REDUCED, self._network.trained), device=world.device)
+            seconds = self._timed(partial(world.sum, numbers), rounds)
+            inside = NetworkLink(2 * (ranks - 1) / ranks * numbers.nbytes / seconds, MESSAGE_SECONDS)
+        own = self._network.trained / (ranks if Sharding.of(self.recipe.engine).optimizer else 1)
+        return Machine(
+            forward=Line(0, forward),
+            forward_with_graph=Line(0, with_graph),
+            backward=Line(0, max(0.0, plain["replay"] / images - with_graph)),
+            rank=Line(0, self._seconds_a_pair(rounds)),
+            parameter=plain["optimizer"] / own,
+            memory=free_memory(world.device),
+            inside=inside,
+            between=between if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) else inside,
+            gpus_a_host=gpus_a_host,
+        )
+
+    def _seconds_a_pair(self, rounds: int) -> float:
+        """Time the ranking of noisy descriptors by one rank."""
+        count, device, loss = min(MOST_RANKED, max(64, self._batch)), self._world.device, self.recipe.loss
+        labels = torch.arange(count) // 8
+        noise, centres = torch.randn(2, count, self._network.dimensions, generator=torch.Generator().manual_seed(0))
+        descriptors, present = normalize(noise + centres[labels]), torch.ones(count, dtype=torch.bool)
+        alone = World(device=device)
+        gathered = gather(descriptors.to(device), labels.to(device), present.to(device), alone, count)
+        rank = partial(rank_descriptors, loss, gathered, memory_budget=self.recipe.rank.memory_bytes)
+        return self._timed(rank, rounds) / pairs_of(count, count, loss)
+
+    def _timed(self, action: Callable[[], object], rounds: int) -> float:
+        stopwatch, seconds = Stopwatch(self._world.device), []
+        for _ in range(rounds + 1):
+            self._world.barrier()
+            with stopwatch.stage("action"):
+                action()
+            seconds.append(self._world.maximum(stopwatch.seconds.pop("action")))
+        return statistics.median(seconds[1:])

@@ -1,0 +1,267 @@
+"""Predict what a training step costs on W ranks: memory, seconds, and bytes on the wire."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, log2
+from typing import Any, NamedTuple
+
+from distap.apps.plan.network_cost import NetworkCost
+from distap.config.recipe import Recipe
+from distap.ranking import Loss, WeightedSum
+from distap.ranking.budget import GPU_TILE_PAIRS, TENSORS_A_PAIR
+from distap.ranking.gathering import LEAST_SENT, MOST_CHUNKS
+from distap.ranking.losses.quantized import SoftBinnedAP
+from distap.registry import name_of
+from distap.stages.sizes import ENOUGH_FASTER
+
+FLOAT32 = 4  # bytes
+
+
+class NetworkLink(NamedTuple):
+    """Connection of two ranks or two hosts."""
+
+    bytes_per_second: float  # in each direction
+    latency: float  # seconds of a message
+
+
+class Machine(NamedTuple):
+    """Speed and memory of a kind of machine, for one network."""
+
+    forward: Callable[[float], float]  # seconds of a micro-batch of so many images
+    forward_with_graph: Callable[[float], float]
+    backward: Callable[[float], float]
+    rank: Callable[[float], float]  # seconds of ranking so many pairs of images
+    parameter: float  # seconds of an optimiser step per trained parameter
+    memory: float  # usable bytes of a GPU
+    inside: NetworkLink  # of a GPU to the others of its host
+    between: NetworkLink  # of a host to other hosts
+    gpus_a_host: int = 8
+
+
+class Sharding(NamedTuple):
+    """How an engine divides its state among the ranks, and how often its ranks communicate."""
+
+    weights: bool = False  # each rank holds 1/W of the weights between steps
+    optimizer: bool = False  # each rank holds 1/W of the summed gradients and of the optimiser's state
+    gathers: int = 0  # times that weights are gathered for a replayed micro-batch; 0 gathers them once a step
+    reduces_often: bool = False  # gradients are reduced with each replayed micro-batch and are never whole on a rank
+    hides_reduction: bool = False  # gradients are reduced while the last backward pass goes on
+    states: int = 2  # float32 values per parameter that the optimiser keeps, such as Adam's moments
+
+    @classmethod
+    def of(cls, engine: Any) -> "Sharding":
+        """Return the sharding of an engine with these settings."""
+        name = name_of("engine", engine)
+        if name == "fsdp":
+            by_block = engine.reshard if engine.units is None else engine.units == "blocks"
+            # With reshard, weights are gathered for the forward pass and again for the backward pass.
+            return cls(True, True, 2 * engine.reshard, engine.reshard, by_block)
+        if name == "deepspeed":
+            # Gradients are reduced once, in every stage. Weights of stage 3 stay from the forward to the backward
+            # pass, up to DeepSpeed's limit of a thousand millions. It updates its own copy of the parameters.
+            return cls(engine.stage == 3, True, int(engine.stage == 3), states=3)
+        return cls(hides_reduction=getattr(engine, "bucket_megabytes", None) is not None)
+
+
+class Transfer(NamedTuple):
+    """A collective that all ranks call together, on a ring."""
+
+    name: str
+    kind: str  # all_gather, all_reduce, reduce_scatter or scatter
+    payload: float  # bytes that each rank puts in; for a scatter, bytes that each rank gets
+    calls: int = 1  # in a step
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that a rank sends; for a scatter, rank 0."""
+        rounds = {"all_gather": ranks, "scatter": ranks, "all_reduce": 2, "reduce_scatter": 1}[self.kind]
+        return self.calls * self.payload * rounds * (ranks - 1) / ranks
+
+    def seconds(self, machine: Machine, ranks: int) -> float:
+        """Duration, which the slowest link of the ring determines."""
+        links = [machine.inside, machine.between] if ranks > machine.gpus_a_host else [machine.inside]
+        messages = self.calls * (2 if self.kind == "all_reduce" else 1) * ceil(log2(ranks))
+        slowest = min(link.bytes_per_second for link in links)
+        return self.sent(ranks) / slowest + messages * max(link.latency for link in links)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Cost of a recipe's step on `ranks` GPUs, for the rank with the largest share of the batch, B."""
+
+    recipe: Recipe
+    batch: int
+    network: NetworkCost
+    machine: Machine
+    ranks: int
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        return Sharding.of(self.recipe.engine)
+
+    @property
+    def share(self) -> int:  # images of a rank, b
+        return ceil(self.batch / self.ranks)
+
+    @cached_property
+    def replay_size(self) -> int:  # images of a micro-batch with a graph; `auto` doubles it while that fits and pays
+        wanted, size = self.recipe.replay.size, 1
+        if isinstance(wanted, int):
+            return int(min(self.share, wanted))
+        seconds = lambda n: self.machine.forward_with_graph(n) + self.machine.backward(n)  # noqa: E731
+        while 2 * size <= self.greatest_replay_size and 2 * seconds(size) >= ENOUGH_FASTER * seconds(2 * size):
+            size *= 2
+        return size
+
+    @property
+    def describe_size(self) -> int:  # images of a micro-batch without a graph; `auto` takes as many as with one
+        wanted = self.recipe.describe.size
+        return int(min(self.share, wanted if isinstance(wanted, int) else self.replay_size))
+
+    @cached_property
+    def kept(self) -> int:  # micro-batches that keep their graph; `auto` takes as many as fit
+        wanted = self.recipe.replay.keep
+        return min(ceil(self.share / self.replay_size), wanted if isinstance(wanted, int) else self.greatest_keep)
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes of a GPU by content, in the stage that needs most."""
+        largest = max(self._stages(self.kept), key=lambda stage: sum(stage.values()))
+        return {name: size for name, size in {**self._lasting, **largest}.items() if size}
+
+    @property
+    def greatest_replay_size(self) -> int:  # most images of a micro-batch with a graph that fit; 0 if not one does
+        graph, working = self.network.graph, self.network.working
+        beside = sum(self._lasting.values()) + self._gathered(in_replay=True) + graph.once + working.once
+        return max(0, min(self.share, int((self.machine.memory - beside) // (graph.each + working.each))))
+
+    @property
+    def greatest_keep(self) -> int:  # most micro-batches whose graphs fit beside the needs of each stage
+        if self.sharding.gathers:
+            return 0
+        beside = sum(self._lasting.values()) + max(sum(stage.values()) for stage in self._stages(kept=0))
+        room = int((self.machine.memory - beside) // self.network.graph(self.replay_size))
+        return max(0, min(ceil(self.share / self.replay_size), room))
+
+    @cached_property
+    def _lasting(self) -> dict[str, float]:  # bytes that are there in all stages
+        sharding, network, own = self.sharding, self.network, 1 / self.ranks
+        # Gradients are summed whole over the micro-batches, unless each is reduced at once.
+        gradients = own + (not sharding.reduces_often) if sharding.optimizer else 1
+        images = 2 * self.share + self.batch + self.recipe.memory.size
+        return {
+            "weights": FLOAT32 * network.parameters * (own if sharding.weights else 1),
+            "gradients": FLOAT32 * network.trained * gradients,
+            "optimizer": FLOAT32 * network.trained * sharding.states * (own if sharding.optimizer else 1),
+            "descriptors": FLOAT32 * network.dimensions * images,
+        }
+
+    def _gathered(self, in_replay: bool = False) -> float:
+        """Bytes of weights beyond the rank's own shard; FSDP with reshard replays a block at a time, 1/4 at most."""
+        part = 1 / 4 if in_replay and self.sharding.reduces_often else 1
+        return part * FLOAT32 * self.network.parameters if self.sharding.weights and self.ranks > 1 else 0.0
+
+    def _stages(self, kept: int) -> list[dict[str, float]]:
+        """Bytes that describe, rank and replay need for themselves."""
+        working, graph = self.network.working, self.network.graph(self.replay_size)
+        whole = {"gathered weights": self._gathered(), "graphs": kept * graph}
+        # Kept graphs are gone through first, so that a replayed one takes the room of one of them.
+        replay = {"gathered weights": self._gathered(in_replay=True), "graphs": max(kept, 1) * graph}
+        return [
+            {**whole, "working memory": working(self.describe_size)},
+            {**whole, "ranking": self._ranking_bytes},
+            {**replay, "working memory": working(self.replay_size)},
+        ]
+
+    @property
+    def _ranked(self) -> tuple[int, int]:  # queries and gallery
+        rows = self.batch if self.recipe.rank.mode == "central" else self.share
+        return rows, self.batch + self.recipe.memory.size
+
+    @property
+    def _ranking_bytes(self) -> float:
+        # Descriptors in another order, tables, tiles, and a byte for each pair if there is room.
+        memory_bytes, (queries, gallery) = self.recipe.rank.memory_bytes, self._ranked
+        pairs, bins = queries * gallery, bins_of(self.recipe.loss) or 0
+        half = (self.machine.memory / 4 if memory_bytes is None else memory_bytes) / 2
+        in_order = FLOAT32 * self.network.dimensions * (gallery + queries)
+        tables = 2 * bins * FLOAT32 * (4 * queries + 2 * gallery)  # of negatives and of positives
+        tiles = min(FLOAT32 * TENSORS_A_PAIR * min(pairs, GPU_TILE_PAIRS), half)
+        return in_order + tables + tiles + (pairs if bins and pairs <= half else 0)
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage; `gather` and `reduce` are the seconds that a rank waits for others."""
+        machine, with_graph = self.machine, self.machine.forward_with_graph
+        # The last micro-batches keep their graph from stage one.
+        first_kept = max(ceil(self.share / self.replay_size) - self.kept, 0) * self.replay_size
+        replayed = _micro_batches(first_kept, self.replay_size)
+        kept = _micro_batches(self.share - first_kept, self.replay_size)
+        describe = sum(map(machine.forward, _micro_batches(first_kept, self.describe_size))) + sum(
+            map(with_graph, kept)
+        )
+        wait = {
+            stage: sum(transfer.seconds(machine, self.ranks) for transfer in transfers)
+            for stage, transfers in self.transfers.items()
+        }
+        if self.recipe.rank.overlap:
+            # Only the last chunk is sent when nothing is left to describe.
+            chunks = ceil(self.share / max(LEAST_SENT, ceil(self.share / MOST_CHUNKS)))
+            wait["gather"] = max(wait["gather"] / chunks, wait["gather"] - describe)
+        if self.sharding.hides_reduction:
+            wait["reduce"] = max(0.0, wait["reduce"] - machine.backward((replayed or kept)[-1]))
+        own_parameters = self.network.trained / (self.ranks if self.sharding.optimizer else 1)
+        return {
+            "describe": describe,
+            "gather": wait["gather"],
+            "rank": machine.rank(pairs_of(*self._ranked, self.recipe.loss)) + wait["rank"],
+            "replay": sum(map(with_graph, replayed)) + sum(map(machine.backward, replayed + kept)),
+            "reduce": wait["reduce"],
+            "optimizer": machine.parameter * own_parameters,
+        }
+
+    @cached_property
+    def transfers(self) -> dict[str, list[Transfer]]:
+        """Data that ranks send each other, by stage."""
+        if self.ranks == 1:
+            return {"gather": [], "rank": [], "reduce": []}
+        network, sharding, share, bins = self.network, self.sharding, self.share, bins_of(self.recipe.loss)
+        own, trained = share * network.dimensions * FLOAT32, network.trained * FLOAT32
+        if self.recipe.rank.mode == "central":
+            rank = Transfer("gradients of descriptors", "scatter", own)
+        elif bins is None:
+            rank = Transfer("gradients of descriptors", "reduce_scatter", own * self.ranks)
+        else:
+            rank = Transfer("slope tables", "all_gather", share * 2 * (bins - 1) * FLOAT32)
+        reduce = [Transfer("gradients", "all_reduce", trained)]
+        if sharding.optimizer:
+            # Weights are gathered for stage one, or after an update, and again for replay if they do not stay.
+            replayed = max(ceil(share / self.replay_size) - self.kept, 0)
+            gathers, reduces = 1 + sharding.gathers * replayed, max(1, replayed) if sharding.reduces_often else 1
+            weights = Transfer("weights", "all_gather", network.parameters * FLOAT32 / self.ranks, gathers)
+            reduce = [weights, Transfer("gradients", "reduce_scatter", trained, reduces)]
+        # Each image has a label, a number, and a flag that says whether it takes part.
+        gather = [Transfer("descriptors", "all_gather", own), Transfer("labels", "all_gather", share * 3 * 8)]
+        return {"gather": gather, "rank": [rank], "reduce": reduce}
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a rank sends in a step, by content."""
+        return {one.name: one.sent(self.ranks) for stage in self.transfers.values() for one in stage}
+
+
+def bins_of(loss: Loss) -> int | None:
+    """Return the bins of a histogram loss or of a sum of them; None if a loss needs whole rows of similarities."""
+    terms = [term for _, term in loss.terms] if isinstance(loss, WeightedSum) else [loss]
+    bins = [term.histogram().bins for term in terms if isinstance(term, SoftBinnedAP)]
+    return sum(bins) if len(bins) == len(terms) else None
+
+
+def pairs_of(queries: int, gallery: int, loss: Loss) -> float:
+    """Pairs to rank; a histogram loss counts a pair of two own images once, which is half of its work."""
+    pairs = queries * gallery
+    return pairs if bins_of(loss) is None else pairs - queries**2 / 4
+
+
+def _micro_batches(images: int, size: int) -> list[int]:
+    return [min(size, images - start) for start in range(0, images, size)]
