@@ -137,11 +137,9 @@ class StepCost:
 
     @property
     def greatest_keep(self) -> int:  # most micro-batches whose graphs fit beside the needs of each stage
-        if self.sharding.gathers:
-            return 0
         beside = sum(self._lasting.values()) + max(sum(stage.values()) for stage in self._stages(kept=0))
         room = int((self.machine.memory - beside) // self.network.graph(self.replay_size))
-        return max(0, min(ceil(self.share / self.replay_size), room))
+        return 0 if self.sharding.gathers else max(0, min(ceil(self.share / self.replay_size), room))
 
     @cached_property
     def _lasting(self) -> dict[str, float]:  # bytes that are there in all stages
