@@ -24,9 +24,7 @@ class Series:
 
 
 class Bar(NamedTuple):
-    """A rectangle of a stacked bar; `layer` chooses its colour."""
-
-    layer: int
+    layer: int  # chooses the colour
     x: float
     y: float
     width: float
@@ -101,7 +99,6 @@ class Chart:
         return [(self.y(value), self.y_format(value)) for value in ticks(self._low, self._high)]
 
     def path(self, points: Sequence[Point]) -> str:
-        """The points as an SVG polyline has them."""
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from distap.data.images.thumbnails import Thumbnails
 from distap.data.loading.reading import Reader
@@ -26,7 +26,6 @@ P_BY_K_COLUMNS = ["p_by_k: K images a class", "classes with K or more", "classes
 
 
 def statistics_tables(figures: Statistics) -> list[Table | str]:
-    """The statistics for the terminal."""
     facts = Table(show_header=False)
     for fact in _facts(figures).items():
         facts.add_row(*fact)
@@ -143,19 +142,15 @@ def _sampling(figures: Statistics) -> list[str]:
 
 
 def _numbers(heading: list[str], rows: list[list[str]]) -> Table:
-    table = Table(heading[0])
-    for name in heading[1:]:
-        table.add_column(name, justify="right")
+    table = Table(heading[0], *(Column(name, justify="right") for name in heading[1:]))
     for row in rows:
         table.add_row(*row)
     return table
 
 
 def _bars(title: str, bins: Histogram) -> Table:
-    table = Table(title=title, show_header=False, box=None, title_justify="left")
-    table.add_column(justify="right")
-    table.add_column()
-    table.add_column(justify="right")
+    columns = [Column(justify="right"), Column(), Column(justify="right")]
+    table = Table(*columns, title=title, show_header=False, box=None, title_justify="left")
     most = max(count for _, count in bins)
     for text, count in bins:
         table.add_row(text, "█" * round(BAR * count / most) or ("▏" if count else ""), f"{count:,}")

@@ -78,6 +78,4 @@ def _reached(retrieved: Retrieved) -> list[float]:
     ascending = np.sort(retrieved.average_precision[retrieved.first_positive > 0])
     if not len(ascending):
         return []
-    below = np.searchsorted(ascending, np.arange(101) / 100)
-    shares: list[float] = (1 - below / len(ascending)).tolist()
-    return shares
+    return list(1 - np.searchsorted(ascending, np.arange(101) / 100) / len(ascending))

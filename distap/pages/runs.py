@@ -29,7 +29,6 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The log's lines on training steps."""
         return [entry for entry in self.entries if "loss" in entry]
 
     @property
@@ -55,7 +54,6 @@ class Run:
         return 1 - network / whole if whole else None
 
     def facts(self) -> dict[str, str]:
-        """The facts at the top of the report."""
         recipe, steps = self.recipe, self.steps
         last: dict[str, Any] = steps[-1] if steps else {"images": 0, "ranks": 0}
         share = self.outside_network_share
@@ -73,10 +71,12 @@ class Run:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Its part of summary.json."""
-        evaluations = {"before": self.before, "after": self.after}
+        both = {"before": self.before, "after": self.after}
         return {
-            **{when: each and _summary_figures(each) for when, each in evaluations.items()},
+            **{
+                when: each and {name: each.figures[name] for name in SUMMARY_FIGURES if name in each.figures}
+                for when, each in both.items()
+            },
             "train_seconds": self.train_seconds,
             "outside_network_share": self.outside_network_share,
         }
@@ -156,7 +156,3 @@ def _loss(loss: dict[str, Any]) -> str:
 def _evaluated(evaluation: SavedEvaluation) -> str:
     after = "" if evaluation.step is None else f", after step {evaluation.step:,}"
     return f"{evaluation.data}: {evaluation.queries:,} queries{after}"
-
-
-def _summary_figures(evaluation: SavedEvaluation) -> dict[str, float]:
-    return {name: evaluation.figures[name] for name in SUMMARY_FIGURES if name in evaluation.figures}

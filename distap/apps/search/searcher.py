@@ -52,11 +52,7 @@ class Searcher:
         return self.index.search(self.describer.describe([image]).numpy(), k)[0]
 
     def by_key(self, key: str, k: int) -> list[Hit]:
-        """The k images of the gallery that are most similar to the one with this key, without itself.
-
-        Raises:
-            DistapError: the gallery has no image with this key, or the index cannot give its descriptor.
-        """
+        """The k images of the gallery that are most similar to the one with this key, without itself."""
         row = self.index.row_of(key)
         try:
             descriptor = self.index.descriptor(row)
@@ -71,11 +67,7 @@ class Searcher:
         return [hit for hit in hits if hit.row != row][:k]
 
     def search(self, queries: Sequence[Query], k: int) -> Iterator[SearchResult]:
-        """The result of each query; a file that cannot be used becomes a result with a problem.
-
-        Raises:
-            DistapError: there is no network to describe images.
-        """
+        """The result of each query; a file that cannot be used gives a result with a problem."""
         for query in queries:
             try:
                 hits = self.by_key(query.key, k) if query.file is None else self.by_image(query.file.read_bytes(), k)
@@ -109,9 +101,9 @@ def open_searcher(
         DistapError: a file is missing or damaged, or the network or whitening is not that of the index.
     """
     opened = read_index(index)
+    maker = opened.described_by
     if checkpoint is None:
         return Searcher(opened)
-    maker = opened.described_by
     if maker.whitening is not None and whitening is None:
         raise DistapError(f"{index}: its images were described with a whitening: name its file with --whitening")
     recipe, network = trained_network(checkpoint, world, best)

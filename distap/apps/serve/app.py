@@ -19,8 +19,6 @@ from distap.retrieval.index_files import Hit
 
 
 class HitAnswer(BaseModel):
-    """An image of the gallery."""
-
     rank: int = Field(description="From 1, the most similar.")
     key: str = Field(description="Its name in the data set.")
     class_name: str = Field(serialization_alias="class", description="Empty if it belongs to none.")
@@ -29,21 +27,15 @@ class HitAnswer(BaseModel):
 
 
 class SearchAnswer(BaseModel):
-    """The images that were found, best first."""
-
-    hits: list[HitAnswer]
+    hits: list[HitAnswer] = Field(description="Best first.")
 
 
 class ErrorAnswer(BaseModel):
-    """Why there is no answer."""
-
     reason: str = Field(description="For programs.")
     message: str = Field(description="For a person: what was wrong, and what to do.")
 
 
 class ProblemAnswer(BaseModel):
-    """The answer to a request that failed."""
-
     error: ErrorAnswer
 
 
@@ -68,7 +60,6 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 def build_app(service: Service) -> FastAPI:
-    """The application that answers for a service."""
     # The documentation pages of FastAPI load scripts from elsewhere.
     app = FastAPI(title="distap search", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, metrics=service.metrics)

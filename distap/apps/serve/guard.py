@@ -34,8 +34,6 @@ logger = logging.getLogger("distap")
 
 
 class ServingMetrics:
-    """The metrics of one server."""
-
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         common: dict[str, Any] = {"namespace": "distap_search", "registry": self._registry}
@@ -64,18 +62,12 @@ class ServingMetrics:
 
 
 class Guard:
-    """ASGI middleware around an application.
-
-    Args:
-        app: to guard.
-        metrics: count its requests.
-    """
+    """ASGI middleware around an application, whose requests the metrics count."""
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -10,18 +10,10 @@ UPLOAD_PROBLEMS = (  # the reasons of refused uploads
     *("bad_request", "busy", "damaged", "empty", "failed", "missing_field", "not_multipart", "not_ready", "slow"),
     *("too_large", "too_many_pixels", "unknown_format"),
 )
-RETRY_AFTER = {"Retry-After": "1"}
 
 
 class RefusedError(Exception):
-    """A request that gets an error instead of its answer.
-
-    Args:
-        status: of HTTP.
-        reason: for programs.
-        message: for a person: what was wrong and what to do.
-        headers: to add to the response.
-    """
+    """Answers a request with an HTTP status, a reason for programs, and a message for a person."""
 
     def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -31,7 +23,7 @@ class RefusedError(Exception):
 
 def busy(problem: str) -> RefusedError:
     """The refusal of work for which there is no room at the moment."""
-    return RefusedError(503, "busy", f"{problem}; try again in a second", RETRY_AFTER)
+    return RefusedError(503, "busy", f"{problem}; try again in a second", {"Retry-After": "1"})
 
 
 def refused_image(error: DamagedImageError) -> RefusedError:

@@ -75,11 +75,7 @@ def serve(
 
 
 def listening(settings: ServeSettings) -> socket.socket:
-    """A socket that listens on the host and port.
-
-    Raises:
-        DistapError: the address is in use or is not this machine's.
-    """
+    """A socket that listens on the host and port; a DistapError if they are not to be had."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
@@ -93,12 +89,7 @@ def listening(settings: ServeSettings) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which also loads while it listens, and drains before it closes.
-
-    Args:
-        service: answers.
-        load: fills the service, in a thread of its own.
-    """
+    """uvicorn's server, which also calls `load` in a thread while it listens, and drains before it closes."""
 
     def __init__(self, service: Service, load: Callable[[], None]) -> None:
         settings = service.settings
@@ -121,7 +112,6 @@ class _Server(uvicorn.Server):
         self._asked = 0.0  # to stop, by time.monotonic
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and start to load."""
         await super().startup(sockets)
         self.loading.start()
 

@@ -11,7 +11,7 @@ import torch
 
 from distap.apps.search.searcher import Searcher
 from distap.apps.serve.guard import ServingMetrics
-from distap.apps.serve.problems import RETRY_AFTER, RefusedError, busy, refused_image
+from distap.apps.serve.problems import RefusedError, busy, refused_image
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.thumbnails import Thumbnails
 from distap.errors import FAILED, DistapError
@@ -69,7 +69,6 @@ class Places:
             self.taken += 1
 
     def give_back(self) -> None:
-        """Give a place back."""
         with self._lock:
             self.taken -= 1
 
@@ -81,14 +80,7 @@ class Places:
 
 
 class Pool:
-    """Threads with a short queue: a call that finds it full is refused at once instead of waiting.
-
-    Args:
-        name: of the threads.
-        threads: calls at a time.
-        queue: calls that may wait.
-        timeout_seconds: for a call, including its wait.
-    """
+    """Runs `threads` calls at a time and lets `queue` more wait; further calls are refused at once."""
 
     def __init__(self, name: str, threads: int, queue: int, timeout_seconds: float) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
@@ -96,12 +88,9 @@ class Pool:
         self.places = Places(threads + queue, f"{threads + queue} searches are under way already")
 
     async def run(self, call: Callable[..., T], *arguments: object) -> T:
-        """Run the call in a thread and return its result.
+        """The result of the call; a RefusedError if the queue is full or the call and its wait take too long.
 
         A thread cannot be interrupted, so a call that takes too long keeps its place until it ends.
-
-        Raises:
-            RefusedError: the queue is full, or the call took too long.
         """
         self.places.take()
         try:
@@ -113,8 +102,7 @@ class Pool:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout)
         except TimeoutError as error:
-            message = f"it took more than {self._timeout:g} s; try again"
-            raise RefusedError(503, "busy", message, RETRY_AFTER) from error
+            raise busy(f"it took more than {self._timeout:g} s") from error
 
     def close(self) -> None:
         """Cancel the calls that wait, and wait for those that have begun."""
@@ -147,16 +135,12 @@ class Service:
         self._require_loaded()
 
     async def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """The k most similar images.
-
-        Raises:
-            RefusedError: the image cannot be used, or there is too much to do.
-        """
+        """The k most similar images; a RefusedError if the image cannot be used or there is too much to do."""
         searcher, _ = self._require_loaded()
         return await self._search(searcher.by_image, image, k)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
-        """The k images that are most similar to one of the gallery, without itself; raises what `by_image` does."""
+        """The k images most similar to one of the gallery, without itself; or a RefusedError."""
         searcher, _ = self._require_loaded()
         try:
             await self._search(searcher.index.row_of, key)
@@ -165,11 +149,7 @@ class Service:
         return await self._search(searcher.by_key, key, k)
 
     async def picture(self, row: int) -> bytes:
-        """The thumbnail of a row as JPEG.
-
-        Raises:
-            RefusedError: there is none, or there is too much to do.
-        """
+        """The thumbnail of a row as JPEG; a RefusedError if there is none or there is too much to do."""
         _, thumbnails = self._require_loaded()
         jpeg = await self._pictures.run(thumbnails.jpeg, row)
         if jpeg is None:
@@ -177,7 +157,6 @@ class Service:
         return jpeg
 
     def close(self) -> None:
-        """Wait for the work under way."""
         self.searches.close()
         self._pictures.close()
 
