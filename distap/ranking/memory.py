@@ -1,80 +1,68 @@
-"""Descriptors of earlier steps as more of a gallery (cross-batch memory, Wang et al. 2020)."""
+"""Descriptors of earlier steps as more of the gallery (cross-batch memory, Wang et al. 2020)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int64
 from torch import Tensor
 
-from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Gathered
 
 
 class CrossBatchMemory:
     """The newest `size` descriptors: queries are ranked against them too, but no gradient flows to them.
 
-    Every rank remembers the same. An image that is met again is remembered as it was last.
-
-    Args:
-        size: number of descriptors that are remembered.
+    Every rank remembers the same. If an image comes again, its newest descriptor replaces the older one.
     """
 
     def __init__(self, size: int) -> None:
         if size < 0:
             raise ValueError(f"size is {size}; it must not be below 0")
         self.size = size
-        self.descriptors: Float[Tensor, "K C"] | None = None
-        self.labels: Int64[Tensor, " K"] = torch.empty(0, dtype=torch.int64)
-        self.images: Int64[Tensor, " K"] = torch.empty(0, dtype=torch.int64)
+        self.descriptors: Tensor | None = None  # (K, C), the newest last
+        self.labels = torch.empty(0, dtype=torch.int64)  # (K,)
+        self.images = torch.empty(0, dtype=torch.int64)  # (K,) number of each image in its data set, -1 if unknown
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def extend(self, gathered: Gathered) -> Gathered:
-        """The batch with what is remembered behind it in the gallery, but for the batch's own images."""
+        """The batch, with what is remembered of other images behind it in the gallery."""
         if self.descriptors is None:
             return gathered
-        self._move_to(gathered.gallery.device)
-        other = ~self._again(gathered.images)
+        descriptors, labels, _ = self._of_other_images(gathered)
         return replace(
             gathered,
-            gallery=torch.cat([gathered.gallery, self.descriptors[other].to(gathered.gallery)]),
-            gallery_labels=torch.cat([gathered.gallery_labels, self.labels[other]]),
+            gallery=torch.cat([gathered.gallery, descriptors.to(gathered.gallery)]),
+            gallery_labels=torch.cat([gathered.gallery_labels, labels]),
         )
 
     def remember(self, gathered: Gathered) -> None:
-        """Add a batch, and forget what is too old."""
+        """Add a batch, and forget the oldest descriptors."""
         if self.size == 0:
             return
-        descriptors, labels, images = gathered.descriptors, gathered.labels, gathered.images
+        kept = gathered.descriptors, gathered.labels, gathered.images
         if self.descriptors is not None:
-            self._move_to(descriptors.device)
-            other = ~self._again(images)
-            descriptors = torch.cat([self.descriptors[other], descriptors])
-            labels, images = torch.cat([self.labels[other], labels]), torch.cat([self.images[other], images])
-        # Copies: a slice would keep all that it was cut from.
-        self.descriptors = descriptors[-self.size :].detach().clone()
-        self.labels, self.images = labels[-self.size :].clone(), images[-self.size :].clone()
+            kept = *map(torch.cat, zip(self._of_other_images(gathered), kept, strict=True)),
+        # Copies: a slice would keep all of the tensor that it was cut from.
+        self.descriptors, self.labels, self.images = (rows[-self.size :].detach().clone() for rows in kept)
 
-    def _move_to(self, device: torch.device) -> None:
-        """Where the batch is: what was restored may be elsewhere."""
-        if self.descriptors is not None:
-            self.descriptors = self.descriptors.to(device)
-        self.labels, self.images = self.labels.to(device), self.images.to(device)
-
-    def _again(self, images: Int64[Tensor, " B"]) -> Tensor:
-        return torch.isin(self.images, images) & (self.images >= 0)
+    def _of_other_images(self, gathered: Gathered) -> tuple[Tensor, Tensor, Tensor]:
+        """What is remembered of images that are not in the batch, on the batch's device."""
+        assert self.descriptors is not None
+        images = self.images.to(gathered.images.device)
+        other = ~(torch.isin(images, gathered.images) & (images >= 0))
+        return self.descriptors.to(images.device)[other], self.labels.to(images.device)[other], images[other]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `load_state_dict` takes; nothing where nothing is remembered."""
+        """The state that `load_state_dict` takes; empty as long as nothing is remembered."""
         if self.descriptors is None:
             return {}
         return {"descriptors": self.descriptors, "labels": self.labels, "images": self.images}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Remember what was saved, the newest of it where the size is smaller now."""
-        if not state:
-            return
-        newest = slice(max(0, len(state["labels"]) - self.size), None)
-        self.descriptors = state["descriptors"][newest]
-        self.labels, self.images = state["labels"][newest], state["images"][newest]
+        """Remember what was saved, or the newest of it if the size is smaller now."""
+        if state:
+            newest = slice(max(0, len(state["labels"]) - self.size), None)
+            self.descriptors = state["descriptors"][newest]
+            self.labels, self.images = state["labels"][newest], state["images"][newest]

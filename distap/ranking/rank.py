@@ -1,28 +1,35 @@
-"""Rank a gathered batch on rank 0 alone, or sharded over all ranks."""
+"""Rank descriptors: the loss of a batch and the gradient of every descriptor, sharded over ranks or on rank 0."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import cast, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
+from torch.nn.functional import pad
 
 from distap.errors import DistapError
-from distap.ranking.budget import Budget
-from distap.ranking.central import rank_on_rank_zero
-from distap.ranking.checks import check_arguments, check_gathered
-from distap.ranking.gathered import Gathered, gather
-from distap.ranking.gradient_rows import GradientRows
-from distap.ranking.histogram.passes import Passes
-from distap.ranking.losses.quantized import SoftBinnedAP
-from distap.ranking.losses.registry import build_loss, suggestion
+from distap.ranking.checks import check_arguments
+from distap.ranking.gather import LEAST_COUNTED, Gathering, gather
+from distap.ranking.loss import Budget, Counter, Gathered, Loss, build_loss, full_precision, rank_on_rank_zero
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.precision import full_precision
-from distap.ranking.protocol import Loss, Mode, Ranking
-from distap.ranking.weights import number_of_queries, require_queries
+from distap.registry import suggestion
 from distap.world import World
+
+Mode = Literal["sharded", "central"]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The result of stage two; b are this rank's images."""
+
+    loss: Float64[Tensor, ""]  # of the whole global batch, the same on every rank
+    per_query: Float64[Tensor, " b"] | None  # loss of each own query, NaN without positive; None: not by query
+    gradient: Float[Tensor, "b C"]  # of this rank's descriptors, up to a multiple of each descriptor
+    queries: int  # of all ranks, with a positive
+    skipped_queries: int  # of all ranks, without
+    is_finite: bool  # on all ranks
 
 
 def rank(
@@ -34,26 +41,26 @@ def rank(
     mode: str = "sharded",
     memory: CrossBatchMemory | None = None,
     images: Tensor | None = None,
-    memory_budget: int | None = None,
+    memory_bytes: int | None = None,
     **options: object,
 ) -> Ranking:
-    """Loss of a batch, and the gradient of every descriptor, for descriptors from anywhere.
+    """The loss of a batch and the gradient of every descriptor, for descriptors from anywhere.
 
     With a process group the batch is that of all its ranks, in shares of any size, and every rank calls this alike.
     The loss is then a mean over the queries of all ranks: sum gradients over ranks, do not average them.
 
     Args:
-        descriptors: (b, C) this rank's, of length 1; of 16-bit ones the gradient is float32.
-        labels: (b,) their classes, integers from 0.
-        loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap` or
-            `metric_learning`; or a loss from `distap.ranking`.
+        descriptors: (b, C) of this rank, of length 1. For 16-bit descriptors the gradient is float32.
+        labels: (b,) integers from 0.
+        loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap`,
+            `metric_learning`, "package.module:Class", or a Loss.
         weights: of the queries: `uniform`, or `class` so that each class weighs the same.
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
         mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
         memory: descriptors of earlier calls to rank against as well; this batch is added to it.
-        images: (b,) numbers by which the memory knows images again; without them an image met again is ranked against
-            what is remembered of itself.
-        memory_budget: bytes to use beside the descriptors; None chooses by the device.
+        images: (b,) numbers by which the memory knows images again; without them an image that comes again is ranked
+            against its own remembered descriptor.
+        memory_bytes: bytes to use beside the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
         options: of the loss, or `preset`, the name of one of its presets.
     Returns:
         A Ranking; its gradient and losses by query are those of this rank's descriptors.
@@ -67,97 +74,91 @@ def rank(
     built = build_loss(loss, weights, **options)
     if mode not in get_args(Mode):
         raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
-    labels = check_arguments(descriptors, labels, world)
-    share = int(world.maximum(len(labels)))
-    dtype = torch.promote_types(descriptors.dtype, torch.float32)
-    present = torch.arange(share, device=labels.device) < len(labels)
-    numbers = labels.new_full(labels.shape, -1) if images is None else images.long()
-    padded = [_padded(values, share) for values in (descriptors.detach().to(dtype), labels, numbers)]
-    gathered = gather(padded[0], padded[1], present, world, share * world.size, padded[2])
-    check_gathered(gathered)
+    check_arguments(descriptors, labels, world)
+    b, share = len(labels), int(world.maximum(len(labels)))
+    numbers = torch.full_like(labels, -1, dtype=torch.int64) if images is None else images.long()
+    # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
+    gathered = gather(
+        pad(descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32)), (0, 0, 0, share - b)),
+        pad(labels.long(), (0, share - b)),
+        torch.arange(share, device=labels.device) < b,
+        world,
+        share * world.size,
+        pad(numbers, (0, share - b)),
+    )
     ranked = gathered if memory is None else memory.extend(gathered)
-    ranking = rank_descriptors(built, ranked, cast(Mode, mode), memory_budget)
+    ranking = rank_descriptors(built, ranked, cast(Mode, mode), memory_bytes)
     if memory is not None:
         memory.remember(gathered)
-    own = slice(len(labels))
-    return replace(
-        ranking,
-        per_query=None if ranking.per_query is None else ranking.per_query[own],
-        gradient_of=ranking.gradient[own].__getitem__,
-    )
+    per_query = None if ranking.per_query is None else ranking.per_query[:b]
+    return replace(ranking, per_query=per_query, gradient=ranking.gradient[:b])
 
 
-def _padded(rows: Tensor, share: int) -> Tensor:
-    full = rows.new_zeros(share, *rows.shape[1:])
-    full[: len(rows)] = rows
-    return full
+def start_gathering(
+    loss: Loss,
+    world: World,
+    slots: int,
+    mode: Mode = "sharded",
+    memory_bytes: int | None = None,
+    least_counted: int = LEAST_COUNTED,
+) -> Gathering:
+    """Begin to gather a batch, and to count its pairs while it arrives if the loss can do that.
+
+    When it is complete, `rank_descriptors` takes the gathering's counter. The arguments are those of
+    `rank_descriptors` and of `Gathering`.
+    """
+    counter = None
+    if mode == "sharded" or world.size == 1:
+        counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
+    return Gathering(world, slots, counter, least_counted)
 
 
 @torch.no_grad()
 def rank_descriptors(
-    loss: Loss, gathered: Gathered, mode: Mode = "sharded", memory_budget: int | None = None
+    loss: Loss,
+    gathered: Gathered,
+    mode: Mode = "sharded",
+    memory_bytes: int | None = None,
+    counter: Counter | None = None,
 ) -> Ranking:
     """Loss and descriptor gradients of a global batch (Revaud et al. 2019, section 3.2, second stage).
 
     Args:
-        loss: the listwise loss.
         gathered: the batch; its dtype is the precision of similarities and gradients.
         mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all and scatters the rows.
-        memory_budget: bytes to use beside the descriptors; None chooses by the device.
+        memory_bytes: bytes to use beside the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
+        counter: of the gathering of this batch, with the pairs that were counted already.
     Returns:
-        A Ranking with a row for each slot of this rank; where one takes no part its gradient is zero, its loss NaN.
+        A Ranking with a row for each slot of this rank; a slot that takes no part has gradient zero and loss NaN.
     Raises:
         DistapError: no query has a positive, or all images are of one class; raised on every rank.
     """
-    # On every rank alike: where rank 0 alone found out, the others would wait for it.
-    require_queries(gathered)
-    budget = Budget.of(gathered.gallery.device, memory_budget)
-    world = gathered.world
-    with full_precision(gathered.gallery.device):
-        if mode == "sharded" or world.size == 1:
+    batch = len(gathered.images)
+    queries = int((gathered.class_sizes[:batch] > 1).sum())
+    # Every rank finds this out for itself: the others would wait if rank 0 alone did.
+    if not queries:
+        raise DistapError(
+            f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of its class in the "
+            "batch, so nothing can be ranked: use `p_by_k` sampling, or a larger batch"
+        )
+    if gathered.class_sizes[0] == len(gathered.gallery):
+        raise DistapError(
+            f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class, {int(gathered.labels[0])}: "
+            "every ranking of them is right, so there is nothing to learn; a batch needs two classes at least"
+        )
+    world, budget = gathered.world, Budget(gathered.gallery.device, memory_bytes)
+    with full_precision(budget.device):
+        if counter is not None:
+            value, per_query, gradient = counter.value_and_gradient(gathered)
+        elif mode == "sharded" or world.size == 1:
             value, per_query, gradient = loss.value_and_gradient(gathered, budget)
         else:
             value, per_query, gradient = rank_on_rank_zero(loss, gathered, budget)
-    finite = bool(value.isfinite()) and bool(gradient.isfinite().all())
-    return _ranking(gathered, value, per_query, gathered.spread(gradient).__getitem__, finite)
-
-
-@torch.no_grad()
-def rank_counted(loss: SoftBinnedAP, passes: Passes, gathered: Gathered) -> Ranking:
-    """What `rank_descriptors` gives, where the pairs of the batch are counted; its gradient is made by rows, later.
-
-    The gradient is finite where the slopes that it is made from are, and these are looked at.
-
-    Args:
-        loss: it made the passes.
-        passes: all images of the batch were added; what a memory remembers was not.
-        gathered: the batch.
-    Raises:
-        DistapError: no query has a positive, or all images are of one class; raised on every rank.
-    """
-    require_queries(gathered)
-    with full_precision(gathered.gallery.device):
-        remembered, labels = gathered.gallery[passes.seen :], gathered.gallery_labels[passes.seen :]
-        if len(labels):
-            passes.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
-        value, per_query, slopes = loss.value_and_slopes(passes, gathered)
-    finite = bool(value.isfinite()) and bool(slopes.isfinite().all())
-    return _ranking(gathered, value, per_query, GradientRows(passes, slopes, gathered), finite)
-
-
-def _ranking(
-    gathered: Gathered,
-    value: Float64[Tensor, ""],
-    per_query: Float64[Tensor, " b"] | None,
-    gradient_of: Callable[[slice | Tensor], Tensor],
-    is_finite: bool,
-) -> Ranking:
-    queries = number_of_queries(gathered)
     return Ranking(
         value,
         None if per_query is None else gathered.spread(per_query, torch.nan),
-        gradient_of,
+        gathered.spread(gradient),
         queries,
-        len(gathered.labels) - queries,
-        gathered.world.all_agree(is_finite),
+        batch - queries,
+        world.all_agree(bool(value.isfinite()) and bool(gradient.isfinite().all())),
     )

@@ -1,1 +1,1 @@
-"""Losses over soft histograms of similarities, in two passes over tiles of pairs."""
+"""Losses that see similarities through soft histograms only: two passes over tiles of pairs, in linear memory."""

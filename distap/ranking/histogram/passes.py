@@ -1,81 +1,129 @@
-"""The two passes over tiles of pairs: one counts, one looks slopes up.
+"""Losses that see similarities through soft histograms only, in linear memory.
 
-Images are added a part of the gallery at a time, as they arrive from the other ranks; the pairs of the new ones
-with each other and with all before are counted then. A whole batch is one part. In which order, and by which tiles,
-depends on the parts alone and not on when they come, so that a run that is repeated gives the same bits.
+A pair of similarity s lies at t = (high - s) / width, counted in bins from the most similar end. The triangular kernel
+of Revaud et al. (2019, eq. 7) touches two neighbouring bins, and its running sum is a clamp: a pair adds
+clamp(m + 1 - t, 0, 1) to the cumulative count of bin m.
+
+    count      1 |-----\\                     The loss depends on the similarities only through these counts, two
+    of bin m     |      \\                    tables of (b, M). Inside a bin the counts are linear in s, so the loss's
+               0 |       \\-------           derivative by s is a lookup: the slope of (query, bin of the pair, is it
+                 +--------------> t          a positive).
+                      m  m+1
+
+Pass one goes over tiles of pairs and counts. Pass two goes over them again and looks slopes up; the B x B similarities
+never exist at once. Pass one keeps each pair's bin as one byte if the budget allows, so that pass two needs no product.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from torch import Tensor
 
-from distap.ranking.budget import Budget
-from distap.ranking.compiled import compiled_if_large
-from distap.ranking.gathered import Gathered
-from distap.ranking.histogram.loss import Histogram, bin_codes, slope_of_pairs, soft_counts
 from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
-from distap.ranking.weights import class_sizes
+from distap.ranking.compiling import compiled_if_large
+from distap.ranking.loss import Budget, Gathered, LossValue, QueryWeights
+
+# AP of each query from its cumulative soft counts of negatives and of positives: (b, M), (b, M) -> (b,).
+AveragePrecisionOfCounts = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SoftBins:
+    """Where the bins are, and which pairs are counted.
+
+    Args:
+        bins: number of bin centres M.
+        low, high: similarities of the last and the first bin centre; the end bins are flat outside them.
+        self_pair: a query counts itself among its positives.
+    """
+
+    bins: int
+    low: float
+    high: float
+    self_pair: bool
+
+    def __post_init__(self) -> None:
+        # A pair's bin and whether it is a positive are to fit into a byte.
+        if not 2 <= self.bins <= 128:
+            raise ValueError(f"bins is {self.bins}; 2 to 128 are possible")
+        if not self.low < self.high:
+            raise ValueError(f"low is {self.low} and high {self.high}; low must be below high")
+
+    @property
+    def width(self) -> float:
+        """Similarity between two neighbouring bin centres."""
+        return (self.high - self.low) / (self.bins - 1)
 
 
 class Passes:
-    """Soft counts of this rank's queries, and from their slopes the gradient of its descriptors.
+    """Counts the pairs of this rank's queries, and turns the counts into the loss and its gradient.
+
+    Images are added a part of the gallery at a time, as they arrive from the other ranks. The order of the tiles
+    depends on the parts alone, so that a run that is repeated gives the same bits.
 
     Args:
-        histogram: the bins.
-        queries, gallery: greatest numbers of this rank's images, and of all.
-        like: has the dtype and device of the descriptors.
-        budget: memory that may be used.
+        average_precision: AP of each query from its counts, differentiable.
+        pairs: about how many pairs there will be; many are worth compiling for.
     """
 
-    def __init__(self, histogram: Histogram, queries: int, gallery: int, like: Tensor, budget: Budget) -> None:
-        self.histogram, self.budget = histogram, budget
-        self.own: list[Images] = []  # of each part
-        self.rest: list[Images] = []
-        self.seen = 0  # images of the gallery
-        self._tiles: list[tuple[Tile, UInt8[Tensor, "r c"] | None]] = []  # with the bins of their pairs, where kept
+    def __init__(
+        self,
+        bins: SoftBins,
+        average_precision: AveragePrecisionOfCounts,
+        weights: QueryWeights,
+        pairs: int,
+        budget: Budget,
+    ) -> None:
+        self.bins, self.budget = bins, budget
+        self.average_precision, self.weights, self.pairs = average_precision, weights, pairs
+        self.seen = 0  # images of the gallery that were added
+        self._own: list[Images] = []  # of each part
+        self._rest: list[Images] = []
+        self._tiles: list[tuple[Tile, UInt8[Tensor, "r c"] | None]] = []  # with the bins of their pairs, if kept
         self._kept_bytes = 0
-        soft = torch.zeros(2, queries, histogram.bins - 1, dtype=torch.float64, device=like.device)
-        self._negatives, self._positives = soft
-        pairs = queries * gallery
-        self._soft_counts = compiled_if_large(soft_counts, pairs, like, _kernel_of_counts(like))
-        self._bin_codes = compiled_if_large(bin_codes, pairs, like)
-        self._slope_of_pairs = compiled_if_large(slope_of_pairs, pairs, like)
+        # Negatives and positives of each own image at or above each bin but the last, which holds all of them. Counts
+        # reach B: float32 within a tile and float64 between tiles stay exact up to a million.
+        self._counts = torch.zeros(2, 0, bins.bins - 1, dtype=torch.float64, device=budget.device)
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
-        """First pass over the pairs of the gallery's next images, with each other and with those before.
+        """Count the pairs of the gallery's next images, with each other and with those before.
 
         Args:
-            descriptors, labels: of the images.
-            is_own: which are this rank's, its next queries.
+            labels, is_own: on the CPU; which are this rank's, its next queries.
         """
-        labels, is_own = labels.cpu(), is_own.cpu()
-        own = Images.of(descriptors, labels, is_own, self.seen, sum(map(len, self.own)))
+        own = Images.of(descriptors, labels, is_own, self.seen, self._counts.shape[1])
         rest = Images.of(descriptors, labels, ~is_own, self.seen)
+        self._counts = torch.cat([self._counts, self._counts.new_zeros(2, len(own.labels), self.bins.bins - 1)], dim=1)
         for tile in self._new_tiles(own, rest):
             self._count(tile)
-        self.own.append(own)
-        self.rest.append(rest)
+        self._own.append(own)
+        self._rest.append(rest)
         self.seen += len(labels)
 
     def _new_tiles(self, own: Images, rest: Images) -> Iterator[Tile]:
-        yield from triangle(own, self.budget)
-        for earlier in self.own:
-            yield from rectangle(own, earlier, self.budget, mirrored=True)
-        for others in (*self.rest, rest):
-            yield from rectangle(own, others, self.budget, mirrored=False)
-        for earlier in self.own:
-            yield from rectangle(earlier, rest, self.budget, mirrored=False)
+        """The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
+
+                          earlier own   earlier rest   new own    new rest
+            earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
+            new own            b             c            a           c
+        """
+        yield from triangle(own, self.budget)  # a
+        for earlier in self._own:
+            yield from rectangle(own, earlier, self.budget, mirrored=True)  # b
+        for others in (*self._rest, rest):
+            yield from rectangle(own, others, self.budget, mirrored=False)  # c
+        for earlier in self._own:
+            yield from rectangle(earlier, rest, self.budget, mirrored=False)  # d
 
     def _count(self, tile: Tile) -> None:
         similarities = tile.similarities()
-        height, width = tile.shape
-        kept = None
-        if self.budget.keeps(self._kept_bytes + height * width):
-            kept = self._codes(tile, similarities)
-            self._kept_bytes += height * width
-        self._tiles.append((tile, kept))
+        codes = None
+        if self._kept_bytes + similarities.numel() <= self.budget.half:
+            codes = self._codes(tile, similarities)
+            self._kept_bytes += similarities.numel()
+        self._tiles.append((tile, codes))
         # A copy always: of a single row or column, `contiguous` would give what is overwritten next.
         mirror = similarities.t().clone(memory_format=torch.contiguous_format) if tile.mirrored else None
         self._add_counts(tile, similarities)
@@ -83,91 +131,91 @@ class Passes:
             self._add_counts(tile.mirror(), mirror)
 
     def _add_counts(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> None:
-        """Add those of a tile's rows; overwrites the similarities."""
-        histogram = self.histogram
-        bins = histogram.high, histogram.width, histogram.bins
+        """Add the counts of a tile's rows; overwrites the similarities."""
+        counted = compiled_if_large(soft_counts, self.pairs, similarities, _counts_by_hand(similarities))
+        negatives, positives = self._counts[:, tile.counts]
         same_class = tile.same_class()
         if same_class is not None:
-            is_counted = same_class.is_real
-            if tile.is_diagonal and not histogram.self_pair:
-                is_counted = same_class.without_diagonal()
-            # Each pair is counted once, from one value. The difference 'all minus positives' would leave a rounding
-            # residue in bins without negatives.
-            of_positives = similarities.gather(1, same_class.columns).masked_fill_(~is_counted, -torch.inf)
-            self._positives[tile.counts] += self._soft_counts(of_positives, *bins)
-            same_class.add_to(similarities, -torch.inf)
-        self._negatives[tile.counts] += self._soft_counts(similarities, *bins)
+            columns, is_real = same_class
+            if tile.is_diagonal and not self.bins.self_pair:
+                is_counted = is_real & (columns != torch.arange(len(columns), device=columns.device)[:, None])
+            else:
+                is_counted = is_real
+            # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
+            # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
+            of_positives = similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
+            positives += counted(of_positives, self.bins.high, self.bins.width, self.bins.bins)
+            _add_in(similarities, columns, is_real, -torch.inf)
+        negatives += counted(similarities, self.bins.high, self.bins.width, self.bins.bins)
 
-    def counts(self, gathered: Gathered) -> tuple[Float64[Tensor, "b M"], Float64[Tensor, "b M"]]:
-        """Cumulative soft counts of the negatives and of the positives of each own query, once all are added."""
-        positions = self.positions
-        same_class = class_sizes(gathered)[positions].double()
-        places = torch.searchsorted(gathered.own, positions)
+    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
+        """The place of each pair's slope in the table of `_slopes_by_code`; M - 1 is a zero."""
+        bins = self.bins
+        coded = compiled_if_large(bin_codes, self.pairs, similarities)
+        codes: Tensor = coded(similarities, bins.high, bins.width, bins.bins)
+        same_class = tile.same_class()
+        if same_class is not None:
+            _add_in(codes, *same_class, bins.bins)
+        if tile.is_diagonal:
+            # An image's similarity to itself is constant: its slope would only change the descriptor's length.
+            codes.fill_diagonal_(bins.bins - 1)
+        return codes
 
-        def with_total(soft: Tensor, total: Tensor) -> Tensor:
-            """With the last column, which is the number of pairs, whatever their similarity."""
-            return _in_order(torch.cat([soft[: len(total)], total[:, None]], dim=1), places)
+    def value_and_gradient(self, gathered: Gathered) -> LossValue:
+        """The loss of the whole batch, and its gradient; what a memory remembers is counted here."""
+        remembered, labels = gathered.gallery[self.seen :], gathered.gallery_labels[self.seen :].cpu()
+        if len(labels):
+            self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
+        positions = torch.cat([own.positions for own in self._own])
+        order = positions.argsort()  # part by part and by class, to the order of `gathered.own`
+        sizes = gathered.class_sizes[gathered.own].double()
+        totals = torch.stack([self.seen - sizes, sizes - float(not self.bins.self_pair)])
+        tables = torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)
+        weight = gathered.query_weights(self.weights)[gathered.own]
+        precision, by_count = self._precision_and_slopes(tables, weight)
+        loss = gathered.world.sum((weight * (1 - precision)).sum())
+        per_query = torch.where(weight > 0, 1 - precision, torch.nan)
+        slopes = _slopes_by_code(by_count / self.bins.width, gathered)
+        return LossValue(loss, per_query, self._gradient(slopes)[order])
 
-        return (
-            with_total(self._negatives, self.seen - same_class),
-            with_total(self._positives, same_class - float(not self.histogram.self_pair)),
-        )
+    def _precision_and_slopes(
+        self, counts: Float64[Tensor, "2 b M"], weight: Float64[Tensor, " b"]
+    ) -> tuple[Float64[Tensor, " b"], Float64[Tensor, "b two_slopes"]]:
+        """AP of each query, and the derivative of the loss by a pair in each of the M - 1 bins.
 
-    @property
-    def positions(self) -> Int64[Tensor, " b"]:
-        """Of the own images in the gallery, part by part, and by class in each."""
-        return torch.cat([own.positions for own in self.own])
-
-    def add_gradient(self, own: Images, slopes: Float[Tensor, "codes N"], gradient: Float[Tensor, "b C"]) -> None:
-        """Second pass over the pairs of one part's own images that no earlier call went over.
-
-        dL/dd_i = sum over j of (slope of i for the pair + slope of j for the pair) d_j. A descriptor's gradient as a
-        query and as others' gallery image both come from its own row: nothing has to be reduced over ranks.
-
-        Args:
-            own: the images; their gradient is complete then.
-            slopes: as `slopes_by_code` gives them.
-            gradient: of all own images, in the order of `positions`; added to.
+        Returns:
+            (b,), and (b, 2 (M - 1)): the slopes of negatives first, then those of positives.
         """
-        others = []
-        for tile, codes in self._tiles:
-            is_concerned = tile.queries is own or (tile.mirrored and tile.others is own)
-            if not is_concerned:
-                others.append((tile, codes))
-                continue
-            if codes is None:
-                codes = self._codes(tile, tile.similarities())
+        with torch.inference_mode(False), torch.enable_grad():
+            tables = [table.clone().requires_grad_() for table in counts]
+            precision = self.average_precision(*tables)
+            by_count = torch.autograd.grad((weight.clone() * (1 - precision)).sum(), tables)
+        # The last cumulative count is the number of pairs: no similarity changes it.
+        return precision.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)
+
+    def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
+        """Pass two: dL/dd_i = sum over j of (slope of i for the pair + slope of j for the pair) d_j.
+
+        A descriptor's gradient as a query and as others' gallery image both come from its own row: nothing has to be
+        reduced over ranks.
+        """
+        gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
+        for tile, kept in self._tiles:
+            codes = self._codes(tile, tile.similarities()) if kept is None else kept
+            of_pairs = compiled_if_large(slope_of_pairs, self.pairs, slopes)
             by_row = slopes[:, tile.queries.positions[tile.rows]].t().contiguous()
-            by_similarity = self._slope_of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
+            by_similarity = of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
             if tile.mirrored:
                 gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
-        self._tiles = others
-
-    def whole_gradient(self, slopes: Float[Tensor, "codes N"], gathered: Gathered) -> Float[Tensor, "b C"]:
-        """Second pass over all pairs, in the order of `gathered.own`."""
-        gradient = torch.zeros_like(gathered.gallery[: len(gathered.own)])
-        for own in self.own:
-            self.add_gradient(own, slopes, gradient)
-        return _in_order(gradient, torch.searchsorted(gathered.own, self.positions))
-
-    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
-        """Where each pair's slope stands in the table: M - 1, a zero, for a pair that no similarity moves."""
-        histogram = self.histogram
-        codes: Tensor = self._bin_codes(similarities, histogram.high, histogram.width, histogram.bins)
-        same_class = tile.same_class()
-        if same_class is not None:
-            same_class.add_to(codes, histogram.bins)
-        if tile.is_diagonal:
-            # An image's similarity to itself is constant: its slope would only change the descriptor's length.
-            codes.fill_diagonal_(histogram.bins - 1)
-        return codes
+        self._tiles, self._own, self._rest = [], [], []  # their memory is free from now on
+        return gradient
 
 
-def slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) -> Float[Tensor, "codes N"]:
+def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) -> Float[Tensor, "codes N"]:
     """Slopes of all ranks by code and column: those of negatives by bin, 0, those of positives by bin, 0.
 
-    What a cross-batch memory remembers queries nothing, so its slopes are zero.
+    A remembered image is no query, so its slopes are zero.
     """
     shared = gathered.share(slopes.to(gathered.gallery.dtype))
     bins = shared.shape[1] // 2
@@ -177,17 +225,43 @@ def slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) 
     return table
 
 
-def _in_order(rows: Float[Tensor, "b K"], places: Int64[Tensor, " b"]) -> Float[Tensor, "b K"]:
-    in_order = torch.empty_like(rows)
-    in_order[places] = rows
-    return in_order
+def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: float) -> None:
+    """Add a value at some columns of each row, in place; padding repeats a column and adds nothing there."""
+    values = torch.zeros(columns.shape, dtype=table.dtype, device=table.device)
+    table.scatter_add_(1, columns, values.masked_fill_(is_real, value))
 
 
-def _kernel_of_counts(like: Tensor) -> Callable[..., Tensor] | None:
+def soft_counts(
+    similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
+) -> Float[Tensor, "r slopes"]:
+    """Cumulative soft counts of each row in all bins but the last (Revaud et al. 2019, eq. 9); none for -inf."""
+    from_high = (similarities - high) / width
+    counts, soft = from_high.new_empty(bins - 1, len(from_high)), torch.empty_like(from_high)
+    # A bin at a time, in place: uncompiled this stays in cache, and compiled all bins come from one reading.
+    for m in range(1, bins):
+        counts[m - 1] = soft.copy_(from_high).add_(m).clamp_(0, 1).sum(-1)
+    return counts.t()
+
+
+def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bins: int) -> UInt8[Tensor, "r c"]:
+    """The bin of each pair, 0 to bins - 2; bins - 1 if its similarity lies outside the range."""
+    t = (high - similarities) / width
+    return torch.where(t < 0, bins - 1, t.clamp(0, bins - 1)).to(torch.uint8)
+
+
+def slope_of_pairs(
+    codes: UInt8[Tensor, "r c"], by_row: Float[Tensor, "r codes"], by_column: Float[Tensor, "codes c"]
+) -> Float[Tensor, "r c"]:
+    """The loss's derivative by each similarity: the slope of the row's query and that of the column's."""
+    index = codes.long()
+    return by_row.gather(1, index) + by_column.gather(0, index)
+
+
+def _counts_by_hand(like: Tensor) -> Callable[..., Tensor] | None:
     if not like.is_cuda or like.dtype != torch.float32:
         return None
     try:
-        from distap.ranking.histogram import triton_kernels  # which only PyTorch's builds for GPUs can import
+        from distap.ranking.histogram import triton_counts  # only PyTorch's builds for GPUs can import it
     except ImportError:
         return None
-    return triton_kernels.soft_counts
+    return triton_counts.soft_counts_by_hand

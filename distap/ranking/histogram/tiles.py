@@ -1,6 +1,6 @@
-"""The similarities of a batch, cut in tiles of images sorted by class.
+"""The similarities of a batch, cut into tiles of images that are sorted by class.
 
-Sorted, the images of a query's class are neighbours, so that positives are picked out of a tile and not searched for.
+Sorted, the images of a query's class are neighbours, so its positives are picked out of a tile and not searched for.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from distap.ranking.budget import Budget
+from distap.ranking.loss import Budget, strips
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,69 +20,41 @@ class Images:
     descriptors: Float[Tensor, "n C"]
     labels: Int64[Tensor, " n"]  # on the CPU, so that nobody waits for a device to know the size of a class
     positions: Int64[Tensor, " n"]  # in the gallery
-    first_row: int  # of the first one's counts, where they are queries
+    first_row: int  # row of the first image in the table of counts, if these are queries
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         descriptors: Float[Tensor, "m C"],
         labels: Int64[Tensor, " m"],
-        which: Bool[Tensor, " m"],
+        chosen: Bool[Tensor, " m"],
         first_position: int,
         first_row: int = 0,
     ) -> "Images":
-        """Those that `which` says; labels and which are on the CPU, and the gallery has them from first_position."""
-        chosen = which.nonzero().flatten()
-        order = chosen[labels[chosen].argsort(stable=True)]
+        """The chosen of some images, which lie in the gallery from `first_position`; labels are on the CPU."""
+        numbers = chosen.nonzero().flatten()
+        order = numbers[labels[numbers].argsort(stable=True)]
         on_device = order.to(descriptors.device)
-        return cls(descriptors[on_device], labels[order], on_device + first_position, first_row)
-
-
-@dataclass(frozen=True)
-class SameClass:
-    """For each row of a tile, the columns of its class: P at most, and padding where there are fewer."""
-
-    columns: Int64[Tensor, "r P"]
-    is_real: Bool[Tensor, "r P"]  # False for padding
-
-    def without_diagonal(self) -> Bool[Tensor, "r P"]:
-        """Which are no padding, and not the row's own number."""
-        rows = torch.arange(len(self.columns), device=self.columns.device)
-        return self.is_real & (self.columns != rows[:, None])
-
-    def add_to(self, table: Tensor, value: int | float) -> None:
-        """Add a value in place where row and column are of one class."""
-        # Padding repeats a column, so it adds nothing there.
-        values = torch.zeros(self.columns.shape, dtype=table.dtype, device=table.device)
-        table.scatter_add_(1, self.columns, values.masked_fill_(self.is_real, value))
+        return Images(descriptors[on_device], labels[order], on_device + first_position, first_row)
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Some queries against some images."""
+    """Some rows of queries against some columns of others."""
 
     queries: Images
     rows: slice
     others: Images
     columns: slice
-    mirrored: bool  # whether it stands for its mirror image, the others as queries, as well
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return length(self.rows), length(self.columns)
+    mirrored: bool  # it stands for its mirror image, with the others as queries, as well
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether row k and column k are the same image."""
+        """Row k and column k are the same image."""
         return self.queries is self.others and self.rows == self.columns
 
     @property
     def counts(self) -> slice:
-        """Where the queries' counts are, among those of all own images."""
+        """The rows of these queries in a table of all own images."""
         first = self.queries.first_row
         return slice(first + self.rows.start, first + self.rows.stop)
 
@@ -91,11 +63,14 @@ class Tile:
         return Tile(self.others, self.columns, self.queries, self.rows, self.mirrored)
 
     def similarities(self) -> Float[Tensor, "r c"]:
-        """Of each pair."""
+        """The similarity of each pair."""
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
-    def same_class(self) -> SameClass | None:
-        """Where the pairs of one class are; None where there are none."""
+    def same_class(self) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None:
+        """For each row the columns of its class, P at most, and which of them are real and no padding.
+
+        Padding repeats a column. None if no pair of the tile is of one class.
+        """
         mine, theirs = self.queries.labels[self.rows], self.others.labels[self.columns]
         begin = torch.searchsorted(theirs, mine)
         size = torch.searchsorted(theirs, mine, right=True) - begin
@@ -104,21 +79,27 @@ class Tile:
         device = self.queries.descriptors.device
         place = torch.arange(most, device=device)
         columns = (begin.to(device)[:, None] + place).clamp_(max=len(theirs) - 1)
-        return SameClass(columns, place < size.to(device)[:, None])
+        return columns, place < size.to(device)[:, None]
 
 
 def triangle(own: Images, budget: Budget) -> Iterator[Tile]:
-    """Images against themselves: the diagonal, and what is right of it."""
-    for rows in strips(0, len(own), _height(own, budget)):
+    """Images against themselves. Similarities are symmetric, so a tile right of the diagonal is computed once.
+
+    D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
+      D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
+        D d
+          D
+    """
+    for rows in strips(0, len(own.labels), _height(own, budget)):
         yield Tile(own, rows, own, rows, mirrored=False)
-        for columns in strips(rows.stop, len(own), _width(rows, own, budget)):
+        for columns in strips(rows.stop, len(own.labels), _width(rows, own, budget)):
             yield Tile(own, rows, own, columns, mirrored=True)
 
 
 def rectangle(queries: Images, others: Images, budget: Budget, mirrored: bool) -> Iterator[Tile]:
     """Images against others."""
-    for rows in strips(0, len(queries), _height(queries, budget)):
-        for columns in strips(0, len(others), _width(rows, queries, budget)):
+    for rows in strips(0, len(queries.labels), _height(queries, budget)):
+        for columns in strips(0, len(others.labels), _width(rows, queries, budget)):
             yield Tile(queries, rows, others, columns, mirrored)
 
 
@@ -128,16 +109,4 @@ def _height(queries: Images, budget: Budget) -> int:
 
 
 def _width(rows: slice, queries: Images, budget: Budget) -> int:
-    return budget.columns(length(rows), queries.descriptors.element_size())
-
-
-def strips(start: int, stop: int, width: int) -> Iterator[slice]:
-    """Cut a range in parts of about the same size, none wider than `width`."""
-    parts = -(-(stop - start) // width)
-    cuts = [start + part * (stop - start) // max(parts, 1) for part in range(parts + 1)]
-    yield from map(slice, cuts[:-1], cuts[1:])
-
-
-def length(rows: slice) -> int:
-    """Number of rows."""
-    return int(rows.stop - rows.start)
+    return budget.columns(rows.stop - rows.start, queries.descriptors.element_size())

@@ -1,1 +1,1 @@
-"""The listwise losses, one file each, and the registry that names them."""
+"""One file a family of losses, and the bases to write one from."""

@@ -1,17 +1,17 @@
-"""AP of the exact ranking, its gradient by blackbox differentiation."""
+"""AP of the exact ranking, with its gradient by blackbox differentiation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from distap.ranking.losses.rows import RowLoss, Rows
+from distap.ranking.losses.base import Rows, SimilarityLoss
 
 
 @dataclass(frozen=True)
-class BlackBoxAP(RowLoss):
+class BlackBoxAP(SimilarityLoss):
     """1 - AP of the exact ranking; its gradient is a difference of two rankings (Rolínek et al. 2020).
 
     Ranks are piecewise constant in the similarities. With r the ranks over N, the derivative by the similarities is
@@ -20,30 +20,26 @@ class BlackBoxAP(RowLoss):
 
     Images of equal similarity rank in the order of the batch, or as rounding has it; the gradient depends on that.
 
-    The margin is the paper's: positives are lowered and negatives raised by half of it before ranking. (Its code
-    draws the margin of each pair at random.)
-
     Args:
         lam: how far the scores move, λ; more is smoother.
-        margin: the margin α, in units of similarity.
+        margin: the paper's margin α, in units of similarity: before ranking, positives are lowered and negatives
+            raised by half of it. (The paper's code draws the margin of each pair at random.)
     """
 
     self_pair: bool = False
     lam: float = 4.0
     margin: float = 0.02
-    name: Literal["blackbox_ap"] = "blackbox_ap"
+    is_ap: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.lam > 0:
             raise ValueError(f"lam is {self.lam}; it must be above 0")
 
-    def by_rows(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
         """1 - AP of each query, and the interpolated derivative of their weighted sum."""
-        # A sum, since padding names the query's column again.
-        positive = torch.zeros_like(rows.similarities)
-        positive.scatter_add_(1, rows.same_class, rows.is_positive.to(positive.dtype))
-        is_ranked = ~rows.negatives.isinf() | (positive > 0)
-        scores = rows.similarities + self.margin * (0.5 - positive)
+        positive = rows.positive_columns
+        is_ranked = ~rows.negatives.isinf() | positive
+        scores = rows.similarities + self.margin * (0.5 - positive.to(rows.similarities.dtype))
         scores = scores.masked_fill(~is_ranked, -torch.inf)
         count = is_ranked.sum(1, keepdim=True)
         rank = _ranks(scores) / count
@@ -52,12 +48,11 @@ class BlackBoxAP(RowLoss):
         precision = among_positives / of_positive * rows.is_positive / rows.positive_count
         by_rank = rows.weights[:, None] * precision / of_positive
         moved = scores.scatter_add(1, rows.same_class, self.lam * by_rank * rows.is_positive)
-        by_similarity = (_ranks(moved) / count - rank) / self.lam * is_ranked
-        return 1 - precision.sum(1).double(), by_similarity
+        return 1 - precision.sum(1).double(), (_ranks(moved) / count - rank) / self.lam * is_ranked
 
 
 def _ranks(scores: Float[Tensor, "r n"]) -> Float[Tensor, "r n"]:
-    """Place of each in its row, from 1 for the greatest; of equal scores the first column comes first."""
+    """The place of each score in its row, from 1 for the greatest; of equal scores the first column comes first."""
     order = scores.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=scores.dtype)
     return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))

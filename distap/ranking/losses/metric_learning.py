@@ -4,94 +4,72 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from distap.errors import DistapError
-from distap.ranking.budget import Budget
-from distap.ranking.central import rank_on_rank_zero
-from distap.ranking.gathered import Gathered
-from distap.ranking.protocol import LossValue
+from distap.ranking.losses.base import DescriptorLoss
 
 
 @dataclass(frozen=True)
-class MetricLearning:
-    """A loss of pytorch-metric-learning, by autograd, on one rank for all.
+class MetricLearning(DescriptorLoss):
+    """A loss of pytorch-metric-learning, by autograd, computed on rank 0 for all.
 
-    It materialises whatever that loss materialises, B x B values at least. Query weights do not apply.
+    It takes the memory that the package's loss takes, B x B values at least.
 
     Args:
-        function: its class, such as `TripletMarginLoss`.
-        options: what its constructor takes, such as {margin: 0.1}.
-        miner: class of a miner that chooses pairs or triplets for it, such as `MultiSimilarityMiner`.
-        miner_options: what the miner's constructor takes.
+        function: the loss's class, such as `TripletMarginLoss`.
+        options: arguments of its constructor, such as {margin: 0.1}.
+        miner: class of a miner that chooses pairs or triplets, such as `MultiSimilarityMiner`.
+        miner_options: arguments of the miner's constructor.
     Raises:
-        DistapError: the package is not installed, there is no such loss or miner, it does not take these options,
-            or it has parameters of its own, which nothing here would train.
+        DistapError: the package is not installed.
+        ValueError: there is no such loss or miner, it does not take these options, or it has parameters of its own,
+            which nothing here would train.
     """
 
     function: str
     options: Mapping[str, Any] = field(default_factory=dict)
     miner: str | None = None
     miner_options: Mapping[str, Any] = field(default_factory=dict)
-    weights: Literal["uniform"] = "uniform"
-    name: Literal["metric_learning"] = "metric_learning"
-
-    # Read by pydantic where this is a configuration section.
-    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
 
     def __post_init__(self) -> None:
-        if self.weights != "uniform":
-            raise ValueError(f"weights is {self.weights!r}; a loss of pytorch-metric-learning has only 'uniform'")
-        package = _package()
-        function = _built(package.losses, "loss", self.function, self.options)
+        function, _ = self._built()
         if any(True for _ in function.parameters()):
             raise ValueError(f"{self.function} has parameters of its own, which nothing here would train")
-        if self.miner is not None:
-            _built(package.miners, "miner", self.miner, self.miner_options)
 
-    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        """Loss of the whole batch, and the gradient of this rank's descriptors."""
-        if gathered.world.size > 1:
-            return rank_on_rank_zero(self, gathered, budget)
-        # What is drawn depends on the batch alone, so that a run that was interrupted draws the same again.
-        devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            torch.manual_seed(int(gathered.labels.sum()))
-            descriptors = gathered.descriptors.detach().clone().requires_grad_()
-            loss = self._value(descriptors, gathered)
-            # A loss without any pair or triplet left is a constant.
-            gradient = torch.zeros_like(descriptors)
-            if loss.requires_grad:
-                (gradient,) = torch.autograd.grad(loss, descriptors)
-        return LossValue(loss.detach().double(), None, gradient)
-
-    def _value(self, descriptors: Tensor, gathered: Gathered) -> Tensor:
+    def _built(self) -> tuple[nn.Module, nn.Module | None]:
         package = _package()
-        function = _built(package.losses, "loss", self.function, self.options)
-        miner = None if self.miner is None else _built(package.miners, "miner", self.miner, self.miner_options)
-        labels = gathered.labels
-        remembered = gathered.gallery[len(labels) :]
-        if not len(remembered):
-            pairs = None if miner is None else miner(descriptors, labels)
-            value: Tensor = function(descriptors, labels, pairs)
+        function = _instance(package.losses, "loss", self.function, self.options)
+        if self.miner is None:
+            return function, None
+        return function, _instance(package.miners, "miner", self.miner, self.miner_options)
+
+    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
+        """The loss of the batch; what a memory remembers serves as references.
+
+        Raises:
+            DistapError: this loss cannot take references.
+        """
+        function, miner = self._built()
+        if len(gallery) == len(descriptors):
+            value: Tensor = function(descriptors, labels, None if miner is None else miner(descriptors, labels))
             return value
+        package = _package()
         supported = package.losses.CrossBatchMemory.supported_losses()
         if self.function not in supported:
             raise DistapError(f"loss {self.function} cannot rank against a memory; {', '.join(supported)} can")
-        gallery = torch.cat([descriptors, remembered])
         if miner is None:
-            pairs = package.utils.loss_and_miner_utils.get_all_pairs_indices(labels, gathered.gallery_labels)
+            pairs = package.utils.loss_and_miner_utils.get_all_pairs_indices(labels, gallery_labels)
         else:
-            pairs = miner(descriptors, labels, gallery, gathered.gallery_labels)
-        value = function(descriptors, labels, _without_self(pairs), gallery, gathered.gallery_labels)
+            pairs = miner(descriptors, labels, gallery, gallery_labels)
+        value = function(descriptors, labels, _without_self(pairs), gallery, gallery_labels)
         return value
 
 
 def _without_self(pairs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Pairs or triplets in which no image is its own positive; anchor and positive come first in both."""
+    """The pairs or triplets in which no image is its own positive; anchor and positive come first in both."""
     other = pairs[0] != pairs[1]
     kept = 2 if len(pairs) == 4 else 3
     return (*(part[other] for part in pairs[:kept]), *pairs[kept:])
@@ -108,12 +86,11 @@ def _package() -> ModuleType:
         ) from error
 
 
-def _built(module: ModuleType, kind: str, name: str, options: Mapping[str, Any]) -> nn.Module:
+def _instance(module: ModuleType, kind: str, name: str, options: Mapping[str, Any]) -> nn.Module:
     made = getattr(module, name, None)
     if not (isinstance(made, type) and issubclass(made, nn.Module)):
         raise ValueError(f"pytorch-metric-learning has no {kind} {name!r}")
     try:
-        built: nn.Module = made(**options)
+        return made(**options)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error
-    return built

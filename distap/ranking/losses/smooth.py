@@ -2,171 +2,31 @@
 
 The rank of a positive k is one more than the number of images before it, and a step function h of s_j - s_k says
 how much image j counts as before k. With R⁺ the rank among the positives and R⁻ the number of negatives before,
-AP = mean over k of R⁺ / (R⁺ + R⁻). Cost and nothing else grows with the number of positives: B² P.
+AP = mean over k of R⁺ / (R⁺ + R⁻). Time, but no memory, grows with the number of positives: B² P.
 """
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from distap.ranking.compiled import Function, compiled_if_large
-from distap.ranking.losses.rows import RowLoss, Rows
+from distap.ranking.compiling import Function, compiled_if_large
+from distap.ranking.loss import Presets
+from distap.ranking.losses.base import Rows, SimilarityLoss
 
 
-@dataclass(frozen=True)
-class _SmoothRanks(RowLoss):
-    """1 - AP from smooth ranks.
-
-    Args:
-        tau: temperature of the sigmoid, in units of similarity.
-    """
-
-    tau: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise ValueError(f"tau is {self.tau}; it must be above 0")
-
-    @abstractmethod
-    def parameters(self) -> tuple[float, ...]:
-        """Numbers that the functions below take after the similarities."""
-
-    @property
-    @abstractmethod
-    def functions(self) -> tuple[Function, Function]:
-        """Counts and slopes of the negatives before a positive."""
-
-    @abstractmethod
-    def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        """Rank of each positive among the positives, R⁺."""
-
-    @abstractmethod
-    def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        """The derivative by positives' similarities, from that by R⁺."""
-
-    def by_rows(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        """1 - AP of each query, and the derivative of their weighted sum by each similarity."""
-        negatives, parameters = rows.negatives, self.parameters()
-        count, slopes = (compiled_if_large(f, rows.pairs, negatives) for f in self.functions)
-        columns = range(rows.positives.shape[1])
-        before = torch.stack([count(negatives, rows.positives[:, k, None], *parameters) for k in columns], dim=1)
-        rank = self.positive_ranks(rows)
-        total = rank + before
-        precision = (rank / total * rows.is_positive).sum(1, keepdim=True) / rows.positive_count
-        # d(1 - AP) by R⁻ and by R⁺. The second is formed from R⁻ itself, so that it is 0 where R⁻ is.
-        share = rows.weights[:, None] * rows.is_positive / (rows.positive_count * total.square())
-        by_before, by_rank = share * rank, -share * before
-        by_positive = self.positive_slopes(rows, by_rank)
-        by_negative = torch.zeros_like(negatives)
-        for k in columns:
-            by_negative, of_positive = slopes(
-                by_negative, negatives, rows.positives[:, k, None], by_before[:, k, None], *parameters
-            )
-            by_positive[:, k] -= of_positive
-        return 1 - precision[:, 0].double(), rows.with_positives(by_negative, by_positive)
-
-
-@dataclass(frozen=True)
-class SmoothAP(_SmoothRanks):
-    """Smooth-AP (Brown et al. 2020, eq. 5 to 8): a sigmoid as the step."""
-
-    name: Literal["smooth_ap"] = "smooth_ap"
-
-    @property
-    def functions(self) -> tuple[Function, Function]:
-        """Counts and slopes of the negatives before a positive."""
-        return sigmoid_counts, sigmoid_slopes
-
-    def parameters(self) -> tuple[float, ...]:
-        """The temperature."""
-        return (self.tau,)
-
-    def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        """1 + the sum of sigmoids over the other positives."""
-        others = rows.counted_positives
-        ranks = [sigmoid_counts(others, others[:, k, None], self.tau) for k in range(others.shape[1])]
-        # The sum counts k itself with 0.5; for padding it is not a number, and not used.
-        return torch.where(rows.is_positive, torch.stack(ranks, dim=1) + 0.5, 1)
-
-    def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        """Each positive moves the ranks of the others, and is moved by them."""
-        others = rows.counted_positives
-        total = torch.zeros_like(others)
-        for k in range(others.shape[1]):
-            center = rows.positives[:, k, None]
-            total, of_k = sigmoid_slopes(total, others, center, by_rank[:, k, None], self.tau)
-            total[:, k] -= of_k
-        return total
-
-
-@dataclass(frozen=True)
-class SupAP(_SmoothRanks):
-    """SupAP (Ramzi et al. 2021, eq. 4 and 5): steps that bound the AP loss from above.
-
-    Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
-    sigmoid(t / tau) for t = s_j - s_k <= 0, half a count more up to delta, and a line of slope rho beyond, so that
-    a negative far before a positive keeps a gradient.
-
-    1 - AP <= SupAP holds where no negative ties with a positive: at t = 0 a negative counts half, whereas an AP that
-    breaks ties against the query counts it whole. Similarities that rounding may have parted count as a tie, so that
-    duplicates are one whatever the size of the tiles.
-
-    Args:
-        rho: slope of the line, per unit of similarity.
-        delta: where the line begins, in units of similarity; None takes tau ln 99, where the sigmoid is 0.99.
-        offset: the line is rho t + offset; None continues the step at delta without a jump.
-    """
-
-    rho: float = 100.0
-    delta: float | None = None
-    offset: float | None = None
-    name: Literal["sup_ap"] = "sup_ap"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rho < 0:
-            raise ValueError(f"rho is {self.rho}; it must not be below 0")
-        if self.delta is not None and self.delta < 0:
-            raise ValueError(f"delta is {self.delta}; it must not be below 0")
-
-    @property
-    def functions(self) -> tuple[Function, Function]:
-        """Counts and slopes of the negatives before a positive."""
-        return bounding_counts, bounding_slopes
-
-    def parameters(self) -> tuple[float, ...]:
-        """Temperature, slope, and where and how high the line begins."""
-        delta = self.tau * math.log(99) if self.delta is None else self.delta
-        at_delta = 0.5 + 1 / (1 + math.exp(-delta / self.tau))
-        offset = at_delta - self.rho * delta if self.offset is None else self.offset
-        return self.tau, self.rho, delta, offset
-
-    def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        """The exact rank, where positives of the same similarity all come before."""
-        others = rows.counted_positives
-        ordered = others.sort(dim=1).values.contiguous()
-        # Those of at least this similarity; k itself is one of them.
-        return others.shape[1] - torch.searchsorted(ordered, others - tie_width(others)).to(others.dtype)
-
-    def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        """None: positives do not move each other."""
-        return torch.zeros_like(by_rank)
-
-
-def tie_width(similarities: Tensor) -> float:
-    """Difference up to which rounding may have parted two equal similarities."""
-    return 16 * torch.finfo(similarities.dtype).eps
+# Each function goes over one row of similarities for each positive. `..._counts` gives how many images come before
+# the positive, (r,). `..._slopes` adds their derivative, times `by_count`, to `total`, (r, c), and gives its sum, (r,),
+# by which the positive itself moves the other way.
 
 
 def sigmoid_counts(
     similarities: Float[Tensor, "r c"], positive: Float[Tensor, "r 1"], tau: float
 ) -> Float[Tensor, " r"]:
-    """How many images come before a positive, a sigmoid of temperature tau as the step."""
+    """Counts with a sigmoid of temperature tau as the step."""
     return torch.sigmoid((similarities - positive) / tau).sum(1)
 
 
@@ -177,7 +37,7 @@ def sigmoid_slopes(
     by_count: Float[Tensor, "r 1"],
     tau: float,
 ) -> tuple[Float[Tensor, "r c"], Float[Tensor, " r"]]:
-    """`total` plus the derivative by the similarities, and its sum, by which the positive moves the other way."""
+    """Derivative of `sigmoid_counts`."""
     step = torch.sigmoid((similarities - positive) / tau)
     slope = by_count / tau * step * (1 - step)
     return total + slope, slope.sum(1)
@@ -191,7 +51,7 @@ def bounding_counts(
     delta: float,
     offset: float,
 ) -> Float[Tensor, " r"]:
-    """How many negatives come before a positive, counted as SupAP does (Ramzi et al. 2021, eq. 5)."""
+    """Counts of negatives with SupAP's step (Ramzi et al. 2021, eq. 5)."""
     t = similarities - positive
     step = torch.sigmoid(t / tau) + 0.5 * (t > tie_width(t))
     return torch.where(t > delta, rho * t + offset, step).sum(1)
@@ -207,8 +67,121 @@ def bounding_slopes(
     delta: float,
     offset: float,
 ) -> tuple[Float[Tensor, "r c"], Float[Tensor, " r"]]:
-    """`total` plus the derivative by the similarities, and its sum, by which the positive moves the other way."""
+    """Derivative of `bounding_counts`."""
     t = similarities - positive
     step = torch.sigmoid(t / tau)
     slope = by_count * torch.where(t > delta, rho, step * (1 - step) / tau)
     return total + slope, slope.sum(1)
+
+
+def tie_width(similarities: Tensor) -> float:
+    """Difference up to which rounding may have parted two equal similarities."""
+    return 16 * torch.finfo(similarities.dtype).eps
+
+
+@dataclass(frozen=True)
+class SmoothAP(SimilarityLoss):
+    """Smooth-AP (Brown et al. 2020, eq. 5 to 8): a sigmoid as the step.
+
+    Args:
+        tau: temperature of the sigmoid, in units of similarity.
+    """
+
+    tau: float = 0.01
+    is_ap: ClassVar[bool] = True
+    step_functions: ClassVar[tuple[Function, Function]] = (sigmoid_counts, sigmoid_slopes)
+
+    def __post_init__(self) -> None:
+        if not self.tau > 0:
+            raise ValueError(f"tau is {self.tau}; it must be above 0")
+
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
+        """1 - AP of each query, and the derivative of their weighted sum by each similarity."""
+        negatives, step = rows.negatives, self.negative_step()
+        count, slopes = (compiled_if_large(f, rows.pairs, negatives) for f in self.step_functions)
+        columns = range(rows.positives.shape[1])
+        before = torch.stack([count(negatives, rows.positives[:, k, None], *step) for k in columns], dim=1)
+        rank = self.positive_ranks(rows)
+        total = rank + before
+        precision = (rank / total * rows.is_positive).sum(1, keepdim=True) / rows.positive_count
+        # d(1 - AP) by R⁻ and by R⁺. The second is formed from R⁻ itself, so that it is 0 where R⁻ is.
+        share = rows.weights[:, None] * rows.is_positive / (rows.positive_count * total.square())
+        by_before, by_rank = share * rank, -share * before
+        by_positive = self.positive_slopes(rows, by_rank)
+        by_negative = torch.zeros_like(negatives)
+        for k in columns:
+            by_negative, of_positive = slopes(
+                by_negative, negatives, rows.positives[:, k, None], by_before[:, k, None], *step
+            )
+            by_positive[:, k] -= of_positive
+        return 1 - precision[:, 0].double(), rows.with_positives(by_negative, by_positive)
+
+    def negative_step(self) -> tuple[float, ...]:
+        """The numbers that define the step of a negative before a positive."""
+        return (self.tau,)
+
+    def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
+        """R⁺ of each positive: 1 + the sum of sigmoids over the other positives."""
+        others = rows.counted_positives
+        ranks = [sigmoid_counts(others, others[:, k, None], self.tau) for k in range(others.shape[1])]
+        # The sum counts k itself with 0.5; for padding it is not a number, and not used.
+        return torch.where(rows.is_positive, torch.stack(ranks, dim=1) + 0.5, 1)
+
+    def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
+        """The derivative by positives, from that by R⁺: each moves the ranks of the others, and is moved by them."""
+        others = rows.counted_positives
+        total = torch.zeros_like(others)
+        for k in range(others.shape[1]):
+            center = rows.positives[:, k, None]
+            total, of_k = sigmoid_slopes(total, others, center, by_rank[:, k, None], self.tau)
+            total[:, k] -= of_k
+        return total
+
+
+@dataclass(frozen=True)
+class SupAP(SmoothAP):
+    """SupAP (Ramzi et al. 2021, eq. 4 and 5): steps that bound the AP loss from above.
+
+    Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
+    sigmoid(t / tau) for t = s_j - s_k <= 0, half a count more up to delta, and a line of slope rho beyond, so that
+    a negative far before a positive keeps a gradient.
+
+    1 - AP <= SupAP holds if no negative ties with a positive: at t = 0 a negative counts half, whereas an AP that
+    breaks ties against the query counts it whole. Similarities that rounding may have parted count as a tie, so that
+    duplicates are one whatever the size of the tiles.
+
+    Args:
+        rho: slope of the line, per unit of similarity.
+        delta: where the line begins, in units of similarity; None takes tau ln 99, where the sigmoid is 0.99.
+        offset: the line is rho t + offset; None continues the step at delta without a jump.
+    """
+
+    rho: float = 100.0
+    delta: float | None = None
+    offset: float | None = None
+    presets: ClassVar[Presets] = {"released": {"offset": 1.44, "delta": 0.05}}
+    step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("rho", self.rho), ("delta", self.delta)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must not be below 0")
+
+    def negative_step(self) -> tuple[float, ...]:
+        """Temperature, slope, and where and how high the line begins."""
+        delta = self.tau * math.log(99) if self.delta is None else self.delta
+        at_delta = 0.5 + 1 / (1 + math.exp(-delta / self.tau))
+        offset = at_delta - self.rho * delta if self.offset is None else self.offset
+        return self.tau, self.rho, delta, offset
+
+    def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
+        """The exact rank; positives of the same similarity all come before."""
+        others = rows.counted_positives
+        ordered = others.sort(dim=1).values.contiguous()
+        # Those of at least this similarity; k itself is one of them.
+        return others.shape[1] - torch.searchsorted(ordered, others - tie_width(others)).to(others.dtype)
+
+    def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
+        """Zero: positives do not move each other."""
+        return torch.zeros_like(by_rank)

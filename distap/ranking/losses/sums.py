@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from distap.ranking.budget import Budget
-from distap.ranking.gathered import Gathered
-from distap.ranking.protocol import LossValue
+from distap.ranking.loss import Budget, Gathered, Loss, LossValue
 from distap.registry import Chosen
 
 
 @dataclass(frozen=True)
-class WeightedSum:
+class WeightedSum(Loss):
     """The sum of losses, each multiplied by its weight.
 
     Args:
@@ -24,18 +22,11 @@ class WeightedSum:
             raise ValueError("a sum of losses needs a term at least")
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        """The sum of the losses and of their gradients."""
-        total: LossValue | None = None
-        for weight, loss in self.terms:
-            value, per_query, gradient = loss.value_and_gradient(gathered, budget)
-            term = LossValue(weight * value, None if per_query is None else weight * per_query, weight * gradient)
-            total = term if total is None else _add(total, term)
-        assert total is not None
-        return total
-
-
-def _add(one: LossValue, other: LossValue) -> LossValue:
-    by_query = None
-    if one.per_query is not None and other.per_query is not None:
-        by_query = one.per_query + other.per_query
-    return LossValue(one.loss + other.loss, by_query, one.gradient + other.gradient)
+        """The sums of the values, of the losses by query if all terms have them, and of the gradients."""
+        weights, losses = zip(*self.terms, strict=True)
+        parts = [loss.value_and_gradient(gathered, budget) for loss in losses]
+        values, per_query, gradients = (
+            None if None in part else sum(weight * each for weight, each in zip(weights, part, strict=True))
+            for part in zip(*parts, strict=True)
+        )
+        return LossValue(values, per_query, gradients)

@@ -1,4 +1,4 @@
-"""The losses as PyTorch modules, for a training loop of one's own."""
+"""The losses as a PyTorch module, for a training loop of one's own."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from distap.ranking.losses.registry import build_loss
+from distap.ranking.loss import Loss, build_loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.protocol import Loss
 from distap.ranking.rank import rank
 
 
@@ -22,7 +21,7 @@ class ListwiseLoss(nn.Module):
     of ranks.
 
     Args:
-        loss, weights, group, mode, memory_budget: as those of `distap.ranking.rank`.
+        loss, weights, group, mode, memory_bytes: arguments of `distap.ranking.rank.rank`.
         memory: number of earlier descriptors to rank against as well; part of the module's state.
         options: of the loss, or `preset`.
     Raises:
@@ -36,20 +35,20 @@ class ListwiseLoss(nn.Module):
         group: dist.ProcessGroup | None = None,
         mode: str = "sharded",
         memory: int = 0,
-        memory_budget: int | None = None,
+        memory_bytes: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.loss = build_loss(loss, weights, **options)
-        self.group, self.mode, self.memory_budget = group, mode, memory_budget
+        self.group, self.mode, self.memory_bytes = group, mode, memory_bytes
         self.memory = CrossBatchMemory(memory)
 
     def forward(self, embeddings: Tensor, labels: Tensor, images: Tensor | None = None) -> Tensor:
         """The loss of the batch, a scalar.
 
         Args:
-            embeddings: (b, C) this rank's, of any length; they are normalised here.
-            labels: (b,) their classes, integers from 0.
+            embeddings: (b, C) of this rank, of any length; they are normalised here.
+            labels: (b,) integers from 0.
             images: (b,) numbers by which the memory knows images again.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
@@ -58,30 +57,28 @@ class ListwiseLoss(nn.Module):
         return loss
 
     def extra_repr(self) -> str:
-        """The loss's settings."""
         return repr(self.loss)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What the memory holds."""
         return self.memory.state_dict()
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore what the memory held."""
         self.memory.load_state_dict(state)
 
 
 class _RankingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, descriptors: Tensor, labels: Tensor, images: Tensor | None, module: ListwiseLoss) -> Tensor:
+        memory = module.memory if module.memory.size and module.training else None
         ranking = rank(
             descriptors,
             labels,
             module.loss,
             group=module.group,
             mode=module.mode,
-            memory=module.memory if module.memory.size and module.training else None,
+            memory=memory,
             images=images,
-            memory_budget=module.memory_budget,
+            memory_bytes=module.memory_bytes,
         )
         ctx.save_for_backward(ranking.gradient)
         return ranking.loss.to(descriptors.dtype)

@@ -1,4 +1,4 @@
-"""Kernels written by hand for GPUs. Triton's interpreter runs them on a CPU, which the tests do."""
+"""A Triton kernel for soft counts on GPUs. Triton's interpreter runs it on a CPU, for the tests."""
 
 import torch
 import triton
@@ -8,15 +8,8 @@ from torch import Tensor
 ROWS, COLUMNS = 2, 128  # pairs that a program holds at a time
 
 
-def soft_counts(similarities: Tensor, high: float, width: float, bins: int) -> Tensor:
-    """What `histogram.soft_counts` gives, from one reading of the similarities instead of one for each bin.
-
-    Args:
-        similarities: (r, c) float32.
-        high, width, bins: the similarity of the first bin centre, from one to the next, and their number.
-    Returns:
-        (r, bins - 1)
-    """
+def soft_counts_by_hand(similarities: Tensor, high: float, width: float, bins: int) -> Tensor:
+    """`passes.soft_counts` from one reading of the similarities, (r, c) float32, instead of one for each bin."""
     similarities = similarities.contiguous()
     rows, columns = similarities.shape
     counts = torch.empty(rows, bins - 1, dtype=torch.float32, device=similarities.device)

@@ -1,0 +1,85 @@
+"""Compile elementwise functions where that pays, and run the same functions as they are elsewhere."""
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# From about this many pairs a rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
+PAYS_FROM_PAIRS = 2**22
+TRIALS = 5
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+
+
+def compiled_if_large(function: Function, pairs: int, like: Tensor, by_hand: Function | None = None) -> Function:
+    """`function` as torch.compile makes it, if there are many pairs; as it is otherwise, or if that fails.
+
+    Args:
+        function: takes tensors and numbers, gives tensors.
+        pairs: number of pairs that a rank ranks in a step.
+        like: has the dtype and device of the tensors.
+        by_hand: a kernel that does the same, used if it is faster than the compiled function.
+    """
+    return function if pairs < PAYS_FROM_PAIRS else _fastest(function, by_hand, like.dtype, like.device.type)
+
+
+@functools.cache
+def _fastest(function: Function, by_hand: Function | None, dtype: torch.dtype, device_type: str) -> Function:
+    """A function that chooses at its first call, from the arguments of that call. What fails is not used again."""
+    chosen: list[Function] = []
+
+    def call(*arguments: Any) -> Any:
+        # Imported here, since it takes a second that only those who compile should wait.
+        import torch._dynamo
+        import torch.fx.experimental._config
+
+        # One graph is to serve tiles of all sizes. By default torch takes sizes that happen to be equal to be always
+        # equal, and after eight graphs it silently runs a function uncompiled.
+        shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
+        try:
+            with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
+                if not chosen:
+                    chosen.append(_choice(function, by_hand, arguments))
+                return chosen[0](*arguments)
+        except Exception as error:
+            result = function(*arguments)  # if the arguments are at fault, this raises the error that they deserve
+            _say_failed(function, error)
+            chosen[:] = [function]
+            return result
+
+    return call
+
+
+def _choice(function: Function, by_hand: Function | None, arguments: tuple[Any, ...]) -> Function:
+    compiled = torch.compile(function, dynamic=True)
+    if by_hand is None:
+        logger.info("ranking: %s is compiled", function.__name__)
+        return compiled
+    seconds = [_seconds(candidate, function, arguments) for candidate in (by_hand, compiled)]
+    name = "a kernel written by hand" if seconds[0] < seconds[1] else "compiled"
+    times = f"{1000 * seconds[0]:.2f} ms by hand, {1000 * seconds[1]:.2f} ms compiled"
+    logger.info("ranking: %s is %s (%s)", function.__name__, name, times)
+    return by_hand if seconds[0] < seconds[1] else compiled
+
+
+def _seconds(candidate: Function, function: Function, arguments: tuple[Any, ...]) -> float:
+    """Seconds of a call, or infinity if it fails."""
+    from torch.utils.benchmark import Timer
+
+    try:
+        candidate(*arguments)
+        return Timer("call(*arguments)", globals={"call": candidate, "arguments": arguments}).timeit(TRIALS).median
+    except Exception as error:
+        _say_failed(function, error)
+        return math.inf
+
+
+def _say_failed(function: Function, error: Exception) -> None:
+    first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+    logger.warning("ranking: %s failed when compiled, so it runs slower without: %s", function.__name__, first_line)

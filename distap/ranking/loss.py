@@ -1,0 +1,261 @@
+"""What a loss of stage two takes, a gathered batch and a budget, and what it gives, its value and a gradient."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from distap.errors import DistapError
+from distap.registry import build_part
+from distap.world import World
+
+QueryWeights = Literal["uniform", "class"]
+Presets = Mapping[str, Mapping[str, Any]]
+# The pairs of one tile: on a CPU as many as stay in its cache while they are worked on, on a GPU enough to keep it busy.
+CPU_TILE_PAIRS, GPU_TILE_PAIRS = 2**19, 2**26
+TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
+MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The global batch as every rank sees it, and which of its rows are this rank's.
+
+    Of the batch's slots, B take part: images that could be read and whose descriptor is finite. They are the queries.
+    They are ranked against a gallery of N images: the batch itself, then the descriptors that a cross-batch memory
+    remembers of earlier steps.
+    """
+
+    gallery: Float[Tensor, "N C"]  # the batch comes first
+    gallery_labels: Int64[Tensor, " N"]
+    images: Int64[Tensor, " B"]  # number of each image in its data set, -1 if unknown
+    own: Int64[Tensor, " b"]  # positions of this rank's rows among the B, ascending
+    taking_part: Bool[Tensor, " slots"]
+    world: World
+
+    @property
+    def descriptors(self) -> Float[Tensor, "B C"]:
+        """The descriptors of the batch."""
+        return self.gallery[: len(self.images)]
+
+    @property
+    def labels(self) -> Int64[Tensor, " B"]:
+        """The labels of the batch."""
+        return self.gallery_labels[: len(self.images)]
+
+    @cached_property
+    def class_sizes(self) -> Int64[Tensor, " N"]:
+        """For each gallery image, the number of gallery images of its class."""
+        _, classes, counts = torch.unique(self.gallery_labels, return_inverse=True, return_counts=True)
+        sizes: Tensor = counts[classes]
+        return sizes
+
+    def query_weights(self, weights: QueryWeights = "uniform") -> Float64[Tensor, " B"]:
+        """The weight of each query in the mean; they sum to 1, and a query without a positive has none.
+
+        Args:
+            weights: `uniform`, every query the same; `class`, every class the same (Revaud et al. 2019, fig. 5).
+        """
+        weight = (self.class_sizes[: len(self.images)] > 1).double()
+        if weights == "class":
+            _, classes, counts = torch.unique(self.labels, return_inverse=True, return_counts=True)
+            weight = weight / counts[classes]
+        normalised: Tensor = weight / weight.sum()
+        return normalised
+
+    def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
+        """Every rank's rows, in the order of `descriptors`."""
+        return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
+
+    def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
+        """This rank's rows at their slots, with `fill` at the slots that take no part."""
+        local = self.taking_part[self.world.rank :: self.world.size]
+        full = rows.new_full((len(local), *rows.shape[1:]), fill)
+        full[local] = rows
+        return full
+
+    def sum_own(self, rows: Float[Tensor, "B K"]) -> Float[Tensor, "b K"]:
+        """Sum the ranks' tables and return this rank's rows of the sum."""
+        if self.world.size == 1:
+            return rows[self.own]
+        full = rows.new_zeros(len(self.taking_part), rows.shape[1])
+        full[self.taking_part] = rows
+        local = self.taking_part[self.world.rank :: self.world.size]
+        return self.world.reduce_rows(full)[local]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory that ranking may use beside the descriptors: half for tiles, half to keep between two passes.
+
+    Args:
+        device: the device of the descriptors.
+        memory_bytes: None takes 1 GiB on a CPU and a quarter of the free memory on a GPU.
+    """
+
+    device: torch.device
+    memory_bytes: int | None = None
+
+    @property
+    def half(self) -> int:
+        """Half of the budget in bytes."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes // 2
+        return _free_at_first(self.device) // 8 if self.device.type == "cuda" else 2**29
+
+    def pairs(self, itemsize: int) -> int:
+        """The number of pairs in a tile, for descriptors of `itemsize` bytes a value."""
+        tile_pairs = GPU_TILE_PAIRS if self.device.type == "cuda" else CPU_TILE_PAIRS
+        return max(1, min(tile_pairs, self.half // (TENSORS_A_PAIR * itemsize)))
+
+    def rows(self, columns: int, itemsize: int) -> int:
+        """The height of a tile with so many columns."""
+        return max(1, self.pairs(itemsize) // max(columns, 1))
+
+    def columns(self, rows: int, itemsize: int) -> int:
+        """The width of a tile with so many rows."""
+        return min(MOST_COLUMNS, max(1, self.pairs(itemsize) // max(rows, 1)))
+
+
+@functools.cache
+def _free_at_first(device: torch.device) -> int:
+    """Bytes that were free on a GPU at the first call: later ones give the same, so that tiles stay the same."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+class LossValue(NamedTuple):
+    """A loss of the global batch, and this rank's part of its gradient.
+
+    The loss is a mean over the queries of all ranks, so gradients are summed over ranks, never averaged. The gradient
+    may lack its part along the descriptor itself, which L2 normalisation removes anyway.
+    """
+
+    value: Float64[Tensor, ""]  # the same on every rank
+    # The loss of each own query, NaN for a query without positives; None if the loss is no mean over queries.
+    per_query: Float64[Tensor, " b"] | None
+    gradient: Float[Tensor, "b C"]  # by the descriptors of `Gathered.own`
+
+
+class Counter(Protocol):
+    """Does the first half of a loss's work while the descriptors of the batch still arrive."""
+
+    seen: int  # images that were added
+
+    def add(self, descriptors: Tensor, labels: Tensor, is_own: Tensor) -> None:
+        """Take the next images of the gallery: (n, C), and on the CPU (n,) labels and (n,) bool, this rank's own."""
+        ...
+
+    def value_and_gradient(self, gathered: Gathered) -> LossValue:
+        """Finish: the first `seen` images of the gallery were added, the others were not."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loss(ABC):
+    """A listwise loss: a frozen dataclass whose fields are its settings.
+
+    `distap.ranking.losses.base` makes one from any differentiable function of similarities or of descriptors.
+    """
+
+    presets: ClassVar[Presets] = {}  # settings that give the numbers of published code
+    is_ap: ClassVar[bool] = False  # 1 - loss is an Average Precision
+
+    # pydantic reads this where a recipe holds the loss.
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
+
+    @abstractmethod
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        """The loss of the whole batch, and its gradient by this rank's descriptors.
+
+        Every rank calls this, without autograd and outside autocast.
+
+        Args:
+            gathered: the batch; its dtype is the precision of similarities and gradients.
+            budget: the memory to use beside the descriptors.
+        """
+
+    def counter(self, pairs: int, budget: Budget) -> Counter | None:
+        """A counter to begin with before the batch is complete; None if this loss needs all of it at once.
+
+        Args:
+            pairs: about how many pairs of an own query and a gallery image there will be.
+            budget: the memory to use beside the descriptors.
+        """
+        return None
+
+
+def build_loss(loss: str | Loss, weights: str = "uniform", **options: Any) -> Loss:
+    """A loss from its name.
+
+    Args:
+        loss: a name of `distap.registry`, or "package.module:Class"; a loss is returned as it is.
+        weights: of the queries: `uniform`, or `class` so that each class weighs the same.
+        options: other fields of the loss; or `preset`, the name of one of its presets, which options override.
+    Raises:
+        DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with options.
+    """
+    if isinstance(loss, str):
+        chosen = options if weights == "uniform" else {"weights": weights, **options}
+        built: Loss = build_part("loss", loss, **chosen)
+        return built
+    if options or weights != "uniform":
+        raise DistapError(f"{loss} is a loss already; options and weights go with names of losses only")
+    return loss
+
+
+def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossValue:
+    """Let rank 0 rank the whole batch like a single process, then give each rank its part.
+
+    Raises:
+        Exception: on rank 0 the loss's own error, on the others a DistapError.
+    """
+    world = gathered.world
+    value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
+    per_query: Tensor | None = value.new_zeros(len(gathered.images))
+    gradient, failure = None, None
+    if world.rank == 0:
+        everything = torch.arange(len(gathered.images), device=value.device)
+        whole = replace(gathered, own=everything, world=World(device=world.device))
+        try:
+            value, per_query, rows = loss.value_and_gradient(whole, budget)
+            gradient = whole.spread(rows)
+        except Exception as error:
+            failure = error
+    # Every rank raises: the others would wait for rank 0 in the next collective.
+    if not world.all_agree(failure is None):
+        raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
+    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))
+    if not world.all_agree(per_query is not None):
+        per_query = None
+    else:
+        assert per_query is not None
+        per_query = world.broadcast(per_query)[gathered.own]
+    local = gathered.taking_part[world.rank :: world.size]
+    return LossValue(world.broadcast(value), per_query, received[local])
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute outside autocast and without TF32: rounded similarities fall into other bins and spoil the gradient."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def strips(start: int, stop: int, width: int) -> Iterator[slice]:
+    """Cut a range into parts of about the same size, none wider than `width`."""
+    parts = -(-(stop - start) // width)
+    cuts = [start + part * (stop - start) // max(parts, 1) for part in range(parts + 1)]
+    yield from map(slice, cuts[:-1], cuts[1:])

@@ -1,0 +1,223 @@
+"""The bases to write a loss from: a differentiable function of similarities, or one of descriptors.
+
+    @dataclass(frozen=True)
+    class Mine(SimilarityLoss):
+        margin: float = 0.1
+
+        def loss(self, similarities, positive, negative):
+            hardest = similarities.masked_fill(~negative, -1).amax(1, keepdim=True)
+            return ((hardest - similarities + self.margin).clamp(min=0) * positive).sum(1) / positive.sum(1)
+
+A recipe uses it as `loss: {name: "my_package.losses:Mine", margin: 0.2}`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights, rank_on_rank_zero
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some queries against the whole gallery.
+
+    A query's class has at most P gallery images, the query among them; smaller classes are padded:
+
+        similarities (r, N)  | . + . . + - ...     same_class (r, P)   | 1 4 q q     columns, q is padding
+                             | + . - + . + ...                         | 0 3 5 q
+    """
+
+    similarities: Float[Tensor, "r N"]
+    queries: Int64[Tensor, " r"]  # columns of the queries themselves
+    same_class: Int64[Tensor, "r P"]  # columns of the images of the query's class; padding repeats the query's
+    is_positive: Bool[Tensor, "r P"]  # which of them are positives: no padding, and the query only if it counts
+    weights: Float[Tensor, " r"]  # of the queries; they sum to 1 over all blocks and ranks
+    pairs: int  # of all blocks of this rank together
+
+    @cached_property
+    def negatives(self) -> Float[Tensor, "r N"]:
+        """The similarities, with -inf in place of those within the query's class."""
+        return self.similarities.scatter(1, self.same_class, -torch.inf)
+
+    @cached_property
+    def positives(self) -> Float[Tensor, "r P"]:
+        """The similarities of the columns `same_class`."""
+        return self.similarities.gather(1, self.same_class)
+
+    @cached_property
+    def counted_positives(self) -> Float[Tensor, "r P"]:
+        """The similarities of the columns `same_class`, with -inf in place of those that are no positives."""
+        return self.positives.masked_fill(~self.is_positive, -torch.inf)
+
+    @cached_property
+    def positive_count(self) -> Float[Tensor, "r 1"]:
+        """Number of positives of each query, at least 1."""
+        return self.is_positive.sum(1, keepdim=True).clamp(min=1).to(self.similarities.dtype)
+
+    @cached_property
+    def positive_columns(self) -> Bool[Tensor, "r N"]:
+        """Which columns are positives."""
+        # A sum, since padding names the query's column again.
+        times = torch.zeros(self.similarities.shape, dtype=torch.int32, device=self.queries.device)
+        return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
+
+    def without_query(self) -> "Rows":
+        """The same rows, with no query among its own positives."""
+        return replace(self, is_positive=self.is_positive & (self.same_class != self.queries[:, None]))
+
+    def with_positives(
+        self, by_negative: Float[Tensor, "r N"], by_positive: Float[Tensor, "r P"]
+    ) -> Float[Tensor, "r N"]:
+        """The derivative by each similarity, from that by negatives, 0 elsewhere, and that by positives."""
+        return by_negative.scatter_add(1, self.same_class, by_positive * self.is_positive)
+
+
+@dataclass(frozen=True)
+class SimilarityLoss(Loss):
+    """A mean over queries, from each query's similarities to the whole gallery.
+
+    A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with a derivative by
+    hand that takes less memory. The queries are ranked a block at a time, each rank its own. With G the derivative by
+    a block's similarities, (r, N), and D the gallery, the gradient of the block's own descriptors is G D, and that of
+    the gallery is the transpose of G times the block's descriptors, summed over blocks and ranks.
+
+    Args:
+        self_pair: a query counts itself among its positives.
+        weights: `uniform`, or `class` so that each class weighs the same.
+    """
+
+    self_pair: bool = True
+    weights: QueryWeights = "uniform"
+
+    def loss(
+        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
+    ) -> Float[Tensor, " r"]:
+        """The loss of each of r queries, differentiable by the similarities.
+
+        Args:
+            similarities: to the whole gallery of N images, in any order.
+            positive, negative: which of them are. The query itself is no negative, and a positive if `self_pair`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
+
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
+        """The loss of each query, and the derivative of their weighted sum by each similarity.
+
+        Args:
+            totals: what `totals` gave, summed over all queries of all ranks.
+        Returns:
+            (r,) float64 and (r, N).
+        """
+        negative = torch.ones_like(rows.positive_columns).scatter_(1, rows.same_class, False)
+        with torch.inference_mode(False), torch.enable_grad():
+            similarities = rows.similarities.clone().requires_grad_()
+            value = self.loss(similarities, rows.positive_columns.clone(), negative.clone())
+            slopes = _gradient((rows.weights.clone() * value).sum(), similarities)
+        return value.detach().double(), slopes
+
+    @property
+    def number_of_totals(self) -> int:
+        """How many sums over all queries `value_and_slopes` needs beforehand; 0 saves a pass."""
+        return 0
+
+    def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
+        """The part of some queries in these sums."""
+        return torch.zeros(0, dtype=torch.float64, device=rows.weights.device)
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        """The loss of the whole batch, and its gradient by this rank's descriptors."""
+        weights = gathered.query_weights(self.weights)
+        totals = weights.new_zeros(self.number_of_totals)
+        if self.number_of_totals:
+            for _, rows in self._blocks(gathered, weights, budget):
+                totals += self.totals(rows)
+            gathered.world.sum(totals)
+        descriptors = gathered.descriptors
+        of_gallery = torch.zeros_like(descriptors)  # what this rank's queries want of every image of the batch
+        of_queries = torch.zeros_like(descriptors[: len(gathered.own)])
+        per_query = weights.new_zeros(len(gathered.own))
+        for which, rows in self._blocks(gathered, weights, budget):
+            per_query[which], slopes = self.value_and_slopes(rows, totals)
+            # An image's similarity to itself is constant: its slope would only change the descriptor's length.
+            slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
+            of_queries[which] = slopes @ gathered.gallery
+            of_gallery.addmm_(slopes[:, : len(descriptors)].t(), descriptors[rows.queries])
+        own_weights = weights[gathered.own]
+        loss = gathered.world.sum((own_weights * per_query).sum())
+        per_query = torch.where(own_weights > 0, per_query, torch.nan)
+        return LossValue(loss, per_query, of_queries + gathered.sum_own(of_gallery))
+
+    def _blocks(
+        self, gathered: Gathered, weights: Float64[Tensor, " B"], budget: Budget
+    ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
+        """This rank's queries, some at a time, and which of `own` they are.
+
+        Queries of classes of similar size come together, so that there is little padding.
+        """
+        gallery, labels, own = gathered.gallery, gathered.gallery_labels, gathered.own
+        by_class = labels.argsort(stable=True)
+        first = torch.searchsorted(labels[by_class], labels[own])
+        size = gathered.class_sizes[own]
+        with_positive = (weights[own] > 0).nonzero().flatten()
+        order = with_positive[size[with_positive].argsort(stable=True)]
+        for which in order.split(budget.rows(len(labels), gallery.element_size())):
+            if not len(which):
+                return
+            queries = own[which]
+            place = torch.arange(int(size[which].max()), device=which.device)
+            is_positive = place < size[which, None]
+            same_class = by_class[(first[which, None] + place).clamp(max=len(gallery) - 1)]
+            same_class = torch.where(is_positive, same_class, queries[:, None])
+            if not self.self_pair:
+                is_positive &= same_class != queries[:, None]
+            similarities, weight = gallery[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
+            yield which, Rows(similarities, queries, same_class, is_positive, weight, len(order) * len(gallery))
+
+
+@dataclass(frozen=True)
+class DescriptorLoss(Loss):
+    """A loss of the descriptors of the whole batch; rank 0 computes it, and autograd differentiates it.
+
+    It takes as much memory as `loss` takes. Query weights do not apply.
+    """
+
+    @abstractmethod
+    def loss(
+        self,
+        descriptors: Float[Tensor, "B C"],
+        labels: Int64[Tensor, " B"],
+        gallery: Float[Tensor, "N C"],
+        gallery_labels: Int64[Tensor, " N"],
+    ) -> Float[Tensor, ""]:
+        """The loss of the batch, differentiable by its descriptors.
+
+        Random numbers drawn here depend on the batch alone, so that a run that was interrupted draws them again.
+
+        Args:
+            gallery, gallery_labels: the batch, and behind it what a cross-batch memory remembers.
+        """
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        """The loss of the whole batch, and its gradient by this rank's descriptors."""
+        if gathered.world.size > 1:
+            return rank_on_rank_zero(self, gathered, budget)
+        devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            torch.manual_seed(int(gathered.labels.sum()))
+            descriptors = gathered.descriptors.clone().requires_grad_()
+            labels, remembered = gathered.gallery_labels.clone(), gathered.gallery[len(descriptors) :].clone()
+            gallery = torch.cat([descriptors, remembered]) if len(remembered) else descriptors
+            value = self.loss(descriptors, labels[: len(descriptors)], gallery, labels)
+            gradient = _gradient(value, descriptors)
+        return LossValue(value.detach().double(), None, gradient)
+
+
+def _gradient(value: Float[Tensor, ""], by: Tensor) -> Tensor:
+    # A loss that no pair is left for is a constant.
+    return torch.autograd.grad(value, by)[0] if value.requires_grad else torch.zeros_like(by)
