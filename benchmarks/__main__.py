@@ -100,10 +100,10 @@ def bench_ranking(
     By default all losses at B = 1,024 and 4,096, C = 512, on one rank.
     """
     from benchmarks.ranking import Figures, measure, table, write_results
-    from distap.ranking import LOSSES
+    from distap.registry import REGISTRY
     from distap.telemetry.terminal import console, track
 
-    losses = loss or [name for name in LOSSES if name != "metric_learning"]
+    losses = loss or [name for name in REGISTRY["loss"] if name not in ("metric_learning", "sum")]
     threads = threads or os.cpu_count() or 1
     settings = (batch or [1024, 4096], dimensions or [512], ranks or [1])
     megabyte = 10**6

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from benchmarks.materialised import materialised_loss
 from distap.engine import DDPEngine, Precision
 from distap.engine.optimizer import GroupSettings, build_optimizer
-from distap.ranking import Loss
+from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch

@@ -6,8 +6,11 @@ What the streamed forms are measured against. No memory, no ranks, uniform weigh
 import torch
 from torch import Tensor
 
-from distap.ranking import BlackBoxAP, Calibration, Loss, Roadmap, SmoothAP, SupAP
+from distap.ranking.loss import Loss
+from distap.ranking.losses.blackbox import BlackBoxAP
+from distap.ranking.losses.calibration import Calibration, Roadmap
 from distap.ranking.losses.quantized import SoftBinnedAP
+from distap.ranking.losses.smooth import SmoothAP, SupAP
 
 VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, about
 
@@ -16,8 +19,8 @@ def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4) -> int:
     """About what `materialised_loss` and its backward take."""
     depth = 1
     if isinstance(loss, SoftBinnedAP):
-        depth = loss.histogram().bins
-    if isinstance(loss, (SmoothAP, SupAP, Roadmap)):
+        depth = loss.soft_bins().bins
+    if isinstance(loss, SmoothAP):
         depth = batch
     return VALUES_KEPT * itemsize * batch * batch * depth
 
@@ -35,21 +38,21 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     if isinstance(loss, SoftBinnedAP):
         return _soft_binned(loss, similarities, same_class, itself)
-    if isinstance(loss, (SmoothAP, SupAP)):
+    if isinstance(loss, Roadmap):
+        ranking = _pairwise(loss, similarities, same_class, itself)
+        scores = _calibration(loss.calibration, similarities, same_class, itself)
+        return (1 - loss.lam) * ranking + loss.lam * scores
+    if isinstance(loss, SmoothAP):
         return _pairwise(loss, similarities, same_class, itself)
     if isinstance(loss, Calibration):
         return _calibration(loss, similarities, same_class, itself)
-    if isinstance(loss, Roadmap):
-        ranking = _pairwise(loss.sup_ap(), similarities, same_class, itself)
-        scores = _calibration(loss.calibration(), similarities, same_class, itself)
-        return (1 - loss.lam) * ranking + loss.lam * scores
     if isinstance(loss, BlackBoxAP):
         return _blackbox(loss, similarities, same_class, itself)
     raise TypeError(f"{type(loss).__name__} has no materialised form here")
 
 
 def _soft_binned(loss: SoftBinnedAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
-    histogram = loss.histogram()
+    histogram = loss.soft_bins()
     places = torch.arange(histogram.bins, dtype=similarities.dtype, device=similarities.device)
     centres = histogram.high - histogram.width * places
     inside = similarities.clamp(histogram.low, histogram.high)
@@ -60,13 +63,13 @@ def _soft_binned(loss: SoftBinnedAP, similarities: Tensor, same_class: Tensor, i
     return 1 - loss.average_precision(negatives, positives).mean()
 
 
-def _pairwise(loss: SmoothAP | SupAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+def _pairwise(loss: SmoothAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
     counted = same_class if loss.self_pair else same_class & ~itself
     t = similarities[:, None, :] - similarities[:, :, None]  # of query i: s_j - s_k at [i, k, j]
     step = torch.sigmoid(t / loss.tau)
     of_positives = step
     if isinstance(loss, SupAP):
-        _, rho, delta, offset = loss.parameters()
+        _, rho, delta, offset = loss.negative_step()
         of_positives = (t >= 0).to(t.dtype)
         step = torch.where(t > delta, rho * t + offset, step + 0.5 * (t > 0))
     rank = 1 + (of_positives * (counted[:, None, :] & ~itself[None])).sum(-1)

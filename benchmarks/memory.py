@@ -12,7 +12,7 @@ from torch import Tensor
 from distap.engine import DDPEngine
 from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.model import build_network
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes, Rows
 from distap.step import ThreeStageStep
 from distap.telemetry.metrics import host_memory_peak

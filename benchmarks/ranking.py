@@ -28,8 +28,10 @@ from benchmarks.peak import peak_bytes
 from distap.errors import DistapError
 from distap.pages.charts import Chart, Series, line_chart, plain
 from distap.pages.page import write_page
-from distap.ranking import Gathered, Loss, build_loss, gather, rank_descriptors
 from distap.telemetry.terminal import text_table
+from distap.ranking.gather import gather
+from distap.ranking.loss import Gathered, Loss, build_loss
+from distap.ranking.rank import rank_descriptors
 from distap.world import World, joined_world
 
 NOISE = 0.7  # of an image's own direction against its class's: then all bins are in use
@@ -125,7 +127,7 @@ def measure_here(setting: Setting, world: World) -> list[Figures]:
     candidates: dict[str, Callable[[], object]] = {"dense": _dense_product(gathered)}
     losses = {name: build_loss(name) for name in setting.losses}
     for name, loss in losses.items():
-        candidates[name] = partial(rank_descriptors, loss, gathered, memory_budget=setting.budget)
+        candidates[name] = partial(rank_descriptors, loss, gathered, memory_bytes=setting.budget)
         if world.size == 1 and materialised_bytes(loss, setting.batch) <= setting.materialised:
             candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
     peaks: dict[str, float | None] = {}
@@ -200,8 +202,8 @@ def _synchronise(world: World) -> None:
 def _error(loss: Loss, gathered: Gathered, budget: int | None) -> float:
     """Of the gradient in float32, without what L2 normalisation takes out."""
     wide = replace(gathered, gallery=normalize(gathered.gallery.double()))
-    single = rank_descriptors(loss, gathered, memory_budget=budget).gradient.double()
-    double = rank_descriptors(loss, wide, memory_budget=budget).gradient
+    single = rank_descriptors(loss, gathered, memory_bytes=budget).gradient.double()
+    double = rank_descriptors(loss, wide, memory_bytes=budget).gradient
     own = wide.descriptors[gathered.own]
     projected = [gradient - (gradient * own).sum(1, keepdim=True) * own for gradient in (single, double)]
     squares = torch.stack([(projected[0] - projected[1]).square().sum(), projected[1].square().sum()])

@@ -25,7 +25,7 @@ from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.errors import DistapError
 from distap.model import Describer, RetrievalNetwork, activation_checkpointing, build_network, compile_backbone
 from distap.model.weights import weights_source
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch

@@ -32,7 +32,7 @@ from distap.engine import Precision
 from distap.errors import DistapError
 from distap.model import build_network
 from distap.model.weights import weights_source
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.sizes import free_memory
 from distap.world import World, joined_world
 

@@ -15,7 +15,7 @@ import distap
 from benchmarks.contenders import SeededBatch
 from distap.engine import DDPEngine
 from distap.engine.optimizer import GroupSettings, build_optimizer
-from distap.ranking import build_loss
+from distap.ranking.loss import build_loss
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.telemetry.terminal import text_table

@@ -231,8 +231,6 @@ def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
     options = {key: value for key, value in settings.items() if key != "name"}
     known = [field for field in fields_of(chosen) if field != "name"]
     presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
-    if kind == "loss" and not presets:
-        presets = importlib.import_module("distap.ranking.losses.registry").PRESETS.get(name, {})
     if options.get("preset") is not None:
         preset = options.pop("preset")
         if preset not in presets:

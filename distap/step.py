@@ -16,7 +16,7 @@ The result is the gradient of the whole batch, not an approximation, because
 If there is memory for it, the last micro-batches of describe keep their graph and need no second forward pass.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,10 +26,13 @@ from torch import Tensor
 
 from distap.engine import Engine
 from distap.randomness import seed_for
-from distap.ranking import CrossBatchMemory, Gathered, Gathering, Loss, Mode, Ranking
+from distap.ranking.gather import Gathering
+from distap.ranking.loss import Gathered, Loss
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.stages.batch import Batch
 from distap.stages.device_copies import DeviceCopies
-from distap.stages.micro_batches import BackwardPass, MicroBatchSizes, Rows, backward_passes, first_of, with_last
+from distap.stages.micro_batches import BackwardPass, MicroBatchSizes, Rows, backward_passes, first_of
 from distap.stages.replay_drift import drift, drift_error, mixes_images
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -130,7 +133,7 @@ class ThreeStageStep:
         """Stage one: describe this rank's images. Their pixels stay with the batch, some with a graph."""
         share, start = len(self.world.slots(batch.total)), 0
         first_kept = self.sizes.first_kept(share)
-        gathering = Gathering(self.world, batch.total, self.loss, self.mode, self.memory_bytes)
+        gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
         parts: list[Tensor] = []
         kept: dict[int, Tensor] = {}
         cheap = self.describer or self.engine.describe
@@ -177,8 +180,9 @@ class ThreeStageStep:
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
         """Stage two: the loss of the global batch and the gradient of this rank's descriptors."""
         with self._stage("rank", step):
-            remembers = step >= self.memory_after
-            ranking = gathering.rank(self.memory.extend(gathered) if remembers else gathered)
+            remembers = self.memory.size > 0 and step >= self.memory_after
+            ranked = self.memory.extend(gathered) if remembers else gathered
+            ranking = rank_descriptors(self.loss, ranked, self.mode, self.memory_bytes, gathering.counter)
             if remembers and ranking.is_finite:
                 self.memory.remember(gathered)
             return ranking
@@ -193,10 +197,8 @@ class ThreeStageStep:
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.engine.lockstep else None
             while True:
-                of_descriptors = described.descriptors, described.kept, ranking.gradient_of
-                passes = backward_passes(
-                    *of_descriptors, self.sizes.replay, self.skip_below * longest, self._mixing is None, others
-                )
+                limit, regroup = self.skip_below * longest, self._mixing is None
+                passes = backward_passes(ranking.gradient, described.kept, self.sizes.replay, limit, regroup, others)
                 try:
                     worst, counts = self._send_back(batch, described, passes)
                     break
@@ -217,11 +219,12 @@ class ThreeStageStep:
         with self._stage("optimizer", step):
             return self.engine.update(learning_rate)
 
-    def _send_back(self, batch: Batch, described: Described, passes: Iterable[BackwardPass]) -> tuple[Tensor, Tensor]:
+    def _send_back(self, batch: Batch, described: Described, passes: list[BackwardPass]) -> tuple[Tensor, Tensor]:
         """Run the backward passes; return this rank's drift and its numbers of replayed and kept images."""
         worst = torch.zeros((), dtype=torch.float64, device=described.descriptors.device)
         counts = torch.zeros(2, dtype=torch.int64, device=described.descriptors.device)
-        for one, is_last in with_last(passes):
+        for number, one in enumerate(passes, 1):
+            is_last = number == len(passes)
             with self.engine.accumulating(is_last):
                 again = one.kept
                 if again is None:
@@ -260,6 +263,5 @@ class ThreeStageStep:
 
 def _add(gathering: Gathering, batch: Batch, rows: slice, descriptors: Float[Tensor, "n C"]) -> None:
     """Send the descriptors of a micro-batch to the other ranks, with what ranking has to know of each image."""
-    device = descriptors.device
-    images = torch.tensor(batch.samples[rows], dtype=torch.int64, device=device)
-    gathering.add(descriptors, batch.labels[rows].to(device), batch.present[rows].to(device), images)
+    images = torch.tensor(batch.samples[rows], dtype=torch.int64)
+    gathering.add(descriptors, batch.labels[rows], batch.present[rows], images)

@@ -14,7 +14,7 @@ from distap.evaluation import refuse_seen_classes
 from distap.evaluation.extraction import BrokenOffError
 from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
-from distap.ranking import CrossBatchMemory
+from distap.ranking.memory import CrossBatchMemory
 from distap.step import StepResult
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError

@@ -8,7 +8,7 @@ from benchmarks.collectives import collectives_of
 from distap.engine import DDPEngine
 from distap.errors import DistapError
 from distap.randomness import seed_for
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import DROPOUT, ThreeStageStep
 from distap.world import World

@@ -48,12 +48,12 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
     lengths = torch.linalg.vector_norm(descriptors.double(), dim=1)
     wrong = ~lengths.isfinite()
     if wrong.any():
-        return f"{_rows(wrong)}: descriptors hold values that are not finite (NaN or infinite), so nothing can be ranked"
+        return f"{_rows(wrong)}: descriptors hold values that are not finite (NaN or infinite)"
     wrong = (lengths - 1).abs() > LENGTH_TOLERANCE
     if wrong.any():
         return (
-            f"{_rows(wrong)}: descriptors have other lengths than 1, such as {float(lengths[wrong][0]):.4g}; normalise "
-            "them first (torch.nn.functional.normalize)"
+            f"{_rows(wrong)}: descriptors have other lengths than 1, such as {float(lengths[wrong][0]):.4g}; "
+            "normalise them first (torch.nn.functional.normalize)"
         )
     return None
 

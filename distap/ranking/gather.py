@@ -21,7 +21,7 @@ class Gathering:
     Every rank adds its own rows in their order, as many at a time as it likes. Rows travel packed, a chunk in one
     collective, which starts when this rank has all its rows of the chunk; nothing waits before `finish`:
 
-        | label | image | takes part |  d_1 ... d_C  |     the three facts are raw int64 bits in the descriptors' dtype
+        | label | image | takes part |  d_1 ... d_C  |     facts: int64 bits in the descriptors' dtype
 
     Args:
         world: the ranks; each holds the slots rank, rank + W, ...

@@ -18,7 +18,7 @@ from distap.world import World
 
 QueryWeights = Literal["uniform", "class"]
 Presets = Mapping[str, Mapping[str, Any]]
-# The pairs of one tile: on a CPU as many as stay in its cache while they are worked on, on a GPU enough to keep it busy.
+# Pairs of a tile: on a CPU, as many as stay in its cache while they are worked on; on a GPU, enough to keep it busy.
 CPU_TILE_PAIRS, GPU_TILE_PAIRS = 2**19, 2**26
 TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits

@@ -41,9 +41,9 @@ class CrossBatchMemory:
         """Add a batch, and forget the oldest descriptors."""
         if self.size == 0:
             return
-        kept = gathered.descriptors, gathered.labels, gathered.images
+        kept = [gathered.descriptors, gathered.labels, gathered.images]
         if self.descriptors is not None:
-            kept = *map(torch.cat, zip(self._of_other_images(gathered), kept, strict=True)),
+            kept = [torch.cat(rows) for rows in zip(self._of_other_images(gathered), kept, strict=True)]
         # Copies: a slice would keep all of the tensor that it was cut from.
         self.descriptors, self.labels, self.images = (rows[-self.size :].detach().clone() for rows in kept)
 

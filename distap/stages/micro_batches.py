@@ -1,10 +1,8 @@
 """Cut a rank's share of a batch into micro-batches, and halve them when memory runs out."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
-from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,7 +11,6 @@ from torch import Tensor
 from distap.errors import DistapError
 from distap.world import World
 
-T = TypeVar("T")
 Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, ascending
 logger = logging.getLogger("distap")
 OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")
@@ -113,80 +110,45 @@ def first_of(rows: Rows) -> int:
 
 
 def backward_passes(
-    descriptors: Float[Tensor, "b C"],
+    gradient: Float[Tensor, "b C"],
     kept: Mapping[int, Tensor],
-    gradient: Callable[[slice], Float[Tensor, "n C"]],
     size: int,
     limit: float = 0.0,
     regroup: bool = True,
     lockstep: World | None = None,
-) -> Iterable[BackwardPass]:
+) -> list[BackwardPass]:
     """Cut stage three into micro-batches, at least one, so that no rank misses the reduction of gradients.
 
     Kept graphs come first, since they hold memory. Images whose gradient is no longer than `limit` are left out.
 
     Args:
-        descriptors: of the rank's share.
+        gradient: dL/d descriptors of the rank's share.
         kept: descriptors of the micro-batches that kept their graph, by their first row.
-        gradient: rows -> dL/d descriptors, called when they are needed, once for each row.
         size: images in a micro-batch.
         limit: smallest norm of a gradient that is worth a replay.
         regroup: fill gaps that left-out images leave with images of the next micro-batch. Otherwise a micro-batch
             stays as stage one cut it, and is left out only if none of its images has a gradient.
         lockstep: the ranks, if they communicate in every pass and so need the same number of them.
     """
-    passes = _passes_with_gradient(descriptors, kept, gradient, size, limit, regroup)
-    # A pass that changes nothing: the first image with a gradient of 0.
-    nothing = BackwardPass(slice(0, 1), torch.zeros_like(descriptors[:1]), is_padding=True)
-    if lockstep is None:
-        return chain([next(passes, nothing)], passes)
-    mine = list(passes)
-    longest = int(lockstep.maximum(max(len(mine), 1)))
-    return mine + [nothing] * (longest - len(mine))
-
-
-def _passes_with_gradient(
-    descriptors: Tensor,
-    kept: Mapping[int, Tensor],
-    gradient: Callable[[slice], Tensor],
-    size: int,
-    limit: float,
-    regroup: bool,
-) -> Iterator[BackwardPass]:
+    # A gradient that is not finite is longer than any limit: the update finds it, and all ranks skip the step.
+    longer = torch.logical_not(gradient.norm(dim=1) <= limit).cpu()
+    passes, rest = [], longer.clone()
     for first, with_graph in kept.items():
         rows = slice(first, first + len(with_graph))
-        of_rows = gradient(rows)
-        if _is_longer(of_rows, limit).any():
-            yield BackwardPass(rows, of_rows, with_graph)
-    others = [rows for rows in cut(0, len(descriptors), size) if rows.start not in kept]
-    if not regroup:
-        for rows in others:
-            of_rows = gradient(rows)
-            if _is_longer(of_rows, limit).any():
-                yield BackwardPass(rows, of_rows)
-        return
-    numbers, waiting = torch.empty(0, dtype=torch.int64), None
-    for rows in others:
-        of_rows = gradient(rows)
-        longer = _is_longer(of_rows, limit)
-        numbers = torch.cat([numbers, torch.arange(rows.start, rows.stop)[longer.cpu()]])
-        waiting = of_rows[longer] if waiting is None else torch.cat([waiting, of_rows[longer]])
-        if len(numbers) >= size:
-            yield BackwardPass(_as_rows(numbers[:size]), waiting[:size])
-            numbers, waiting = numbers[size:], waiting[size:]
-    if waiting is not None and len(numbers):
-        yield BackwardPass(_as_rows(numbers), waiting)
-
-
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item and whether it is the last one. An item is held back until the next one is known."""
-    held: list[T] = []
-    for item in items:
-        if held:
-            yield held.pop(), False
-        held.append(item)
-    if held:
-        yield held.pop(), True
+        rest[rows] = False
+        if longer[rows].any():
+            passes.append(BackwardPass(rows, gradient[rows], with_graph))
+    if regroup:
+        again = [_as_rows(numbers) for numbers in rest.nonzero().flatten().split(size) if len(numbers)]
+    else:
+        again = [rows for rows in cut(0, len(gradient), size) if rest[rows].any()]
+    passes += [BackwardPass(rows, gradient[rows]) for rows in again]
+    count = max(len(passes), 1)
+    if lockstep is not None:
+        count = int(lockstep.maximum(count))
+    # A pass that changes nothing: the first image with a gradient of 0.
+    nothing = BackwardPass(slice(0, 1), torch.zeros_like(gradient[:1]), is_padding=True)
+    return passes + [nothing] * (count - len(passes))
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -195,11 +157,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     oneDNN reports it as a convolution's primitive that could not be created.
     """
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_CPU_MEMORY)
-
-
-def _is_longer(gradient: Float[Tensor, "n C"], limit: float) -> Tensor:
-    # NaN counts as longer: the update will find it, and all ranks skip the step together.
-    return torch.logical_not(gradient.norm(dim=1) <= limit)
 
 
 def _as_rows(numbers: Tensor) -> Rows:

@@ -35,7 +35,7 @@ from distap.model import (
     build_network,
     compile_backbone,
 )
-from distap.ranking import CrossBatchMemory
+from distap.ranking.memory import CrossBatchMemory
 from distap.registry import name_of
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images

@@ -16,8 +16,6 @@ from distap.data.loading.indexed import ShareOfBatch
 from distap.errors import DistapError
 from distap.evaluation import Evaluation
 from distap.evaluation.saved import folder_of_step, keep_few
-from distap.ranking import AP_LOSSES
-from distap.registry import name_of
 from distap.step import StepResult
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers import LoggedRun, Loggers, refuse_unusable
@@ -93,7 +91,7 @@ class RunReport:
         times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
         figures = {
             "loss": result.loss,
-            "batch_mAP": 1 - result.loss if name_of("loss", self.recipe.loss) in AP_LOSSES else math.nan,
+            "batch_mAP": 1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan,
             "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm,
             "replay_drift": result.replay_drift,

@@ -16,7 +16,7 @@ from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
 from distap.engine import DDPEngine
 from distap.errors import DistapError
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch

@@ -10,7 +10,7 @@ from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
 
 from distap.engine import ENGINES
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.world import World

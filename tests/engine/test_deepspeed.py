@@ -15,7 +15,8 @@ from distap.engine import DDPEngine, Precision
 from distap.engine.deepspeed.config import DeepSpeedSettings
 from distap.engine.deepspeed.engine import DeepSpeedEngine
 from distap.randomness import seed_for
-from distap.ranking import SmoothAP, rank
+from distap.ranking.losses.smooth import SmoothAP
+from distap.ranking.rank import rank
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import DROPOUT, ThreeStageStep
 from distap.world import World

@@ -15,7 +15,8 @@ from torch.nn.functional import normalize
 from distap.engine.fsdp import FSDPEngine, FSDPSettings, blocks
 from distap.engine.precision import Precision
 from distap.randomness import seed_for
-from distap.ranking import QuantizedAP, rank
+from distap.ranking.losses.quantized import QuantizedAP
+from distap.ranking.rank import rank
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import DROPOUT, ThreeStageStep
 from distap.world import World

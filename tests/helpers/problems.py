@@ -5,7 +5,7 @@ from reference import through_normalisation
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from distap.ranking import Ranking, rank
+from distap.ranking.rank import Ranking, rank
 
 
 def problem(

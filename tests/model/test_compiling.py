@@ -10,7 +10,7 @@ from distap.engine.optimizer import GroupSettings, build_optimizer
 from distap.errors import DistapError
 from distap.model import Describer, GeM, RetrievalNetwork, build_network, compile_backbone
 from distap.model.speed.compiling import MOST_GRAPHS, CompiledBackbone
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.world import World

@@ -6,7 +6,8 @@ from problems import problem
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.ranking import SmoothAP, rank
+from distap.ranking.losses.smooth import SmoothAP
+from distap.ranking.rank import rank
 
 
 def batch():

@@ -30,7 +30,7 @@ def compiling(monkeypatch):
 @pytest.mark.parametrize("name", ["ap_q", "smooth_ap", "sup_ap"])
 def test_compiled_gives_what_uncompiled_gives(name, compiling, monkeypatch, caplog):
     raw, labels = problem(0, 300, 40, dimensions=16, dtype=torch.float32)
-    monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", 20_000)
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 20_000)
     with caplog.at_level(logging.INFO), monkeypatch.context() as context:
         ranking, gradient = rank_raw(raw, labels, name)
         rank_raw(raw, labels, name)

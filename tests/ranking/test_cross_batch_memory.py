@@ -3,7 +3,8 @@ import torch
 from problems import problem
 from torch.nn.functional import normalize
 
-from distap.ranking import CrossBatchMemory, gather
+from distap.ranking.gather import gather
+from distap.ranking.memory import CrossBatchMemory
 from distap.world import World
 
 

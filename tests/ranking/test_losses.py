@@ -11,8 +11,10 @@ from reference import listwise_gradient
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.ranking import CrossBatchMemory, build_loss, gather, rank
-from distap.ranking.budget import Budget
+from distap.ranking.gather import gather
+from distap.ranking.loss import Budget, build_loss
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rank import rank
 from distap.world import World
 
 
@@ -130,13 +132,13 @@ def test_small_tiles_give_what_one_large_tile_gives(name, monkeypatch):
     raw, labels = problem(2, 150, 15)
     whole, gradient = rank_raw(raw, labels, name)
     for pairs in (37, 1000):
-        monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", pairs)
+        monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", pairs)
         assert_same(*rank_raw(raw, labels, name), whole.loss.item(), gradient, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("name", ["ap_q", "ap_t", "fast_ap"])
 def test_bins_recomputed_are_the_bins_kept(name, monkeypatch):
-    monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", 300)
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 300)
     raw, labels = problem(3, 150, 15, dtype=torch.float32)
     budget = 20_000
     assert Budget.of(raw.device).keeps(150 * 150)
@@ -167,7 +169,7 @@ def test_duplicates_are_ties_whatever_the_size_of_the_tiles(name, dtype, monkeyp
     raw[100:200] = raw[:100]
     whole, gradient = rank_raw(raw, labels, name)
     for pairs in (700, 10_000):
-        monkeypatch.setattr("distap.ranking.budget.CPU_TILE_PAIRS", pairs)
+        monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", pairs)
         tolerance = 100 * torch.finfo(dtype).eps
         assert_same(*rank_raw(raw, labels, name), whole.loss.item(), gradient, tolerance)
 

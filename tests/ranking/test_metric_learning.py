@@ -5,7 +5,10 @@ from pytorch_metric_learning import losses, miners
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.ranking import CrossBatchMemory, build_loss, gather, rank
+from distap.ranking.gather import gather
+from distap.ranking.loss import build_loss
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rank import rank
 from distap.world import World
 
 

@@ -12,7 +12,7 @@ MEASURE = """
 import json, sys, torch
 from torch.nn.functional import normalize
 from benchmarks.peak import peak_bytes
-from distap.ranking import rank
+from distap.ranking.rank import rank
 loss, budget, bins, *batches = sys.argv[1], *map(json.loads, sys.argv[2:])
 options = {"bins": bins} if bins else {}
 peaks = []

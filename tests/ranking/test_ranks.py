@@ -11,7 +11,11 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distap.errors import DistapError
-from distap.ranking import CrossBatchMemory, QuantizedAP, build_loss, gather, rank, rank_descriptors
+from distap.ranking.gather import gather
+from distap.ranking.loss import build_loss
+from distap.ranking.losses.quantized import QuantizedAP
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rank import rank, rank_descriptors
 from distap.world import World
 
 SLOTS = 23  # uneven on 2, 3 and 4 ranks

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.memory import SyntheticBatch
 from distap.world import World
 from distap.engine import DDPEngine
-from distap.ranking import QuantizedAP
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 

@@ -1,6 +1,6 @@
 import torch
 
-from distap.stages.micro_batches import backward_passes, cut, is_out_of_memory, with_last
+from distap.stages.micro_batches import backward_passes, cut, is_out_of_memory
 
 NAN = float("nan")
 
@@ -8,15 +8,8 @@ NAN = float("nan")
 def passes(lengths, size, kept=(), **options):
     """(rows, whether kept) of each pass, for gradients of these lengths."""
     gradient = torch.tensor(lengths)[:, None] * torch.tensor([[0.6, 0.8]])
-    asked = []
-
-    def rows_of_gradient(rows):
-        asked.extend(range(rows.start, rows.stop))
-        return gradient[rows]
-
     graphs = {first: torch.zeros(min(size, len(lengths) - first), 2) for first in kept}
-    found = list(backward_passes(torch.ones(len(lengths), 2), graphs, rows_of_gradient, size, **options))
-    assert sorted(asked) == list(range(len(lengths)))  # each row once
+    found = backward_passes(gradient, graphs, size, **options)
     numbers = torch.arange(len(lengths))
     for one in found:
         assert torch.equal(one.gradient, gradient[one.rows]) or one.gradient.isnan().any()
@@ -48,15 +41,10 @@ def test_gradients_below_the_limit_are_left_out_but_not_those_that_are_no_number
 
 
 def test_a_share_without_any_gradient_is_padded_by_one_image_without_gradient():
-    (one,) = backward_passes(torch.ones(3, 2), {}, lambda rows: torch.zeros(3, 2)[rows], 4)
+    (one,) = backward_passes(torch.zeros(3, 2), {}, 4)
     assert one.is_padding
     assert one.rows == slice(0, 1)
     assert torch.equal(one.gradient, torch.zeros(1, 2))
-
-
-def test_the_last_is_known_to_be_the_last():
-    assert list(with_last("abc")) == [("a", False), ("b", False), ("c", True)]
-    assert list(with_last([])) == []
 
 
 def test_only_a_lack_of_memory_is_one():

@@ -1,7 +1,7 @@
 """Losses that see similarities through soft histograms only, in linear memory.
 
-A pair of similarity s lies at t = (high - s) / width, counted in bins from the most similar end. The triangular kernel
-of Revaud et al. (2019, eq. 7) touches two neighbouring bins, and its running sum is a clamp: a pair adds
+A pair of similarity s lies at t = (high - s) / width, counted in bins from the most similar end. The triangular
+kernel of Revaud et al. (2019, eq. 7) touches two neighbouring bins, and its running sum is a clamp: a pair adds
 clamp(m + 1 - t, 0, 1) to the cumulative count of bin m.
 
     count      1 |-----\\                     The loss depends on the similarities only through these counts, two
@@ -10,8 +10,9 @@ clamp(m + 1 - t, 0, 1) to the cumulative count of bin m.
                  +--------------> t          a positive).
                       m  m+1
 
-Pass one goes over tiles of pairs and counts. Pass two goes over them again and looks slopes up; the B x B similarities
-never exist at once. Pass one keeps each pair's bin as one byte if the budget allows, so that pass two needs no product.
+Pass one goes over tiles of pairs and counts. Pass two goes over them again and looks slopes up; the B x B
+similarities never exist at once. Pass one keeps each pair's bin as one byte if the budget allows, so that pass two
+needs no product.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from torch import Tensor
+from torch.nn.functional import pad
 
-from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
 from distap.ranking.compiling import compiled_if_large
+from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
 from distap.ranking.loss import Budget, Gathered, LossValue, QueryWeights
 
 # AP of each query from its cumulative soft counts of negatives and of positives: (b, M), (b, M) -> (b,).
@@ -95,7 +97,7 @@ class Passes:
         """
         own = Images.of(descriptors, labels, is_own, self.seen, self._counts.shape[1])
         rest = Images.of(descriptors, labels, ~is_own, self.seen)
-        self._counts = torch.cat([self._counts, self._counts.new_zeros(2, len(own.labels), self.bins.bins - 1)], dim=1)
+        self._counts = pad(self._counts, (0, 0, 0, len(own.labels)))
         for tile in self._new_tiles(own, rest):
             self._count(tile)
         self._own.append(own)
@@ -105,9 +107,9 @@ class Passes:
     def _new_tiles(self, own: Images, rest: Images) -> Iterator[Tile]:
         """The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
 
-                          earlier own   earlier rest   new own    new rest
-            earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
-            new own            b             c            a           c
+                      earlier own   earlier rest   new own    new rest
+        earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
+        new own            b             c            a           c
         """
         yield from triangle(own, self.budget)  # a
         for earlier in self._own:

@@ -1,7 +1,10 @@
 """Weighted sums of losses."""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Annotated, Any
+
+import torch
 
 from distap.ranking.loss import Budget, Gathered, Loss, LossValue
 from distap.registry import Chosen
@@ -23,10 +26,10 @@ class WeightedSum(Loss):
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         """The sums of the values, of the losses by query if all terms have them, and of the gradients."""
-        weights, losses = zip(*self.terms, strict=True)
-        parts = [loss.value_and_gradient(gathered, budget) for loss in losses]
-        values, per_query, gradients = (
-            None if None in part else sum(weight * each for weight, each in zip(weights, part, strict=True))
-            for part in zip(*parts, strict=True)
+        parts = [(weight, loss.value_and_gradient(gathered, budget)) for weight, loss in self.terms]
+        by_query = [weight * part.per_query for weight, part in parts if part.per_query is not None]
+        return LossValue(
+            reduce(torch.add, [weight * part.value for weight, part in parts]),
+            reduce(torch.add, by_query) if len(by_query) == len(parts) else None,
+            reduce(torch.add, [weight * part.gradient for weight, part in parts]),
         )
-        return LossValue(values, per_query, gradients)
