@@ -18,15 +18,15 @@ def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> None:
         DistapError: on all ranks, if shapes or dtypes of any are wrong, a label is no class number, or a descriptor
             is not finite or not of length 1.
     """
-    kind = f"{'x'.join(map(str, descriptors.shape[1:]))} dimensions of {descriptors.dtype}"
-    said = world.gather_texts([_problem(descriptors, labels) or "", kind], 2 * world.size)
-    problems, kinds = said[: world.size], said[world.size :]
-    if any(problems):
-        by_rank = [f"rank {rank}, {problem}" for rank, problem in enumerate(problems) if problem]
-        raise DistapError("; ".join(by_rank) if world.size > 1 else problems[0])
+    kind = f"(b, {', '.join(map(str, descriptors.shape[1:]))}) of {descriptors.dtype}"
+    said = world.gather_texts([kind, _problem(descriptors, labels) or ""], 2 * world.size)
+    kinds, problems = said[: world.size], said[world.size :]
     if len(set(kinds)) > 1:
         by_rank = [f"rank {rank} has {each}" for rank, each in enumerate(kinds)]
         raise DistapError(f"the ranks were given descriptors of different kinds: {'; '.join(by_rank)}")
+    if any(problems):
+        by_rank = [f"rank {rank}, {problem}" for rank, problem in enumerate(problems) if problem]
+        raise DistapError("; ".join(by_rank) if world.size > 1 else problems[0])
 
 
 def _problem(descriptors: Tensor, labels: Tensor) -> str | None:

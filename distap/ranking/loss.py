@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -144,6 +144,7 @@ class LossValue(NamedTuple):
     gradient: Float[Tensor, "b C"]  # by the descriptors of `Gathered.own`
 
 
+@runtime_checkable
 class Counter(Protocol):
     """Does the first half of a loss's work while the descriptors of the batch still arrive."""
 

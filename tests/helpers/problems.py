@@ -5,7 +5,11 @@ from reference import through_normalisation
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from distap.ranking.gather import gather
+from distap.ranking.loss import Loss
+from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, rank
+from distap.world import World
 
 
 def problem(
@@ -13,7 +17,7 @@ def problem(
 ) -> tuple[Tensor, Tensor]:
     """Random descriptors, in clusters so that all bins occur, and labels of unequal classes in any order.
 
-    There are two classes at least, and one image at least that has another of its class.
+    There are at least two classes, and one image that has another of its class.
     """
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, classes, (images,), generator=generator) ** 2
@@ -23,7 +27,18 @@ def problem(
     return raw + 0.5 * torch.sin(labels[:, None] * torch.arange(1, dimensions + 1)).to(dtype), labels
 
 
-def rank_raw(raw: Tensor, labels: Tensor, loss: str, **options: object) -> tuple[Ranking, Tensor]:
+def rank_raw(raw: Tensor, labels: Tensor, loss: str | Loss, **options: object) -> tuple[Ranking, Tensor]:
     """Ranking of the normalised rows by one process, and its gradient by `raw`."""
     ranking = rank(normalize(raw), labels, loss, **options)
     return ranking, through_normalisation(raw, ranking.gradient)
+
+
+def remembering(
+    seed: int, images: int, first: int | None = None, classes: int = 5, **settings: int
+) -> CrossBatchMemory:
+    """A memory of a batch; its images are numbered from `first`, or have no numbers."""
+    raw, labels = problem(seed, images, classes, **settings)
+    numbers = None if first is None else torch.arange(first, first + images)
+    memory = CrossBatchMemory(1000)
+    memory.remember(gather(normalize(raw), labels, torch.ones(images, dtype=torch.bool), World(), images, numbers))
+    return memory

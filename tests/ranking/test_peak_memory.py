@@ -19,7 +19,7 @@ peaks = []
 for batch in (256, *batches):  # the first also pays for what a process sets up once
     labels = (torch.arange(batch) // 8)[torch.randperm(batch)]
     descriptors = normalize(torch.randn(batch, 32))
-    action = lambda: rank(descriptors, labels, loss, memory_budget=budget, **options)
+    action = lambda: rank(descriptors, labels, loss, memory_bytes=budget, **options)
     peaks.append(peak_bytes(action, descriptors.device))
 print(json.dumps(peaks[1:]))
 """
@@ -28,7 +28,7 @@ print(json.dumps(peaks[1:]))
 def peaks(loss, *batches, budget=None, bins=None):
     arguments = [loss, json.dumps(budget), json.dumps(bins), *map(str, batches)]
     # Uncompiled: the compiler's own memory would hide what is measured.
-    code = "from distap.ranking import compiled\ncompiled.PAYS_FROM_PAIRS = 2**62\n" + MEASURE
+    code = "from distap.ranking import compiling\ncompiling.PAYS_FROM_PAIRS = 2**62\n" + MEASURE
     # A mapping for each tensor, so that none lies where another's memory was freed and goes uncounted.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_MMAP_MAX_": "1000000"}
     command = [sys.executable, "-c", code, *arguments]

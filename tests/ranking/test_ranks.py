@@ -1,6 +1,6 @@
 """Many ranks give what one process gives, whatever share of the batch each has."""
 
-from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from problems import problem
 from ranks import on_ranks
 from torch.nn.functional import normalize
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.collectives import collectives_of
 from distap.errors import DistapError
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
@@ -156,11 +156,11 @@ def test_a_group_of_some_ranks_ranks_among_itself(from_a_group):
 
 def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
     for answer in from_a_group:
-        assert "rank 1, row 2; rank 2, rows 0, 4" in answer["not finite"]
-    assert [("labels are torch.float" in answer["labels"]) for answer in from_a_group] == [False, True, False]
-    assert "rank 1 was given" in from_a_group[0]["labels"]
-    assert "rank 1 has 5 dimensions of torch.float64" in from_a_group[1]["dimensions"]
-    assert "rank 2 has 6 dimensions of torch.float32" in from_a_group[2]["dtype"]
+        assert "rank 1, row 2: descriptors hold values that are not finite" in answer["not finite"]
+        assert "rank 2, rows 0, 4: descriptors hold values that are not finite" in answer["not finite"]
+        assert "rank 1, labels are torch.float" in answer["labels"]
+        assert "rank 1 has (b, 5) of torch.float64" in answer["dimensions"]
+        assert "rank 2 has (b, 6) of torch.float32" in answer["dtype"]
 
 
 def rank_uneven_shares(world):
@@ -186,55 +186,29 @@ def complaint(descriptors, labels):
     return str(error.value)
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes that each kind of collective hands over, as one rank sees them."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, function, types, arguments=(), settings=None):
-        if function.namespace == "c10d":
-            sent = tensors(arguments[:2])
-            # The first argument is what is received, except where the operation works in place.
-            self.bytes[function._schema.name.removeprefix("c10d::")] += max(map(size, sent))
-        return function(*arguments, **(settings or {}))
+ROWS, DIMENSIONS = 256, 64
 
 
-def tensors(values):
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors(value)
-
-
-def size(tensor):
-    return tensor.numel() * tensor.element_size()
-
-
-def traffic_of_sharded_ranking(world, rows, dimensions, loss):
-    raw, labels = problem(0, rows, rows // 8, dimensions, dtype=torch.float32)
+def traffic_of_sharded_ranking(world):
+    """Bytes that rank hands to collectives, by loss."""
+    raw, labels = problem(0, ROWS, ROWS // 8, DIMENSIONS, dtype=torch.float32)
     mine = slice(world.rank, None, world.size)
     descriptors, present = normalize(raw)[mine], torch.ones(len(labels[mine]), dtype=torch.bool)
-    with Traffic() as traffic:
-        gathered = gather(descriptors, labels[mine], present, world, rows)
-        rank_descriptors(loss, gathered, "sharded")
-    return traffic.bytes
+
+    def ranked(loss):
+        rank_descriptors(loss, gather(descriptors, labels[mine], present, world, ROWS), "sharded")
+
+    losses = {"ap_q": QuantizedAP(bins=20), "sup_ap": build_loss("sup_ap")}
+    return {
+        name: {one.name: one.bytes for one in collectives_of(partial(ranked, loss))} for name, loss in losses.items()
+    }
 
 
-ROWS, DIMENSIONS = 256, 64
-GATHERED = ROWS * (4 * DIMENSIONS + 3 * 8)  # descriptors; label, image number and whether it takes part
-AGREED = 8 + 8  # the loss, and whether all is finite
-
-
-def test_sharded_ap_q_gathers_descriptors_labels_and_slope_tables_and_agrees_on_two_numbers():
-    slopes = ROWS * 4 * 2 * 19
-    for traffic in on_ranks(2, traffic_of_sharded_ranking, ROWS, DIMENSIONS, QuantizedAP(bins=20)):
-        assert traffic == {"_allgather_base_": GATHERED + slopes, "allreduce_": AGREED}
-
-
-def test_a_sharded_loss_by_rows_also_reduces_the_gradient_of_the_gallery():
-    for traffic in on_ranks(2, traffic_of_sharded_ranking, ROWS, DIMENSIONS, build_loss("sup_ap")):
-        gradient = ROWS * 4 * DIMENSIONS
-        assert traffic == {"_allgather_base_": GATHERED, "_reduce_scatter_base_": gradient, "allreduce_": AGREED}
+def test_a_sharded_loss_sends_its_own_rows_and_slopes_or_the_gradient_of_the_gallery():
+    gathered = ROWS // 2 * (4 * DIMENSIONS + 3 * 8)  # descriptors; label, image number and whether it takes part
+    agreed = 8 + 8  # the loss, and whether all is finite
+    slopes, gradient = ROWS // 2 * 4 * 2 * 19, ROWS * 4 * DIMENSIONS
+    for traffic in on_ranks(2, traffic_of_sharded_ranking):
+        assert traffic["ap_q"] == {"gloo:all_gather": gathered + slopes, "gloo:all_reduce": agreed}
+        # gloo reduces and scatters by an all_reduce.
+        assert traffic["sup_ap"] == {"gloo:all_gather": gathered, "gloo:all_reduce": gradient + agreed}

@@ -227,7 +227,7 @@ def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered)
     return table
 
 
-def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: float) -> None:
+def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: int | float) -> None:
     """Add a value at some columns of each row, in place; padding repeats a column and adds nothing there."""
     values = torch.zeros(columns.shape, dtype=table.dtype, device=table.device)
     table.scatter_add_(1, columns, values.masked_fill_(is_real, value))

@@ -18,8 +18,8 @@ from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss
 
 # Each function goes over one row of similarities for one positive. `..._counts` gives how many images come before
-# the positive, (r,). `..._slopes` adds their derivative, times `by_count`, to `total`, (r, c), and also gives its sum,
-# (r,), by which the positive itself moves the other way.
+# the positive, (r,). `..._slopes` adds their derivative, times `by_count`, to `total`, (r, c), and gives also its
+# sum, (r,), by which the positive itself moves the other way.
 
 
 def sigmoid_counts(

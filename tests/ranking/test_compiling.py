@@ -1,0 +1,147 @@
+"""Compiled functions against the same functions as they are."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from launching import HELPERS
+from problems import problem, rank_raw
+
+from distap.ranking import compiling
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Compile whatever the size of the batch."""
+    monkeypatch.setattr(compiling, "PAYS_FROM_PAIRS", 0)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """torch.compile gives the function as it is."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+
+
+def run(code, **environment):
+    """Run code in a process of its own, without the checks of shapes that pytest puts around every function."""
+    environment = os.environ | {"PYTHONPATH": str(HELPERS)} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ap_q", "smooth_ap", "sup_ap"])
+def test_compiled_gives_what_uncompiled_gives(name, always, monkeypatch, caplog):
+    raw, labels = problem(0, 300, 40, dimensions=16, dtype=torch.float32)
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 20_000)
+    with caplog.at_level(logging.INFO):
+        ranking, gradient = rank_raw(raw, labels, name)
+        rank_raw(raw, labels, name)
+        monkeypatch.setattr(compiling, "PAYS_FROM_PAIRS", 2**62)
+        plain, expected = rank_raw(raw, labels, name)
+    said = [record.message for record in caplog.records]
+    assert "is compiled" in said[0]
+    assert len(set(said)) == len(said)
+    assert ranking.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+
+
+COUNT_OF_GRAPHS = """
+import torch._dynamo.utils
+from problems import problem, rank_raw
+from distap.ranking import compiling, loss
+compiling.PAYS_FROM_PAIRS, loss.CPU_TILE_PAIRS = 0, 5000
+for images in (150, 300, 301, 317):
+    rank_raw(*problem(0, images, 40, dimensions=16, dtype=torch.float32), "ap_q")
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.slow
+def test_one_graph_serves_tiles_of_all_sizes():
+    # Of counts, codes and slopes; and two more of counts, for positives in one column and for their mirror image.
+    assert 3 <= int(run(COUNT_OF_GRAPHS)) <= 5
+
+
+WITHOUT_COMPILER = """
+import logging, os, sys
+logging.basicConfig(stream=sys.stdout)
+from problems import problem, rank_raw
+from distap.ranking import compiling
+compiling.PAYS_FROM_PAIRS = 0
+for _ in range(2):
+    assert rank_raw(*problem(1, 30, 5), "ap_q")[0].is_finite
+"""
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_same_functions_run_and_each_says_so_once():
+    said = run(WITHOUT_COMPILER, PATH="", CXX="", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1").splitlines()
+    warnings = [line for line in said if "failed when compiled" in line]
+    assert len(warnings) == len(set(warnings)) == 3
+    assert all("compiler" in line for line in warnings)
+
+
+def test_a_function_that_fails_when_compiled_is_left_alone_from_then_on(always, monkeypatch, caplog):
+    def only_for_one_row(values):
+        if len(values) > 1:
+            raise RuntimeError("recompilation failed\nmore")
+        return plus_one(values)
+
+    def plus_one(values):
+        return values + 1
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: only_for_one_row)
+    chosen = compiling.compiled_if_large(plus_one, 1, torch.ones(1))
+    for rows in (1, 2, 1, 2):
+        assert chosen(torch.ones(rows)).tolist() == [2.0] * rows
+    assert caplog.text.count("plus_one failed when compiled, so it runs slower without: RuntimeError: recompil") == 1
+
+
+def test_a_small_batch_is_not_compiled():
+    assert compiling.compiled_if_large(quick, compiling.PAYS_FROM_PAIRS - 1, torch.ones(1)) is quick
+
+
+def slow(values):
+    torch.full((500, 500), 2.0) @ torch.full((500, 500), 2.0)
+    return values + 1
+
+
+def quick(values):
+    return values + 1
+
+
+def failing(values):
+    raise RuntimeError("out of registers")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [(quick, "slow is a kernel written by hand ("), (failing, "slow is compiled (")]
+)
+def test_a_kernel_is_used_if_it_is_faster_and_works(kernel, said, always, uncompiled, caplog):
+    with caplog.at_level(logging.INFO):
+        chosen = compiling.compiled_if_large(slow, 1, torch.ones(1), kernel)
+        for _ in range(2):
+            assert chosen(torch.ones(3)).tolist() == [2.0] * 3
+    assert caplog.text.count(said) == 1
+
+
+CHECK_OF_KERNEL = """
+import torch
+from distap.ranking.histogram.passes import soft_counts
+from distap.ranking.histogram.triton_counts import soft_counts_by_hand
+for rows, columns, bins, low in ((5, 300, 20, -1.0), (7, 129, 25, 0.0), (2, 64, 2, -1.0), (3, 500, 100, -1.0)):
+    similarities = 2 * torch.rand(rows, columns) - 1
+    similarities[0, 3], similarities[1, 5] = -torch.inf, 1.0
+    arguments = similarities, 1.0, (1 - low) / (bins - 1), bins
+    torch.testing.assert_close(soft_counts_by_hand(*arguments), soft_counts(*arguments), rtol=1e-5, atol=1e-4)
+"""
+
+
+def test_the_kernel_of_counts_gives_what_the_plain_function_gives_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    run(CHECK_OF_KERNEL, TRITON_INTERPRET="1")

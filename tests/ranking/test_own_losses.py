@@ -1,0 +1,103 @@
+"""Losses that a user writes from the bases rank like ours."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import problem, rank_raw, remembering
+from ranks import on_ranks
+from torch.nn.functional import normalize
+
+from distap.errors import DistapError
+from distap.ranking.loss import build_loss
+from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
+from distap.ranking.losses.calibration import Calibration
+from distap.ranking.losses.metric_learning import MetricLearning
+from distap.ranking.rank import rank
+
+
+@dataclass(frozen=True)
+class Margins(SimilarityLoss):
+    """What Calibration computes, without its derivative."""
+
+    self_pair: bool = False
+    alpha: float = 0.9
+    beta: float = 0.6
+
+    def loss(self, similarities, positive, negative):
+        pull = (self.alpha - similarities).clamp(min=0) * positive
+        push = (similarities - self.beta).clamp(min=0) * negative
+        return pull.sum(1) / positive.sum(1) + push.sum(1) / negative.sum(1)
+
+
+@dataclass(frozen=True)
+class Distances(DescriptorLoss):
+    """What ContrastiveLoss of pytorch-metric-learning computes."""
+
+    margin: float = 1.0
+
+    def loss(self, descriptors, labels, gallery, gallery_labels):
+        distances = (2 - 2 * descriptors @ gallery.t()).clamp(min=1e-12).sqrt()
+        positive = (labels[:, None] == gallery_labels).fill_diagonal_(False)
+        pull, push = distances[positive], (self.margin - distances[labels[:, None] != gallery_labels]).clamp(min=0)
+        return pull.sum() / (pull > 0).sum() + push.sum() / (push > 0).sum()
+
+
+@dataclass(frozen=True)
+class Constant(SimilarityLoss):
+    def loss(self, similarities, positive, negative):
+        return torch.full_like(similarities[:, 0], 0.25)
+
+
+PAIRS = [
+    (Margins(alpha=0.8), Calibration(alpha=0.8)),
+    (Margins(self_pair=True, weights="class"), Calibration(self_pair=True, weights="class")),
+    (Distances(), MetricLearning("ContrastiveLoss")),
+]
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+@pytest.mark.parametrize(("mine", "ours"), PAIRS)
+def test_autograd_through_a_formula_gives_the_derivative_by_hand(mine, ours, with_memory, monkeypatch):
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 300)
+    raw, labels = problem(0, 40, 5)
+    ranked = [
+        rank_raw(raw, labels, loss, memory=remembering(1, 15) if with_memory else None) for loss in (mine, ours)
+    ]
+    (got, gradient), (expected, expected_gradient) = ranked
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-9)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+    if expected.per_query is not None:
+        torch.testing.assert_close(got.per_query, expected.per_query, equal_nan=True)
+
+
+def test_a_loss_without_any_pair_has_no_gradient():
+    ranking, gradient = rank_raw(*problem(0, 20, 3), Constant())
+    assert ranking.loss == pytest.approx(0.25)
+    assert not gradient.any()
+
+
+def test_it_can_be_named_from_outside_and_its_fields_are_its_options():
+    name = f"{__name__}:Margins"
+    assert build_loss(name, alpha=0.7, weights="class") == Margins(alpha=0.7, weights="class")
+    with pytest.raises(DistapError, match="no option 'alhpa'; did you mean alpha"):
+        build_loss(name, alhpa=0.7)
+
+
+def test_many_ranks_give_what_one_process_gives():
+    raw, labels = problem(2, 21, 4)
+    for loss, answers in zip((Margins(), Distances()), zip(*on_ranks(3, share_of_ranks), strict=True), strict=True):
+        whole = rank(normalize(raw), labels, loss)
+        assert all(value == pytest.approx(whole.loss.item(), rel=1e-12) for value, _ in answers)
+        gradient = torch.cat([of_rank for _, of_rank in answers])
+        torch.testing.assert_close(gradient, whole.gradient, rtol=1e-9, atol=1e-13)
+
+
+def share_of_ranks(world):
+    raw, labels = problem(2, 21, 4)
+    mine = slice(7 * world.rank, 7 * world.rank + 7)
+    shares = [
+        rank(normalize(raw)[mine], labels[mine], loss, group=dist.group.WORLD) for loss in (Margins(), Distances())
+    ]
+    return [(share.loss.item(), share.gradient) for share in shares]
