@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from batches import TensorBatch, small_images, small_network
@@ -8,6 +10,7 @@ from benchmarks.collectives import collectives_of
 from distap.engine import DDPEngine
 from distap.errors import DistapError
 from distap.randomness import seed_for
+from distap.ranking.loss import Loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import DROPOUT, ThreeStageStep
@@ -143,14 +146,12 @@ def test_a_kept_graph_needs_no_second_forward():
     assert (result.replayed, result.kept) == (16, 5)
 
 
-class Indifferent(torch.nn.Module):
+@dataclass(frozen=True)
+class Indifferent(Loss):
     """A loss that some descriptors do not matter to."""
 
-    def __init__(self, chosen, factor=0.0):
-        super().__init__()
-        self.chosen, self.factor = chosen, factor
-
-    name = "indifferent"
+    chosen: list[int]
+    factor: float = 0.0
 
     def value_and_gradient(self, gathered, budget):
         value = QuantizedAP().value_and_gradient(gathered, budget)
