@@ -28,10 +28,10 @@ from benchmarks.peak import peak_bytes
 from distap.errors import DistapError
 from distap.pages.charts import Chart, Series, line_chart, plain
 from distap.pages.page import write_page
-from distap.telemetry.terminal import text_table
 from distap.ranking.gather import gather
 from distap.ranking.loss import Gathered, Loss, build_loss
 from distap.ranking.rank import rank_descriptors
+from distap.telemetry.terminal import text_table
 from distap.world import World, joined_world
 
 NOISE = 0.7  # of an image's own direction against its class's: then all bins are in use

@@ -25,8 +25,8 @@ from distap.engine import Engine
 from distap.engine.optimizer import LinearDecay
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
-from distap.storage.files import storage_of
 from distap.ranking.memory import CrossBatchMemory
+from distap.storage.files import storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 from distap.training.build import PARTS
 from distap.world import World

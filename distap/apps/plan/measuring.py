@@ -15,7 +15,8 @@ from distap.apps.plan.cards import HOST_MESSAGE_SECONDS, LINK_SHARE, MESSAGE_SEC
 from distap.apps.plan.network_cost import Line, NetworkCost, changed, without_weights
 from distap.apps.plan.step_cost import Machine, NetworkLink, Sharding, pairs_of
 from distap.config.recipe import Recipe
-from distap.ranking import gather, rank_descriptors
+from distap.ranking.gather import gather
+from distap.ranking.rank import rank_descriptors
 from distap.stages.sizes import free_memory
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
