@@ -23,19 +23,19 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from benchmarks.photos import jpeg, photo
-from distap.data.images.augmentation import Augmentation
+from distap.data.images.augmentation import CropAndVary, CropFlipColour, Croppable, Transform, seeded
 from distap.data.images.decoding import Box, EncodedImage, reduction
-from distap.data.images.transforms import CropAndVary, Croppable, Transform, seeded, training_transform
-from distap.data.loading.indexed import SlotImages, training_shares
-from distap.data.loading.reading import Reader
-from distap.data.plan import Classes, Plan
-from distap.data.sampling import RandomSampling
-from distap.data.shards.index import load_index
+from distap.data.loading.indexed import IndexedSource
+from distap.data.loading.training import LoadingJob
+from distap.data.sampling.random import RandomSampling
+from distap.data.settings import PixelSettings
 from distap.data.shards.packing import pack
 from distap.data.shards.parallel import Track, untracked
 from distap.pages.page import write_page
 from distap.stopwatch import Stopwatch
+from distap.storage.locations import parse_source
 from distap.telemetry.terminal import text_table
+from distap.world import World
 
 CHUNK, PREFETCH = 16, 4  # images that a worker hands over at once, and chunks it reads ahead
 IMAGES_A_CLASS = 4
@@ -91,7 +91,7 @@ def measure(setting: Setting, track: Track = untracked) -> Iterator[Figures]:
     seeds = track(range(setting.count), "drawing photos", setting.count)
     files = [jpeg(photo(setting.image, setting.image, seed), setting.quality) for seed in seeds]
     for output in setting.outputs:
-        transform = training_transform(output, Augmentation(crop=setting.crop))
+        transform = CropFlipColour(crop=setting.crop).transform(output)
         with _one_thread():
             turns = track(range(setting.rounds), f"decoding to {output} px", setting.rounds)
             rounds = [_decoding_round(transform, files) for _ in turns]
@@ -101,7 +101,7 @@ def measure(setting: Setting, track: Track = untracked) -> Iterator[Figures]:
     with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
         shards = _shards(Path(folder), files, setting.workers)
         for output in setting.outputs:
-            transform = training_transform(output, Augmentation(crop=setting.crop))
+            transform = CropFlipColour(crop=setting.crop).transform(output)
             turns = track(range(setting.rounds), f"loading at {output} px", setting.rounds)
             rounds = [_loading_round(setting, transform, shards) for _ in turns]
             yield _figures("load", setting, transform, files, rounds)
@@ -210,14 +210,20 @@ def _rate(chunks: Iterator[Tensor], setting: Setting) -> float:
 
 
 def _by_distap(setting: Setting, transform: CropAndVary, shards: Path) -> Iterator[Tensor]:
-    index = load_index(shards)
     batch = setting.count // CHUNK * CHUNK
-    plan = Plan(Classes(index.label), RandomSampling(batch_size=batch), seed=0)
-    images = SlotImages(Reader(shards, index), plan, transform, transform.size)
-    steps = range(1_000_000)
-    for share in training_shares(
-        images, range(batch), steps, chunk=CHUNK, workers=setting.workers, prefetch=PREFETCH, stopwatch=Stopwatch()
-    ):
+    sampling = RandomSampling(batch_size=batch)
+    job = LoadingJob(
+        parse_source(shards),
+        sampling,
+        seed=0,
+        transform=transform,
+        image_size=transform.size,
+        chunk=CHUNK,
+        workers=setting.workers,
+        prefetch=PREFETCH,
+        pixels=PixelSettings(hold="memory"),
+    )
+    for share in IndexedSource().open(job, World(), Stopwatch()).shares(range(1_000_000)):
         for start in range(0, batch, CHUNK):
             yield share.images(slice(start, start + CHUNK))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from distap.config.recipe import Recipe
-from distap.data.loading.indexed import ShareOfBatch
+from distap.data.loading.training import ShareOfBatch
 from distap.data.shards.index import load_index
 from distap.engine.optimizer import LinearDecay
 from distap.errors import FINISHED, RESTART, DistapError

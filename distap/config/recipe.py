@@ -99,14 +99,14 @@ class Recipe(Section):
         """Refuse combinations that cannot work. The first pass, which knows names only, leaves them to the second."""
         if info.context == NAMES_ONLY:
             return self
-        data, engine = self.data, self.engine
-        if data.train.startswith("pipe:") and not (data.allow_pipes and data.reading == "streamed"):
+        data, engine, reading = self.data, self.engine, name_of("source", self.data.reading)
+        if data.train.startswith("pipe:") and not (data.allow_pipes and reading == "streamed"):
             raise ValueError(
                 f"data.train: {data.train}: pipe: runs a shell command, which needs data.allow_pipes: true and "
                 "data.reading: streamed"
             )
         sampling = name_of("sampling", self.sampling)
-        if data.reading == "streamed" and sampling != "streams":
+        if reading == "streamed" and sampling != "streams":
             raise ValueError(
                 f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
                 f"{sampling}; set it to streams, or data.reading to indexed"

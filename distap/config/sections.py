@@ -19,9 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from distap.data.images.augmentation import Augmentation
-from distap.data.loading.pixels import PixelSettings
-from distap.data.loading.shard_cache import CacheSettings
+from distap.data.settings import CacheSettings, PixelSettings
 from distap.engine import PrecisionName
 from distap.engine.optimizer import GroupSettings
 from distap.errors import DistapError
@@ -43,9 +41,8 @@ class DataSection(Section):
     validation: str | None = Field(None, description="shards to evaluate on; none evaluates nothing")
     train_index: Path | None = Field(None, description="index of the shards, where it does not lie beside them")
     validation_index: Path | None = Field(None, description="the same for validation")
-    reading: Literal["indexed", "streamed"] = Field(
-        "indexed",
-        description="image by image, or shard by shard, with weaker promises",
+    reading: Annotated[Any, Chosen("source")] = Field(
+        "indexed", description="image by image by an index, or streamed: shard by shard, with weaker promises"
     )
     allow_pipes: bool = Field(False, description="run train as a shell command where it is `pipe:COMMAND`")
     remote: Annotated[RemoteSettings, AfterValidator(without_secret_options)] = Field(
@@ -54,7 +51,7 @@ class DataSection(Section):
     cache: CacheSettings | None = Field(None, description="shards kept on each host's own disk; none keeps none")
     unseen_classes: bool = Field(True, description="refuse a validation set that shares a class with training")
     image_size: PositiveInt = Field(224, description="width and height of the network's input, pixels")
-    augmentation: Augmentation = Augmentation()
+    augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
     workers: int = Field(2, ge=0, description="processes a rank that read images; 0 reads in the rank itself")
     prefetch: PositiveInt = Field(4, description="micro-batches that each worker reads ahead")
     pixels: PixelSettings = Field(PixelSettings(), description="where pixels wait between describe and replay")

@@ -1,7 +1,7 @@
 """The plan of batches: which images make the global batch of a step.
 
-A pure function of (data set, sampling, seed, step): no rank, worker or history is in it. From that follow the same
-training on any number of ranks, and resuming at any step without losing or repeating an image.
+The plan is a pure function of (data set, sampling, seed, step), and knows no rank, worker or history. So a training
+is the same on any number of ranks, and resumes at any step without losing or repeating an image.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from distap.errors import DistapError
 from distap.randomness import permutation
 
-STAND_IN = 13  # first word of the key that stand-ins are drawn with; distap.data.sampling has the others
+EPOCH, STAND_IN = 11, 13  # first words of the keys that randomness is drawn with; distap.data.sampling has others
 
 Samples = NDArray[np.int64]
 
@@ -23,21 +24,12 @@ class Sampling(Protocol):
     """A way to choose batches: a frozen dataclass whose fields are its settings."""
 
     @property
-    def name(self) -> str:
-        """What the configuration calls it."""
-        ...
-
-    @property
     def size(self) -> int:
         """B, images of a global batch."""
         ...
 
     def check(self, classes: "Classes") -> None:
-        """Refuse a data set that such batches cannot be taken from."""
-        ...
-
-    def steps_per_epoch(self, classes: "Classes") -> int:
-        """Steps until every image, class or pair of super-categories had its turn."""
+        """Raise a DistapError if such batches cannot be taken from the data set."""
         ...
 
     def batch(self, classes: "Classes", seed: int, step: int) -> Samples:
@@ -50,18 +42,11 @@ class Classes:
 
     Args:
         labels: (N,) class of each sample, 0 .. K-1.
-        groups: (K,) super-category of each class, "" where it has none; None where no class has one.
-        shard_counts: number of samples in each shard, which are numbered shard by shard; None where nobody asks.
+        groups: (K,) super-category of each class, "" for none; None if no class has one.
     """
 
-    def __init__(
-        self,
-        labels: NDArray[np.int64],
-        groups: Sequence[str] | NDArray[np.str_] | None = None,
-        shard_counts: NDArray[np.int64] | None = None,
-    ) -> None:
+    def __init__(self, labels: NDArray[np.int64], groups: Sequence[str] | NDArray[np.str_] | None = None) -> None:
         self.labels = labels
-        self.shard_counts = shard_counts
         self.count = int(labels.max()) + 1
         self.sizes = np.bincount(labels, minlength=self.count)
         self.groups = np.full(self.count, "") if groups is None else np.asarray(groups)
@@ -76,6 +61,18 @@ class Classes:
         """Numbers of the samples of a class, ascending."""
         end = self._ends[label]
         return self._order[end - self.sizes[label] : end]
+
+    def available(self, labels: NDArray[np.int64], images: int) -> int:
+        """Number of images that these classes can give if none gives more than `images`."""
+        return int(np.minimum(self.sizes[labels], images).sum())
+
+    def require(self, batch_size: int) -> None:
+        """Refuse a batch larger than the data set."""
+        if batch_size > len(self):
+            raise DistapError(
+                f"sampling.batch_size is {batch_size}, but the data set has only {len(self)} images and no image may "
+                "be in a batch twice"
+            )
 
     @cached_property
     def with_pairs(self) -> NDArray[np.int64]:
@@ -110,14 +107,14 @@ class Plan:
         return self.sampling.size
 
     def batch(self, step: int) -> Samples:
-        """(B,) the sample in each slot of a step's global batch; not to be written to."""
+        """(B,) the sample in each slot of a step's global batch, as a read-only array."""
         return _batch(self, step)
 
     def stand_ins(self, step: int, slot: int) -> Samples:
-        """Samples to try, in order, where the one in `slot` is damaged: of its class, and not in the batch.
+        """Samples to try, in order, if the one in `slot` is damaged: of its class, and not in the batch; may be none.
 
-        Slots of one class share its remaining samples out between them, so that two ranks that replace images
-        of one class in the same step never choose the same one. May be empty.
+        The slots of a class divide its remaining samples among them, so two ranks that replace images of one class
+        in the same step never choose the same one.
         """
         batch = self.batch(step)
         label = int(self.classes.labels[batch[slot]])
@@ -130,7 +127,15 @@ class Plan:
 
 @lru_cache(maxsize=4)
 def _batch(plan: Plan, step: int) -> Samples:
-    """A worker that meets many damaged images of a step asks for its batch again and again."""
+    # Cached, because a worker that meets many damaged images of a step asks for its batch again and again.
     batch = plan.sampling.batch(plan.classes, plan.seed, step)
     batch.flags.writeable = False
     return batch
+
+
+@lru_cache(maxsize=2)
+def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A random order of range(count), a new one each epoch, as a read-only array."""
+    order = permutation(count, EPOCH, seed, epoch)
+    order.flags.writeable = False
+    return order

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.image_sets import open_images
-from distap.data.loading.shard_cache import CacheSettings
+from distap.data.settings import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.ground_truth import JudgedSet, read_ground_truth

@@ -13,16 +13,8 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.config.sections import RandomWeights
-from distap.data.images.transforms import training_transform
 from distap.data.images.whole_images import Sizing
-from distap.data.loading.indexed import SlotImages
-from distap.data.loading.reading import Reader
-from distap.data.loading.streamed import StreamedImages
-from distap.data.loading.streams import SequentialShards
-from distap.data.loading.training import IndexedImages, LoaderSettings, TrainingImages
-from distap.data.plan import Classes, Plan
-from distap.data.sampling import StreamsSampling
-from distap.data.shards.index import load_index
+from distap.data.loading.training import LoadingJob, TrainingImages
 from distap.engine import DTYPES, ENGINES, Engine, Precision
 from distap.engine.optimizer import build_optimizer
 from distap.errors import DistapError
@@ -49,35 +41,24 @@ logger = logging.getLogger("distap")
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
-    """The recipe's images for this rank, by the way of reading that it asks for."""
+    """The recipe's images for this rank, from the source that it chooses (`data.reading`)."""
     data = recipe.data
-    transform = training_transform(data.image_size, data.augmentation, data.scaled_decoding)
-    settings = LoaderSettings(
+    job = LoadingJob(
+        data.train_source,
+        recipe.sampling,
+        recipe.seed,
+        data.augmentation.transform(data.image_size, data.scaled_decoding),
+        data.image_size,
         recipe.loader_chunk,
         data.workers,
         data.prefetch,
-        pinned=world.device.type == "cuda",
-        pixels=data.pixels,
+        data.pixels,
+        data.max_pixels,
+        data.remote,
+        data.cache,
     )
-    if data.reading == "streamed":
-        assert isinstance(recipe.sampling, StreamsSampling)  # the recipe was checked
-        return StreamedImages(
-            SequentialShards(data.train_source, data.remote),
-            recipe.sampling,
-            recipe.seed,
-            world,
-            transform,
-            data.image_size,
-            settings,
-            stopwatch,
-            data.max_pixels,
-            data.remote,
-        )
-    index = load_index(data.train_source, data.remote)
-    reader = Reader(data.train_source, index, data.max_pixels, data.remote, data.cache)
-    plan = Plan(Classes(index.label, index.class_group, index.shard_counts), recipe.sampling, recipe.seed)
-    images = SlotImages(reader, plan, transform, data.image_size)
-    return IndexedImages(images, world.slots(plan.size), settings, stopwatch)
+    images: TrainingImages = data.reading.open(job, world, stopwatch)
+    return images
 
 
 def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:

@@ -12,7 +12,7 @@ import yaml
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
-from distap.data.loading.indexed import ShareOfBatch
+from distap.data.loading.training import ShareOfBatch
 from distap.errors import DistapError
 from distap.evaluation import Evaluation
 from distap.evaluation.saved import folder_of_step, keep_few

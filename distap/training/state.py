@@ -214,9 +214,10 @@ class RunState:
     def _identity(self) -> dict[str, Any]:
         """What must not change within a run, since the state would mean something else."""
         recipe = self.recipe.model_dump(mode="json")
+        reading = recipe["data"]["reading"]
         return {
             # Left out where it is as it always was, so that runs from before it could be chosen go on.
-            **({"data.reading": recipe["data"]["reading"]} if recipe["data"]["reading"] != "indexed" else {}),
+            **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
             "data.train": self.images.fingerprint,
             "seed": recipe["seed"],
             "sampling": recipe["sampling"],

@@ -4,7 +4,7 @@ import pytest
 
 from distap.config.reading import load_recipe, recipe_from
 from distap.config.recipe import Recipe
-from distap.data.sampling import RandomSampling
+from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
 from distap.ranking.losses.calibration import Calibration
 from distap.ranking.losses.metric_learning import MetricLearning

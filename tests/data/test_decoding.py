@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from benchmarks.photos import jpeg, photo
+from distap.data.images.augmentation import central_box
 from distap.data.images.decoding import FORMATS, DamagedImageError, EncodedImage, decode, image_size, reduction
-from distap.data.images.transforms import central_box
 from distap.errors import FAILED
 
 PHOTO = photo(301, 203, seed=0)

@@ -8,20 +8,17 @@ from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
-from images import slot_images
-from loader_shares import STEPS, started
+from images import indexed_images, started
 
-from distap.data.loading.indexed import training_shares
-from distap.data.loading.pixels import PixelSettings
+from distap.data.settings import PixelSettings
 from distap.errors import DistapError
-from distap.stopwatch import Stopwatch
 
 # A rank with two workers, which tells their process ids and waits.
 RANK = """
 import sys
 from multiprocessing import active_children, set_start_method
 from pathlib import Path
-from loader_shares import started
+from images import started
 
 set_start_method("forkserver")  # Python's own way from 3.14 on
 shares, _ = started(Path(sys.argv[1]))
@@ -65,7 +62,7 @@ def test_workers_go_on_reading_when_the_process_group_is_asked_to_end(shards):
     for number in (signal.SIGTERM, signal.SIGINT):
         for worker in workers:
             os.kill(worker.pid, number)
-    assert sum(share.images(slice(0, 6)).shape[0] for share in shares) == 6 * (STEPS - 1)
+    assert sum(share.images(slice(0, 6)).shape[0] for share in shares) == 6 * 19
 
 
 def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
@@ -81,10 +78,10 @@ def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
 
 def test_an_error_in_a_worker_says_what_it_says_in_the_rank(shards):
     messages = []
-    ready = [slot_images(shards) for _ in range(2)]
-    (shards / str(ready[0].reader.index.shard_name[0])).unlink()
-    for workers, images in enumerate(ready):
-        shares = training_shares(images, range(6), range(1), 2, workers, 2, Stopwatch())
+    ready = [indexed_images(shards, workers=workers) for workers in range(2)]
+    (shards / str(ready[0].index.shard_name[0])).unlink()
+    for images in ready:
+        shares = images.shares(range(1))
         with pytest.raises(DistapError) as error:
             next(shares).images(slice(0, 6))
         messages.append(str(error.value))
@@ -100,7 +97,7 @@ def open_files():
 def test_neither_loaders_nor_spools_leave_files_open(shards, tmp_path):
     counts = []
     for _ in range(3):
-        shares, share = started(shards, steps=2, settings=PixelSettings(hold="spool", spool_folder=tmp_path))
+        shares, share = started(shards, steps=2, pixels=PixelSettings(hold="spool", spool_folder=tmp_path))
         next(shares).images(slice(0, 6))
         del shares, share
         counts.append(open_files())
@@ -113,17 +110,16 @@ import os, sys
 from multiprocessing import active_children
 from pathlib import Path
 from distap.data.shards.index import load_index
-from distap.data.loading.indexed import OrderedImages, evaluation_chunks
+from distap.data.images.whole_images import SizedImages, Sizing, sized_chunks
 from distap.data.loading.reading import Reader
-from distap.data.images.transforms import evaluation_transform
 
 folder = Path(sys.argv[1])
 index = load_index(folder)
 shard = folder / str(index.shard_name[1])
 shard.unlink()
 os.mkfifo(shard)
-images = OrderedImages(Reader(folder, index), evaluation_transform(16), 16)
-chunks = evaluation_chunks(images, range(9), 1, 1)
+images = SizedImages(Reader(folder, index), Sizing("crop", 16))
+chunks = sized_chunks(images, [[sample] for sample in range(9)], 1)
 for _ in range(4):
     next(chunks)
 """

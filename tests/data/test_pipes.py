@@ -9,8 +9,8 @@ from streamed import SAMPLING, STEPS, seen, streamed, write_by_webdataset
 
 from distap.config.reading import recipe_from
 from distap.data.loading.pipes import FailedCommandError, piped
-from distap.data.loading.streams import SequentialShards
-from distap.data.sampling import StreamsSampling
+from distap.data.loading.streams import StreamedShards
+from distap.data.sampling.streams import StreamsSampling
 from distap.data.shards.index import load_index
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import FAILED, DistapError
@@ -36,8 +36,8 @@ def test_a_pipe_gives_what_the_file_gives(shards_of_others, workers):
 def test_what_is_read_is_counted(shards_of_others):
     size = (shards_of_others / "000.tar").stat().st_size
     for source in (f"{shards_of_others}/000.tar", f"pipe:cat {shards_of_others}/000.tar"):
-        shards = SequentialShards(parse_source(source, allow_pipes=True))
-        assert len(list(shards.groups(0))) == 6
+        shards = StreamedShards(parse_source(source, allow_pipes=True))
+        assert len(list(shards.samples(0, 1, 0))) == 6
         assert shards.take_traffic().read_bytes == size
 
 
@@ -45,11 +45,11 @@ def test_every_cut_of_a_pipe_is_an_error(tmp_path):
     folder = write_by_webdataset(tmp_path / "shards", shards=1, images=2)
     whole = (folder / "000.tar").read_bytes()
     end = len(whole.rstrip(b"\0")) + 512
-    shards = SequentialShards(parse_source(f"pipe:cat {folder}/000.tar", allow_pipes=True))
+    shards = StreamedShards(parse_source(f"pipe:cat {folder}/000.tar", allow_pipes=True))
     for size in range(0, end + 512 - end % 512, 512):
         (folder / "000.tar").write_bytes(whole[:size])
         with pytest.raises(DamagedShardError, match=r"000\.tar: damaged tar: "):
-            list(shards.groups(0))
+            list(shards.samples(0, 1, 0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -134,7 +134,7 @@ def test_a_pipe_to_validate_on_is_refused_always():
         ({"sampling": {"name": "random"}}, "but sampling.name is random; set it to streams"),
         (
             {"sampling": {"name": "streams", "batch_size": 100, "streams": 8}},
-            "batch_size is 100, of which each of 8 streams cannot give the same share; expected 96 or 104",
+            "batch_size is 100, which 8 streams cannot share equally; expected 96 or 104",
         ),
         ({"sampling": {"name": "streams", "batch_size": 4, "streams": 0}}, "streams and shuffle of at least 1"),
     ],

@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from batches import small_network
-from images import damage, slot_images, write_images
+from images import damage, indexed_images, write_images
 from ranks import on_ranks
 
-from distap.data.loading.indexed import NO_SAMPLE, training_shares
-from distap.data.loading.pixels import PixelSettings, Reread, Spool
+from distap.data.loading.pixels import Reread, Spool
+from distap.data.loading.training import NO_SAMPLE
+from distap.data.settings import PixelSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
 from distap.engine import DDPEngine
@@ -19,17 +20,16 @@ from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
-from distap.stopwatch import Stopwatch
 from distap.world import World
 
 WAYS = ("memory", "spool", "reread")
 BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 2  # 11 images are uneven on 2, 4 and 8 ranks
 
 
-def shares_of(folder, world, way, workers=0, settings=None, batch=BATCH):
-    images, pixels = slot_images(folder, batch), settings or PixelSettings(hold=way)
-    slots, steps = world.slots(batch), range(STEPS)
-    return training_shares(images, slots, steps, DESCRIBE, workers, 2, Stopwatch(), pixels=pixels)
+def shares_of(folder, world, way, workers=0, pixels=None, batch=BATCH):
+    pixels = pixels or PixelSettings(hold=way)
+    images = indexed_images(folder, batch, world=world, chunk=DESCRIBE, workers=workers, pixels=pixels)
+    return images.shares(range(STEPS))
 
 
 def rows_of(count, size):
@@ -76,7 +76,7 @@ def expected(spoilt):
 
 
 def test_the_batches_have_stand_ins_and_images_that_nothing_stands_in_for(spoilt, expected):
-    plan = slot_images(spoilt, BATCH).plan
+    plan = indexed_images(spoilt, BATCH).plan
     replaced, missing = [], []
     for step, batch in enumerate(expected):
         labels = plan.classes.labels[plan.batch(step)].tolist()
@@ -189,7 +189,7 @@ def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path
     bytes_of_share = 9 * 3 * 16 * 16
     for limit, spooled in ((bytes_of_share, 0), (bytes_of_share - 1, bytes_of_share)):
         settings = PixelSettings(memory_bytes=limit, spool_folder=tmp_path)
-        share = next(shares_of(shards, World(), "auto", settings=settings, batch=9))
+        share = next(shares_of(shards, World(), "auto", pixels=settings, batch=9))
         assert share.spool_size_bytes == spooled
         assert (share.spool_limit_bytes > spooled) == bool(spooled)
     assert not list(tmp_path.glob("distap-spool-*"))  # the file has no name
@@ -197,10 +197,9 @@ def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path
 
 def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
     disk = small_disk("1m")
-    settings = PixelSettings(hold="spool", spool_folder=disk)
-    images = slot_images(shards, 9, size=256)
+    images = indexed_images(shards, 9, size=256, pixels=PixelSettings(hold="spool", spool_folder=disk))
     with pytest.raises(DistapError, match=rf"{disk}: too little space .* takes 1769472 bytes, 1048576 are free"):
-        training_shares(images, range(9), range(1), 3, 0, 2, Stopwatch(), pixels=settings)
+        images.shares(range(1))
 
 
 def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
@@ -218,8 +217,9 @@ def test_where_space_cannot_be_reserved_it_is_written(tmp_path, monkeypatch):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    held = Spool(100, 64, tmp_path, pinned=False)
-    assert os.fstat(held._file).st_size == held.spool_size_bytes
+    written, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: written.append(pwrite(*args)) or written[-1])
+    assert Spool(10, 512, tmp_path, pinned=False).spool_size_bytes == sum(written)
 
 
 @pytest.mark.parametrize("folder", ["missing", "file"])
@@ -233,7 +233,7 @@ PEAKS = """
 import re, sys
 from pathlib import Path
 import torch
-from distap.data.loading.pixels import Memory, Spool
+from distap.data.loading.pixels import PixelsInMemory, Spool
 
 def peak(held, count):
     for start in range(0, count, 8):
@@ -245,7 +245,7 @@ def peak(held, count):
 folder = Path(sys.argv[1])
 for held, count in ((Spool(64, 256, folder, False), 64), (Spool(512, 256, folder, False), 512)):
     print(peak(held, count))
-print(peak(Memory(512, 256, False), 512))
+print(peak(PixelsInMemory(512, 256, False), 512))
 """
 
 

@@ -1,13 +1,17 @@
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from distap.data.plan import Classes, Plan
-from distap.data.sampling import SAMPLING, ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
+from distap.data.sampling.classes import ClassesSampling
+from distap.data.sampling.p_by_k import PByKSampling
+from distap.data.sampling.random import RandomSampling
+from distap.data.sampling.streams import StreamsSampling
+from distap.data.sampling.super_p_by_k import SuperPByKSampling
 from distap.errors import DistapError
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=9)
@@ -48,6 +52,7 @@ def test_by_classes_every_class_gives_as_even_a_share_as_can_be(plan, step):
     assert all(count >= min(2, size) for count, size in zip(taken, sizes, strict=True))
 
 
+@settings(deadline=None)
 @given(plan=plans_by_classes())
 def test_by_classes_every_image_of_a_class_is_used_before_any_is_used_again(plan):
     used = Counter()
@@ -89,10 +94,6 @@ def plans_within_pairs(draw):
         reject()
 
 
-def available(plan, group):
-    return int(np.minimum(plan.classes.sizes[plan.classes.by_group[group]], plan.sampling.images).sum())
-
-
 def groups_in(plan, batch):
     return Counter(plan.classes.groups[plan.classes.labels[batch]].tolist())
 
@@ -109,12 +110,14 @@ def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_t
     names = np.unique(plan.classes.groups).tolist()
     least = plan.sampling.classes // 2 * plan.sampling.images
     for name, count in counts.items():
-        assert count >= min(least, available(plan, names.index(name)))
+        given = plan.classes.available(plan.classes.by_group[names.index(name)], plan.sampling.images)
+        assert count >= min(least, given)
 
 
 @given(plan=plans_within_pairs())
 def test_an_epoch_of_pairs_has_each_pair_that_can_fill_a_batch_once(plan):
-    steps = plan.sampling.steps_per_epoch(plan.classes)
+    given = [plan.classes.available(members, plan.sampling.images) for members in plan.classes.by_group]
+    steps = sum(one + other >= plan.size for one, other in combinations(given, 2))
     for epoch in range(2):
         pairs = {frozenset(groups_in(plan, plan.batch(epoch * steps + turn))) for turn in range(steps)}
         assert len(pairs) == steps
@@ -141,17 +144,22 @@ def mixed_plan(sampling, seed=0):
     return Plan(super_labels([[3, 4, 9, 5], [2, 7, 6, 5], [4, 4, 8, 8]]), sampling, seed)
 
 
-@pytest.mark.parametrize("sampling", ALL, ids=lambda sampling: sampling.name)
-def test_every_sampling_is_a_function_of_seed_and_step_alone(sampling):
+def name_of(sampling):
+    return type(sampling).__name__
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=name_of)
+def test_every_sampling_is_a_function_of_seed_and_step_alone_and_takes_no_image_twice(sampling):
     in_order = [mixed_plan(sampling).batch(step) for step in range(30)]
     one_plan = mixed_plan(sampling)
     backwards = [one_plan.batch(step) for step in reversed(range(30))][::-1]
     assert all(np.array_equal(a, b) for a, b in zip(in_order, backwards, strict=True))
     assert any(not np.array_equal(a, mixed_plan(sampling, 1).batch(s)) for s, a in enumerate(in_order))
     assert all(not np.array_equal(a, b) for a, b in pairwise(in_order))
+    assert all(len(set(batch.tolist())) == len(batch) == sampling.size for batch in in_order)
 
 
-@pytest.mark.parametrize("sampling", ALL, ids=lambda sampling: sampling.name)
+@pytest.mark.parametrize("sampling", ALL, ids=name_of)
 def test_stand_ins_of_every_sampling_are_of_the_class_and_of_one_slot_only(sampling):
     plan = mixed_plan(sampling)
     for step in range(10):
@@ -164,43 +172,45 @@ def test_stand_ins_of_every_sampling_are_of_the_class_and_of_one_slot_only(sampl
             assert all(plan.classes.labels[sample] == plan.classes.labels[batch[slot]] for sample in some)
 
 
-def test_these_plans_never_change_either():
+MANY = np.array([c for c in range(40) for _ in range(1 + c % 7)])
+SIX = Classes(np.repeat(np.arange(6), 7), [*"aabbcc"])
+
+
+@pytest.mark.parametrize(
+    ("classes", "sampling", "step", "batch"),
+    [
+        (Classes(MANY), RandomSampling(batch_size=8), 3, [138, 48, 90, 23, 135, 94, 131, 89]),
+        (Classes(MANY), PByKSampling(classes=2, images=4), 3, [90, 91, 93, 92, 48, 46, 47, 43]),
+        (SIX, ClassesSampling(batch_size=14), 9, [1, 3, 2, 13, 12, 15, 14, 26, 21, 28, 30, 33, 36, 39]),
+        (SIX, SuperPByKSampling(classes=4, images=3), 9, [19, 16, 15, 25, 23, 26, 39, 38, 35, 34, 29, 30]),
+    ],
+)
+def test_a_plan_never_changes(classes, sampling, step, batch):
     """A training that goes on with a newer distap, numpy or machine must see the same batches."""
-    classes = Classes(np.repeat(np.arange(6), 7), [*"aabbcc"])
-    assert Plan(classes, ClassesSampling(batch_size=14), 0).batch(9).tolist() == [
-        1,
-        3,
-        2,
-        13,
-        12,
-        15,
-        14,
-        26,
-        21,
-        28,
-        30,
-        33,
-        36,
-        39,
-    ]
-    assert Plan(classes, SuperPByKSampling(classes=4, images=3), 0).batch(9).tolist() == [
-        19,
-        16,
-        15,
-        25,
-        23,
-        26,
-        39,
-        38,
-        35,
-        34,
-        29,
-        30,
-    ]
+    assert Plan(classes, sampling, 0).batch(step).tolist() == batch
 
 
-def test_the_registry_has_each_sampling_by_its_name():
-    assert {name: SAMPLING[name]().name for name in SAMPLING} == {name: name for name in SAMPLING}
+def test_an_epoch_of_random_batches_repeats_no_image():
+    plan = Plan(Classes(MANY), RandomSampling(batch_size=32), 0)
+    steps = len(MANY) // 32
+    epoch = np.concatenate([plan.batch(step) for step in range(steps)])
+    assert len(set(epoch.tolist())) == len(epoch) == steps * 32
+    assert not np.array_equal(plan.batch(0), plan.batch(steps))
+
+
+def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():
+    plan = Plan(Classes(MANY), PByKSampling(classes=8, images=4), 0)
+    available = np.bincount(MANY)
+    drawn = set()
+    for step in range(20):
+        counts = np.bincount(MANY[plan.batch(step)], minlength=40)
+        taken = np.flatnonzero(counts)
+        # All but the class that fills the batch up give K images, or all they have.
+        assert sum(counts[c] < min(4, available[c]) for c in taken) <= 1
+        assert len(taken) >= 8
+        assert not (available[taken] == 1).any()
+        drawn |= set(taken.tolist()) if step < 5 else set()  # five steps are an epoch
+    assert len(drawn) > 0.9 * len(plan.classes.with_pairs)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +218,19 @@ def test_the_registry_has_each_sampling_by_its_name():
     [
         (labels_of([5] * 8), ClassesSampling(batch_size=15), "8 classes: set it to 16 or more, or choose p_by_k"),
         (labels_of([1] * 7), ClassesSampling(batch_size=14), "the data set has only 7 images"),
+        (MANY, RandomSampling(batch_size=1000), "batch_size is 1000, but the data set has only"),
+        (MANY, RandomSampling(batch_size=1), "at least 2 images"),
+        (MANY, PByKSampling(classes=36, images=2), "only 34 classes have two images or more"),
+        (MANY, PByKSampling(classes=34, images=7), "the data set has only"),
+        (MANY, PByKSampling(classes=3, images=1), "images of at least 2"),
+        (MANY, StreamsSampling(), "sampling by streams is the order of streamed reading: set data.reading to"),
         (labels_of([5] * 8), SuperPByKSampling(), "the index has 0, and 8 classes without"),
         (super_labels([[3, 3], [4, 4]]), SuperPByKSampling(classes=1, images=4), "classes of at least 2"),
         (super_labels([[3, 3]]), SuperPByKSampling(classes=2, images=2), "the index has 1, and 0 classes without"),
         (
             super_labels([[3, 3], [4, 4]]),
             SuperPByKSampling(classes=4, images=4),
-            r"4 classes x 4 images = 16 a batch .* 'group-0' has only 6, and with no other one enough",
+            r"4 classes x 4 images = 16 a batch .* 'group-0' has only 6, and no other one has enough",
         ),
     ],
 )

@@ -5,14 +5,16 @@ import os
 import pickle
 import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from images import wait_for_cache
 from servers import web_server
 
-from distap.data.loading import shard_cache as cache
 from distap.data.loading.reading import Reader
-from distap.data.loading.shard_cache import IN_USE, LOCK, CacheSettings
+from distap.data.loading.shard_cache import IN_USE, LOCK
+from distap.data.settings import CacheSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
@@ -20,6 +22,7 @@ from distap.storage.files import LocalStorage
 from distap.storage.remotes import RemoteSettings
 
 PLENTY = 10**9
+flock = fcntl.flock
 QUICK = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0)
 
 
@@ -40,7 +43,7 @@ def reader(source, folder, max_bytes=PLENTY, remote=QUICK):
 def read_all(reader):
     """Every image; what it took by the time that nothing is fetched any more."""
     data = [reader.data(sample) for sample in range(len(reader.index))]
-    reader.cache.wait()
+    wait_for_cache()
     return data, reader.take_traffic()
 
 
@@ -147,7 +150,7 @@ def test_a_damaged_kept_shard_is_dropped_and_its_image_read_from_the_source(shar
     sample = first.index.shard.tolist().index(shard)
     flip(damaged, int(first.index.offset[sample]) + 5)
     assert first.data(sample) == expected[sample]
-    first.cache.wait()
+    wait_for_cache()
     assert damaged.read_bytes() == (shards / str(first.index.shard_name[shard])).read_bytes()
     first.take_traffic()
     assert first.data(sample) == expected[sample]
@@ -161,24 +164,25 @@ def test_a_kept_shard_of_another_size_is_not_read(shards, folder):
         path.write_bytes(path.read_bytes()[:1000])
     second = reader(shards, folder)
     assert [second.data(sample) for sample in range(9)] == expected
-    second.cache.wait()
+    wait_for_cache()
     assert sorted(path.stat().st_size for path in kept(folder)) == sorted(first.index.shard_size.tolist())
 
 
 def test_a_kept_shard_may_be_dropped_while_room_for_another_is_looked_for(shards, folder, monkeypatch, caplog):
     read_all(reader(shards, folder))
     first, *_, last = kept(folder)
-    look_through = cache._files
+    scandir = os.scandir
 
+    @contextmanager
     def dropped_meanwhile(looked_through):
-        entries = look_through(looked_through)
+        with scandir(looked_through) as entries:
+            entries = list(entries)
         first.unlink(missing_ok=True)
-        return entries
+        yield entries
 
     second = reader(shards, folder)
-    second.cache.wait()
     last.unlink()
-    monkeypatch.setattr(cache, "_files", dropped_meanwhile)
+    monkeypatch.setattr(os, "scandir", dropped_meanwhile)
     read_all(second)
     assert last in kept(folder)
     assert "no more shards are kept" not in caplog.text
@@ -191,19 +195,15 @@ def test_a_shard_that_is_not_the_one_that_was_indexed_is_not_kept(shards, folder
         data, _ = read_all(whole)
     assert len(data) == 9
     assert len(kept(folder)) == 2
-    assert "000001.tar: its bytes are not those that were indexed" in caplog.text
+    assert "000001.tar: its bytes have changed since they were indexed" in caplog.text
     assert kept(folder, ".part") == []
 
 
-class Killed(LocalStorage):
-    """Ends its process in the middle of a download."""
-
-    def read(self, name, offset, size):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def fetch_and_be_killed(whole):
-    whole.cache._fetch(0, Killed(str(whole.source.base)))
+    """Ends in the middle of a download."""
+    LocalStorage.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    assert whole.cache.read(0, 0, 1) is None
+    wait_for_cache()
 
 
 def test_a_killed_download_leaves_nothing_that_looks_whole(shards, folder):
@@ -219,16 +219,21 @@ def test_a_killed_download_leaves_nothing_that_looks_whole(shards, folder):
     assert kept(folder, ".part") == []
 
 
-def test_a_fork_while_the_cache_is_locked_does_not_keep_the_lock(shards, folder):
-    whole = reader(shards, folder)
+def test_a_fork_while_the_cache_is_locked_does_not_keep_the_lock(shards, folder, monkeypatch):
     context = multiprocessing.get_context("fork")
     done = context.Event()
-    with whole.cache._locked():
-        process = context.Process(target=done.wait)
-        process.start()
+    process = context.Process(target=done.wait)
+
+    def flock_and_fork(file, operation):
+        flock(file, operation)
+        if operation == fcntl.LOCK_EX and process.pid is None:
+            process.start()
+
+    monkeypatch.setattr(fcntl, "flock", flock_and_fork)
+    reader(shards, folder)
     try:
         with (folder / LOCK).open("w") as other:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         done.set()
         process.join()
@@ -248,8 +253,8 @@ def test_a_source_that_breaks_off_leaves_reading_to_training(shards, folder):
         whole = reader(server.url, folder)
         expected = whole.storage.read("000000.tar", 0, 100)
         server.faults = ["cut"] * 2
-        whole.cache._fetch_later(0)
-        whole.cache.wait()
+        assert whole.cache.read(0, 0, 1) is None
+        wait_for_cache()
         assert kept(folder, ".part") == kept(folder) == []
         assert whole.storage.read("000000.tar", 0, 100) == expected
 

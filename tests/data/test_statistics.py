@@ -9,7 +9,7 @@ from PIL import Image
 
 from distap.data.loading.reading import Reader
 from distap.data.plan import Classes
-from distap.data.sampling import PByKSampling
+from distap.data.sampling.p_by_k import PByKSampling
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack

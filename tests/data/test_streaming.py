@@ -1,21 +1,19 @@
-import numpy as np
+import json
+from collections import Counter
+
 import pytest
 import torch
 from images import write_images
 from servers import web_server
-from streamed import ALONE, CHUNK, SAMPLING, SEED, SPOILT, STEPS, TRANSFORM, png, seen, streamed, write_by_webdataset
+from streamed import SAMPLING, SPOILT, STEPS, png, seen, streamed, write_by_webdataset
 
-from distap.data.loading.indexed import SlotImages
-from distap.data.loading.pixels import PixelSettings
-from distap.data.loading.reading import Reader
-from distap.data.loading.training import IndexedImages, LoaderSettings
-from distap.data.plan import Classes, Plan
-from distap.data.sampling import StreamsSampling
-from distap.data.shards.index import load_index
+from distap.data.loading.streamed import StreamedSource
+from distap.data.sampling.random import RandomSampling
+from distap.data.sampling.streams import StreamsSampling
+from distap.data.settings import PixelSettings
 from distap.data.shards.packing import pack
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
-from distap.stopwatch import Stopwatch
 from distap.storage.remotes import RemoteSettings
 from distap.world import World
 
@@ -34,19 +32,12 @@ def spoilt(tmp_path_factory):
     return write_by_webdataset(tmp_path_factory.mktemp("spoilt") / "shards", spoil=SPOILT.items())
 
 
-def indexed(folder, world=ALONE, sampling=SAMPLING, seed=SEED):
-    index = load_index(folder)
-    plan = Plan(Classes(index.label, None, index.shard_counts), sampling, seed)
-    images = SlotImages(Reader(folder, index), plan, TRANSFORM, 16)
-    return IndexedImages(images, world.slots(plan.size), LoaderSettings(CHUNK, 0, 2), Stopwatch())
-
-
 def global_batches(source, ranks, workers, steps=range(STEPS), sampling=SAMPLING, states=None):
     """The global batches of all ranks, simulated one after the other; they go on from the states of each."""
     batches = [[None] * sampling.size for _ in steps]
     for rank in range(ranks):
         world = World(rank, ranks)
-        images = streamed(source, world, workers, sampling)
+        images = streamed(source, world, sampling, workers=workers)
         if states is not None:
             images.load_state_dict(states)
         for batch, mine in zip(batches, seen(images, steps, len(world.slots(sampling.size))), strict=True):
@@ -54,59 +45,38 @@ def global_batches(source, ranks, workers, steps=range(STEPS), sampling=SAMPLING
     return batches
 
 
-SHAPES = [SAMPLING, StreamsSampling(batch_size=10, streams=2, shuffle=40), StreamsSampling(batch_size=8, streams=8)]
-
-
-@pytest.mark.parametrize("sampling", [*SHAPES, StreamsSampling(batch_size=20, streams=1, shuffle=1)])
-def test_streamed_reading_gives_the_batches_of_the_plan(sound, sampling):
-    if sampling.streams == 8:
-        with pytest.raises(DistapError, match="stream 7 of 8 has only 1 usable images"):
-            indexed(sound, sampling=StreamsSampling(batch_size=16, streams=8))
-    planned = seen(indexed(sound, sampling=sampling), range(STEPS), sampling.size)
-    read = seen(streamed(sound, sampling=sampling), range(STEPS), sampling.size)
-    assert read == planned  # packed shards number classes without gaps, as the index does
-
-
-def plan_of(sizes, sampling, seed=0):
-    return Plan(Classes(np.zeros(sum(sizes), dtype=np.int64), None, np.array(sizes)), sampling, seed)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "sampling"),
+    "sampling",
     [
-        ([5, 7, 3, 4, 6, 9], StreamsSampling(batch_size=10, streams=2, shuffle=4)),
-        ([3, 3], StreamsSampling(batch_size=4, streams=2, shuffle=7)),
-        ([20], StreamsSampling(batch_size=20, streams=1, shuffle=6)),
-        ([4, 9, 2, 0, 8, 8], StreamsSampling(batch_size=9, streams=3, shuffle=1)),
+        SAMPLING,
+        StreamsSampling(batch_size=10, streams=2, shuffle=40),
+        StreamsSampling(batch_size=8, streams=8),
+        StreamsSampling(batch_size=20, streams=1, shuffle=1),
     ],
+    ids=str,
 )
-def test_no_image_is_twice_in_a_batch_and_each_is_drawn_about_as_often(sizes, sampling):
-    plan = plan_of(sizes, sampling)
+def test_no_image_is_twice_in_a_batch_and_each_is_drawn_about_as_often(sound, sampling):
     steps = 40
-    batches = [plan.batch(step) for step in range(steps)]
-    assert all(len(set(batch.tolist())) == sampling.size for batch in batches)
-    drawn = np.bincount(np.concatenate(batches), minlength=sum(sizes))
-    shards = np.repeat(np.arange(len(sizes)), sizes)
+    batches = seen(streamed(sound, sampling=sampling), range(steps), sampling.size)
+    assert all(len({name for name, _, _ in batch}) == sampling.size for batch in batches)
     for stream in range(sampling.streams):
-        own = drawn[shards % sampling.streams == stream]
-        # A whole batch of a stream leaves it no choice; otherwise passes differ by one, and by what was passed over.
-        assert own.max() - own.min() <= 2 + steps // 8
-    again = plan_of(sizes, sampling)
-    assert all(np.array_equal(again.batch(step), batches[step]) for step in (29, 3, 17, 0))
+        drawn = Counter(name for batch in batches for name, _, _ in batch[stream :: sampling.streams])
+        own = {int(name.partition(".")[0]) % sampling.streams for name in drawn}
+        assert own == {stream}
+        # Passes differ by one, and by the images that were left out at their seams.
+        assert max(drawn.values()) - min(drawn.values()) <= 2 + steps // 8
 
 
-def test_a_step_far_ahead_is_found_without_the_way_there():
-    sampling = StreamsSampling(batch_size=64, streams=4, shuffle=16)
-    sizes = [50] * 40
-    walked, jumped = plan_of(sizes, sampling), plan_of(sizes, sampling)
-    for step in range(301):
-        last = walked.batch(step)
-    assert np.array_equal(jumped.batch(300), last)
+def order(folder, shuffle):
+    sampling = StreamsSampling(batch_size=20, streams=1, shuffle=shuffle)
+    (batch,) = seen(streamed(folder, sampling=sampling), range(1), 20)
+    return [name for name, _, _ in batch]
 
 
-def test_the_plan_of_streams_never_changes():
-    plan = plan_of([4, 5, 6, 7], StreamsSampling(batch_size=8, streams=2, shuffle=3))
-    assert plan.batch(5).tolist() == [0, 4, 2, 8, 3, 6, 1, 7]
+def test_the_order_of_a_stream_never_changes(spoilt):
+    """A training that goes on with a newer distap, numpy, webdataset or Python must see the same batches."""
+    assert order(spoilt, 1)[3:8] == ["007.tar:03", "007.tar:04", "007.tar:05", "005.tar:00", "005.tar:01"]
+    assert order(spoilt, 4)[3:8] == ["007.tar:02", "007.tar:00", "007.tar:05", "005.tar:03", "005.tar:00"]
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +150,10 @@ def test_shards_that_shrank_since_are_noticed(spoilt, tmp_path):
         share.images(slice(0, SAMPLING.size))
     state = images.state_dict()
     write_by_webdataset(tmp_path / "shrunk", images=1)
-    state["cursors"][:, 4] = 5
+    state["cursors"] = torch.tensor([[0, 0, 5]] * 4)
     images = streamed(tmp_path / "shrunk")
     images.load_state_dict(state)
-    with pytest.raises(DistapError, match=r"it has 1 samples, but the run was behind 5 of them"):
+    with pytest.raises(DistapError, match=r"it has 1 samples, but the run had already used 5 of them"):
         seen(images, range(1), SAMPLING.size)
 
 
@@ -244,3 +214,58 @@ def test_a_stream_that_is_too_short_for_a_batch_is_an_error_and_not_an_endless_s
 def test_the_list_of_shards_tells_data_sets_apart(spoilt, sound):
     assert streamed(spoilt).fingerprint == streamed(f"{spoilt}/*.tar").fingerprint
     assert streamed(spoilt).fingerprint != streamed(sound).fingerprint
+
+
+def labels(folder, **settings):
+    """Labels and failures of a batch of every image of a folder of one shard."""
+    sampling, failures = StreamsSampling(batch_size=4, streams=1, shuffle=1), []
+    (batch,) = seen(streamed(folder, sampling=sampling, reading=StreamedSource(**settings)), range(1), 4, failures)
+    return {name[-2:]: label for name, label, _ in batch}, failures
+
+
+def test_classes_are_read_from_text_json_and_a_map(tmp_path):
+    annotated = {
+        0: {"txt": "cat", "json": b'{"object": {"class": "cat"}, "id": 7}'},
+        1: {"txt": "12\n", "json": b'{"object": {"class": "dog"}, "id": 12}'},
+        2: {"txt": "cat", "json": b'{"object": {"class": "cat"}, "id": 7}'},
+        3: {"txt": "dog", "json": b'{"object": {"class": "eel"}, "id": 0}'},
+    }
+    spoil = {(0, number): {**members, "cls": None} for number, members in annotated.items()}
+    folder = write_by_webdataset(tmp_path / "annotated", shards=1, images=4, spoil=spoil.items())
+    (tmp_path / "numbers.json").write_text(json.dumps({"cat": 3, "dog": "beast", "eel": 4}))
+
+    by_text, _ = labels(folder, label="txt")
+    assert by_text["01"] == 12
+    assert by_text["00"] == by_text["02"] != by_text["03"]
+    assert by_text["00"] == 843_079_001_574_132_759  # in every run
+    assert labels(folder, label="json", label_key="id") == ({"00": 7, "01": 12, "02": 7, "03": 0}, [])
+    mapped, _ = labels(folder, label="json", label_key="object.class", label_map=tmp_path / "numbers.json")
+    assert (mapped["00"], mapped["02"], mapped["03"]) == (3, 3, 4)
+    assert mapped["01"] > 10**9
+
+
+def test_a_sample_without_its_class_is_left_out_and_counted(tmp_path):
+    spoil = {
+        (0, 1): {"json": b"{}"},
+        (0, 2): {"json": b"{"},
+        (0, 4): {"json": b'{"id": 1.5}'},
+        (0, 5): {"json": None},
+    }
+    rest = {(0, number): {"json": {"id": number}} for number in (0, 3, 6, 7)}
+    folder = write_by_webdataset(tmp_path / "json", shards=1, images=8, spoil=(spoil | rest).items())
+    found, failures = labels(folder, label="json", label_key="id")
+    assert found == {"00": 0, "03": 3, "06": 6, "07": 7}
+    assert failures == [(f"000.tar:{key:02d}", "missing_field") for key in (1, 2, 4, 5)]
+    (tmp_path / "map.json").write_text(json.dumps({f"{key:02d}": key % 2 for key in (0, 3, 6, 7)}))
+    found, failures = labels(folder, label="__key__", label_map=tmp_path / "map.json")
+    assert found == {"00": 0, "03": 1, "06": 0, "07": 1}
+    assert len(failures) == 4
+    for text in ("[]", "{"):
+        (tmp_path / "map.json").write_text(text)
+        with pytest.raises(DistapError, match=r"data\.reading\.label_map: .*map\.json: "):
+            labels(folder, label="__key__", label_map=tmp_path / "map.json")
+
+
+def test_streamed_reading_needs_sampling_by_streams(sound):
+    with pytest.raises(DistapError, match=r"data\.reading is streamed, .* set sampling\.name to streams"):
+        streamed(sound, sampling=RandomSampling(batch_size=8))

@@ -8,18 +8,12 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from benchmarks.photos import jpeg, photo
+from distap.data.images.augmentation import CropFlipColour, central_box, seeded
 from distap.data.images.decoding import EncodedImage
-from distap.data.images.transforms import (
-    Augmentation,
-    RandomBox,
-    central_box,
-    evaluation_transform,
-    seeded,
-    training_transform,
-)
+from distap.data.images.whole_images import Sizing
 
 PHOTO = photo(320, 240, seed=0)
-EVERYTHING = Augmentation(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
+EVERYTHING = CropFlipColour(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
 
 
 def as_png(image) -> EncodedImage:
@@ -44,19 +38,16 @@ def test_the_box_is_a_function_of_the_seed_and_the_size_whatever_the_decoder_doe
     image = Boxes(320, 240)
     for scaled in (True, False):
         for seed in range(20):
-            seeded(training_transform(40, EVERYTHING, scaled), image, seed)
+            seeded(EVERYTHING.transform(40, scaled), image, seed)
     assert image.asked[:20] == image.asked[20:]
     assert len(set(image.asked)) == 20
 
 
 def test_boxes_are_drawn_as_torchvision_draws_them():
-    def box(seed):
-        torch.manual_seed(seed)
-        return RandomBox(0.2)(320, 240)
-
-    theirs = v2.RandomResizedCrop(1, scale=(0.2, 1.0))
+    image, theirs = Boxes(320, 240), v2.RandomResizedCrop(1, scale=(0.2, 1.0))
     for seed in range(10):
-        left, top, right, bottom = box(seed)
+        seeded(CropFlipColour(crop=0.2).transform(40), image, seed)
+        left, top, right, bottom = image.asked[-1][0]
         assert 0 <= left < right <= 320
         assert 0 <= top < bottom <= 240
         torch.manual_seed(seed)
@@ -67,7 +58,7 @@ def test_boxes_are_drawn_as_torchvision_draws_them():
 
 
 def test_the_same_seed_gives_the_same_pixels_and_leaves_the_global_state_alone():
-    transform = training_transform(40, EVERYTHING)
+    transform = EVERYTHING.transform(40)
     image = EncodedImage(jpeg(PHOTO, 90))
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -81,16 +72,16 @@ def test_the_same_seed_gives_the_same_pixels_and_leaves_the_global_state_alone()
 
 
 def test_without_variation_training_sees_what_evaluation_sees():
-    plain = training_transform(40, Augmentation(crop=1, flip=0))
+    plain = CropFlipColour(crop=1, flip=0).transform(40)
     image = EncodedImage(jpeg(PHOTO, 90))
-    assert torch.equal(seeded(plain, image, 1), evaluation_transform(40)(image))
+    assert torch.equal(seeded(plain, image, 1), Sizing("crop", 40)(image))
 
 
 def test_a_flip_mirrors_the_crop():
     image = as_png(PHOTO)
-    kept, flipped = (training_transform(40, Augmentation(crop=1, flip=flip))(image) for flip in (0, 1))
+    kept, flipped = (CropFlipColour(crop=1, flip=flip).transform(40)(image) for flip in (0, 1))
     assert torch.equal(kept.flip(2), flipped)
-    assert training_transform(40, Augmentation(grey=1))(image).float().std(0).max() == 0
+    assert CropFlipColour(grey=1).transform(40)(image).float().std(0).max() == 0
 
 
 @pytest.mark.parametrize("size", [24, 40, 100, 300])
@@ -99,7 +90,7 @@ def test_evaluation_is_near_to_a_resize_and_a_central_crop_of_the_whole(size):
     for image in (PHOTO, PHOTO.transpose(Image.Transpose.TRANSPOSE)):
         expected = reference(image).as_subclass(torch.Tensor).int()
         exact, scaled = (
-            evaluation_transform(size, scaled)(EncodedImage(jpeg(image, 95))) for scaled in (False, True)
+            Sizing("crop", size)(EncodedImage(jpeg(image, 95)), scaled=scaled) for scaled in (False, True)
         )
         assert exact.shape == scaled.shape == (3, size, size)
         for found in (exact, scaled):
@@ -114,12 +105,12 @@ def test_the_central_box_is_a_square():
 
 def test_transforms_can_be_sent_to_workers_of_any_kind():
     image = EncodedImage(jpeg(PHOTO, 90))
-    for transform in (training_transform(40, EVERYTHING), evaluation_transform(40)):
-        again = pickle.loads(pickle.dumps(transform))
-        assert torch.equal(seeded(transform, image, 5), seeded(again, image, 5))
+    transform = EVERYTHING.transform(40)
+    again = pickle.loads(pickle.dumps(transform))
+    assert torch.equal(seeded(transform, image, 5), seeded(again, image, 5))
 
 
 @pytest.mark.parametrize("settings", [{"crop": 0}, {"crop": 1.5}, {"flip": -0.1}, {"colour": 2}, {"grey": 7}])
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))} is"):
-        Augmentation(**settings)
+        CropFlipColour(**settings)

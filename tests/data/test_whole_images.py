@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from benchmarks.photos import jpeg, photo
+from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, upright_size
-from distap.data.images.folders import UNKNOWN, list_folder
-from distap.data.images.image_sets import open_images
-from distap.data.images.transforms import evaluation_transform
+from distap.data.images.image_sets import UNKNOWN, list_folder, open_images
 from distap.data.images.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
@@ -53,11 +51,6 @@ def test_a_sizing_that_is_none_is_refused(text):
 
 def test_an_original_is_its_own_pixels():
     assert torch.equal(Sizing("original")(EncodedImage(encoded(PHOTO))), pixels(PHOTO))
-
-
-def test_a_crop_is_what_evaluation_sees():
-    image = EncodedImage(jpeg(PHOTO, 90))
-    assert torch.equal(Sizing("crop", 40)(image), evaluation_transform(40)(image))
 
 
 @pytest.mark.parametrize(("side", "shape"), [(60, (40, 60)), (119, (79, 119)), (120, (80, 120)), (500, (80, 120))])

@@ -10,8 +10,7 @@ from ranks import on_ranks
 
 from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError
-from distap.data.images.folders import ImageFolder
-from distap.data.images.image_sets import open_images
+from distap.data.images.image_sets import ImageFolder, open_images
 from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
 from distap.errors import DistapError

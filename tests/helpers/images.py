@@ -1,19 +1,24 @@
-"""Small images in folders and shards, and damage to them."""
+"""Small images in folders and shards, readers of them, and damage to them."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from distap.data.images.augmentation import Augmentation
-from distap.data.images.transforms import training_transform
-from distap.data.loading.indexed import SlotImages
-from distap.data.loading.reading import Reader
-from distap.data.plan import Classes, Plan
-from distap.data.sampling import RandomSampling
+from distap.data.images.augmentation import CropFlipColour
+from distap.data.loading.indexed import IndexedSource
+from distap.data.loading.shard_cache import THREAD
+from distap.data.loading.training import LoadingJob
+from distap.data.sampling.random import RandomSampling
+from distap.data.settings import PixelSettings
 from distap.data.shards.index import load_index
+from distap.stopwatch import Stopwatch
+from distap.storage.locations import parse_source
+from distap.world import World
 
-AUGMENTATION = Augmentation(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
+ALONE = World()
+AUGMENTATION = CropFlipColour(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
 
 
 def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: int = 0) -> Path:
@@ -29,10 +34,27 @@ def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: in
     return folder
 
 
-def slot_images(folder, batch_size=6, seed=0, size=16):
-    index = load_index(folder)
-    plan = Plan(Classes(index.label), RandomSampling(batch_size=batch_size), seed)
-    return SlotImages(Reader(folder, index), plan, training_transform(size, AUGMENTATION), size)
+def indexed_images(source, batch_size=6, seed=0, size=16, world=ALONE, **settings):
+    """Images of random batches, which wait in memory if nothing else is said."""
+    sampling, transform = RandomSampling(batch_size=batch_size), AUGMENTATION.transform(size)
+    settings = {"chunk": 2, "pixels": PixelSettings(hold="memory"), **settings}
+    job = LoadingJob(parse_source(source), sampling, seed, transform, size, **settings)
+    return IndexedSource().open(job, world, Stopwatch())
+
+
+def started(folder, workers=2, steps=20, **settings):
+    """Shares of six images that loader workers read, and the first of them with its images."""
+    shares = indexed_images(folder, workers=workers, **settings).shares(range(steps))
+    share = next(shares)
+    share.images(slice(0, 6))
+    return shares, share
+
+
+def wait_for_cache():
+    """Until this process fetches no more shards."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
 
 
 def damage(folder, samples):

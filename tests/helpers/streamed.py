@@ -5,19 +5,16 @@ import io
 
 import numpy as np
 import webdataset
+from images import ALONE, AUGMENTATION
 from PIL import Image
 
-from distap.data.images.transforms import Augmentation, training_transform
-from distap.data.loading.streamed import StreamedImages
-from distap.data.loading.streams import SequentialShards
-from distap.data.loading.training import LoaderSettings
-from distap.data.sampling import StreamsSampling
+from distap.data.loading.streamed import StreamedSource
+from distap.data.loading.training import LoadingJob
+from distap.data.sampling.streams import StreamsSampling
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
-from distap.world import World
 
 SAMPLING = StreamsSampling(batch_size=16, streams=4, shuffle=5)
-TRANSFORM = training_transform(16, Augmentation(crop=0.3, flip=0.5, colour=0.4, grey=0.3))
 SEED, STEPS, CHUNK = 3, 9, 3  # about three passes
 
 
@@ -43,13 +40,10 @@ def write_by_webdataset(folder, shards=8, images=6, spoil=()):
 SPOILT = {(0, 1): {"png": png(7)[:-600]}, (1, 2): {"png": b"no image"}, (2, 5): {"cls": None}, (6, 0): {"cls": "cat"}}
 
 
-ALONE = World()
-
-
-def streamed(source, world=ALONE, workers=0, sampling=SAMPLING, seed=SEED, remote=None, **settings):
-    shards = SequentialShards(parse_source(source, allow_pipes=True), remote)
-    loader = LoaderSettings(CHUNK, workers, 2, **settings)
-    return StreamedImages(shards, sampling, seed, world, TRANSFORM, 16, loader, Stopwatch())
+def streamed(source, world=ALONE, sampling=SAMPLING, reading=StreamedSource(), **settings):  # noqa: B008 - frozen
+    source, transform = parse_source(source, allow_pipes=True), AUGMENTATION.transform(16)
+    job = LoadingJob(source, sampling, SEED, transform, 16, chunk=CHUNK, **settings)
+    return reading.open(job, world, Stopwatch())
 
 
 def seen(images, steps, count, failures=None):

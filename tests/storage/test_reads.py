@@ -7,13 +7,12 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.registry import _registry
+from images import indexed_images, wait_for_cache
 from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.images.transforms import evaluation_transform
-from distap.data.loading.indexed import OrderedImages, evaluation_chunks
 from distap.data.loading.reading import Reader
-from distap.data.loading.shard_cache import CacheSettings
+from distap.data.settings import CacheSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
@@ -277,20 +276,16 @@ def test_reading_over_a_network_is_reading_from_disk(kind, kept, workers, shards
     if kept:
         for sample in range(9):
             reader.data(sample)
-        reader.cache.wait()
+        wait_for_cache()
+    own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers, remote=remote, cache=cache))
     web.requests.clear()
-    transform = evaluation_transform(16)
-    here, there = (
-        list(evaluation_chunks(OrderedImages(r, transform, 16), range(9), 2, w))
-        for r, w in ((expected, 0), (reader, workers))
-    )
-    assert all(
-        np.array_equal(a.pixels, b.pixels) and a.samples == b.samples for a, b in zip(here, there, strict=True)
-    )
-    images = sum(int(expected.index.size[sample]) for sample in range(9))
-    traffic = [sum(counts) for counts in zip(*(chunk.traffic for chunk in there), strict=True)]
+    shares = [own.shares(range(1)), images.shares(range(1))]
+    here, there = map(next, shares)
+    assert np.array_equal(here.images(slice(0, 9)), there.images(slice(0, 9)))
+    assert here.samples == there.samples
+    size = sum(int(expected.index.size[sample]) for sample in range(9))
     if workers:
-        assert traffic == [images, 0, 9 if kept else 0, 0]
+        assert there.traffic == (size, 0, 9 if kept else 0, 0)
     assert len(web.requests) == (9 if kind == "http" and not kept else 0)
 
 

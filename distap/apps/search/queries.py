@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distap.data.images.folders import list_folder
+from distap.data.images.image_sets import list_folder
 from distap.errors import DistapError
 from distap.retrieval.index_files import Hit, SearchIndex
 

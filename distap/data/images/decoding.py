@@ -1,8 +1,8 @@
-"""From the bytes of an image to its pixels: scaled down while decoding where a crop allows, with damage told apart.
+"""Decode images: scale JPEG down while decoding if a crop allows it, and tell kinds of damage apart.
 
-Whatever the file, pixels are 8-bit RGB and upright: EXIF's orientation is applied (and ignored where EXIF is
-broken), 16 bits are divided by 257, transparency is shown on white, CMYK is converted by the naive formula, colour
-profiles are ignored, and of an animation the first frame counts.
+Pixels are 8-bit RGB and upright, whatever the file: EXIF's orientation is applied (broken EXIF is ignored), 16 bits
+are divided by 257, transparency is shown on white, CMYK is converted by the naive formula, colour profiles are
+ignored, and an animation gives its first frame.
 """
 
 import io
@@ -21,17 +21,16 @@ from distap.errors import FAILED, DistapError
 
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
 REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # all others stay shut: some run programs, as EPS does
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # no others: decoders such as that of EPS run programs
 MAX_PIXELS = 100_000_000
-MAX_SIDE = 65_535  # pixels; JPEG's own limit, beyond which lie only images made to harm
-MAX_SCANS = 100  # of a progressive JPEG as large as is allowed, more of smaller ones: each takes a tenth of a second
+MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
+MAX_SCANS = 100  # of a progressive JPEG of the allowed size, more of smaller ones: each takes a tenth of a second
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
-
 UNNAMED = "an image"
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 
-# By EXIF orientation: whether the stored image is to be mirrored left to right, top to bottom, and then transposed.
+# By EXIF orientation: mirror the stored image left to right, mirror it top to bottom, and then transpose it.
 UPRIGHT = {
     1: (False, False, False),
     2: (True, False, False),
@@ -45,11 +44,11 @@ UPRIGHT = {
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
 START_OF_SCAN = b"\xff\xda"  # JPEG's marker
-END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by how a file begins
+END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by the beginning of a file
 
 
 class DamagedImageError(Exception):
-    """An image that cannot be used, and why."""
+    """An image cannot be used, for one of REASONS."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -57,13 +56,13 @@ class DamagedImageError(Exception):
 
 
 class OutOfMemoryError(DistapError):
-    """An image whose size is allowed could not be decoded for lack of memory: starting again may help."""
+    """Memory did not suffice to decode an image of an allowed size; starting again may help."""
 
     status = FAILED
 
 
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height in pixels, read from the header without decoding; as stored, whatever EXIF says.
+    """Width and height in pixels from the header alone, as stored, before EXIF's orientation.
 
     Raises:
         DamagedImageError: it is no image, or has more than `max_pixels`.
@@ -73,13 +72,13 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def upright_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """The same with EXIF's orientation applied, as far as EXIF stands before the pixels.
+    """Width and height in pixels with EXIF's orientation applied, if EXIF stands before the pixels.
 
     Args:
-        data: a file, or its beginning with the whole header in it.
-        max_pixels: as in `image_size`.
+        data: a file, or its beginning with the whole header.
+        max_pixels: greatest width times height.
     Raises:
-        DamagedImageError: as `image_size`.
+        DamagedImageError: it is no image, or has more than `max_pixels`.
     """
     with _damage_told(data):
         image = _open(data, max_pixels)
@@ -87,39 +86,29 @@ def upright_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
-    """The image, upright and RGB; its name is for messages.
-
-    Raises:
-        DamagedImageError: it cannot be decoded, or has more than `max_pixels`.
-        OutOfMemoryError: memory does not suffice.
-    """
+    """The image, upright and RGB, or the errors of `EncodedImage`."""
     return EncodedImage(data, max_pixels, name).whole()
 
 
 def reduction(box: Box, size: int | tuple[int, int]) -> int:
-    """The greatest of FACTORS by which a box is still no smaller than `size` either way; 1 if there is none.
-
-    Args:
-        box: of the image.
-        size: of a square; or height and width.
-    """
+    """The greatest of FACTORS that leaves a box at least `size` (a square's side, or height and width), or 1."""
     height, width = (size, size) if isinstance(size, int) else size
     across, down = box[2] - box[0], box[3] - box[1]
     return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
 
 
 class EncodedImage:
-    """An image whose size is known, and whose pixels are decoded as far as a crop needs them.
+    """An image of known size, whose pixels are decoded as far as a crop needs them.
 
     Args:
         data: bytes of a file.
-        max_pixels: width times height that is refused without decoding when exceeded.
+        max_pixels: images with more pixels (width times height) are refused without decoding.
         name: for messages.
     Attributes:
         size: width and height in pixels, upright.
     Raises:
-        DamagedImageError: it is no image of FORMATS, too large or, JPEG apart, cannot be decoded.
-        OutOfMemoryError: memory does not suffice; so do the methods.
+        DamagedImageError: it is no image of FORMATS or too large, or cannot be decoded; the methods raise it as well.
+        OutOfMemoryError: memory does not suffice; the methods raise it as well.
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
@@ -139,16 +128,14 @@ class EncodedImage:
     def crop(self, box: Box, size: int | tuple[int, int], scaled: bool = True) -> Tensor:
         """(3, height, width) uint8: a part of the image, scaled.
 
-        The part is changed, by less than a pixel of the result, to whole blocks of f x f pixels of the file, f its
-        `reduction`. JPEG is decoded at 1/f, where libjpeg makes one pixel of each block; an antialiased bilinear
-        resize does the rest.
+        The part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of
+        the file, where f is its `reduction`. libjpeg then decodes at 1/f, which makes one pixel of each block, and an
+        antialiased bilinear resize does the rest.
 
         Args:
             box: within the upright image.
             size: of the result, pixels: a square's side, or height and width.
-            scaled: whether JPEG is decoded at reduced scale; otherwise the resize does it all.
-        Raises:
-            DamagedImageError: it cannot be decoded.
+            scaled: decode JPEG at reduced scale; otherwise the resize does it all.
         """
         height, width = (size, size) if isinstance(size, int) else size
         factor = reduction(box, (height, width))
@@ -169,11 +156,7 @@ class EncodedImage:
         return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
 
     def whole(self) -> Image.Image:
-        """The image, upright and RGB.
-
-        Raises:
-            DamagedImageError: it cannot be decoded.
-        """
+        """The image, upright and RGB."""
         methods = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE)
         with self._damage_told():
             image = _rgb(self._decoded(1))
@@ -182,7 +165,7 @@ class EncodedImage:
         return image
 
     def _decoded(self, factor: int) -> Image.Image:
-        """As the file holds it, at 1/factor of its size."""
+        """The image as stored, at 1/factor of its size."""
         if not self._is_jpeg:
             return self._image
         image = _open(self._data, self._max_pixels)
@@ -192,7 +175,7 @@ class EncodedImage:
 
     @contextmanager
     def _damage_told(self) -> Iterator[None]:
-        """As the function of this name, but the size is known to be allowed: memory that lacks is no damage."""
+        """As the function below; but the size is known to be allowed here, so lack of memory is no damage."""
         with _damage_told(self._data):
             try:
                 yield
@@ -204,7 +187,7 @@ class EncodedImage:
                 ) from error
 
     def _stored(self, box: Box) -> Box:
-        """The same part of the image as the file holds it."""
+        """A box of the upright image as a box of the stored one."""
         across, down, transposed = self._upright
         width, height = self._image.size
         left, top, right, bottom = (box[1], box[0], box[3], box[2]) if transposed else box
@@ -216,11 +199,11 @@ class EncodedImage:
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
-    if data[:4] == b"RIFF" and data[12:16] == b"VP8X":  # Pillow makes room for the canvas before it tells its size
+    if data[:4] == b"RIFF" and data[12:16] == b"VP8X":  # Pillow allocates the canvas before it tells the size
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
         _refuse_large(width, height, max_pixels)
     if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit must not stand below what the caller allows
+        Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit must not be lower than ours
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     _refuse_large(*image.size, max_pixels)
     if image.info.get("progressive"):
@@ -243,7 +226,7 @@ def _refuse_large(width: int, height: int, max_pixels: int) -> None:
 def _orientation(image: Image.Image) -> int:
     try:
         orientation = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # whatever Pillow makes of broken EXIF, the image itself is sound
+    except Exception:  # Pillow raises anything on broken EXIF; the image itself is sound
         return 1
     return orientation if orientation in UPRIGHT else 1
 
@@ -253,7 +236,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         values = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise DamagedImageError("decode_error", "32 bits a value, of which none is known to be white")
+        raise DamagedImageError("decode_error", "32 bits a value, and no value is known to be white")
     if image.has_transparency_data:
         opaque = Image.new("RGBA", image.size, "white")
         opaque.alpha_composite(image.convert("RGBA"))
@@ -263,7 +246,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _damage_told(data: bytes) -> Iterator[None]:
-    """What goes wrong inside is the image's damage; Pillow's warnings of odd metadata are not the user's."""
+    """Raise any error inside as DamagedImageError, and hide Pillow's warnings of odd metadata."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -272,7 +255,7 @@ def _damage_told(data: bytes) -> Iterator[None]:
             raise
         except Image.DecompressionBombError as error:
             raise DamagedImageError("too_large", str(error)) from error
-        except Exception as error:  # each of Pillow's decoders raises its own, MemoryError among them
+        except Exception as error:  # each decoder of Pillow raises its own, MemoryError among them
             reason: Reason = "truncated" if "truncated" in str(error).lower() or _is_cut(data) else "decode_error"
             detail = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
@@ -281,7 +264,7 @@ def _damage_told(data: bytes) -> Iterator[None]:
 
 
 def _is_cut(data: bytes) -> bool:
-    """Whether a file of known beginning lacks its end."""
+    """Whether a file lacks its end, as far as its beginning tells."""
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     return any(data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items())

@@ -1,40 +1,151 @@
-"""Images to be described, whatever they lie in: shards with an index, or a plain folder."""
+"""Images to describe or search, in order: those of shards with an index, or of a plain folder."""
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import MAX_PIXELS
-from distap.data.images.folders import ImageFolder, list_folder
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, upright_size
 from distap.data.loading.reading import Reader
-from distap.data.loading.shard_cache import CacheSettings
+from distap.data.settings import CacheSettings
+from distap.data.shards.image_files import IMAGE_SUFFIXES
 from distap.data.shards.index import load_index
+from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
+
+HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
+UNKNOWN = (0, 0)
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """The images in a folder and its sub-folders, which belong to no class.
+
+    Attributes:
+        folder: that they are in.
+        names: paths within it, with slashes, in order.
+        sizes: bytes of each.
+        modified: time of the last change of each, nanoseconds.
+        left_out: files that are named like images but are not read, and why.
+        max_pixels: images with more pixels (width times height) are refused without decoding.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    modified: tuple[int, ...]
+    left_out: tuple[tuple[str, str], ...]
+    max_pixels: int = MAX_PIXELS
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of names, sizes and times of change, which identifies the images."""
+        digest = hashlib.sha256()
+        for name, size, modified in zip(self.names, self.sizes, self.modified, strict=True):
+            digest.update(f"{name}\0{size}\0{modified}\n".encode())
+        return digest.hexdigest()
+
+    def encoded(self, sample: int) -> EncodedImage:
+        """The image before it is decoded.
+
+        Raises:
+            DamagedImageError: it cannot be read or is no image.
+        """
+        try:
+            data = (self.folder / self.names[sample]).read_bytes()
+        except OSError as error:
+            raise DamagedImageError("decode_error", f"cannot be read: {error.strerror or error}") from error
+        return EncodedImage(data, self.max_pixels, self.names[sample])
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Width and height as it will be decoded, from the file's header; UNKNOWN if it does not tell."""
+        try:
+            with (self.folder / self.names[sample]).open("rb") as file:
+                start = file.read(HEADER_BYTES)
+                try:
+                    return upright_size(start, self.max_pixels)
+                except DamagedImageError:
+                    return upright_size(start + file.read(), self.max_pixels)
+        except (OSError, DamagedImageError):
+            return UNKNOWN
+
+
+def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
+    """The images of a folder, however deep, in the order of their paths; links are followed within the folder only.
+
+    Raises:
+        DistapError: it cannot be listed, or there is no image in it.
+    """
+    found: list[tuple[str, int, int]] = []
+    left_out: list[tuple[str, str]] = []
+    root = folder.resolve()
+    try:
+        for entry in _image_files(folder):
+            name = os.path.relpath(entry.path, folder).replace(os.sep, "/")
+            if problem := _problem(entry, name, root):
+                left_out.append((name.encode(errors="backslashreplace").decode(), problem))
+            else:
+                status = entry.stat()
+                found.append((name, status.st_size, status.st_mtime_ns))
+    except OSError as error:
+        raise DistapError(f"{error.filename or folder}: cannot be listed: {error.strerror or error}") from error
+    if not found:
+        raise DistapError(
+            f"{folder}: no image in it, nor shards; expected files that end in {', '.join(sorted(IMAGE_SUFFIXES))}"
+        )
+    names, sizes, modified = zip(*sorted(found), strict=True)
+    return ImageFolder(folder, names, sizes, modified, tuple(sorted(left_out)), max_pixels)
+
+
+def _image_files(folder: Path) -> "Iterator[os.DirEntry[str]]":
+    """Files named like images, also in sub-folders; hidden folders and files are ignored."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _image_files(Path(entry.path))
+            elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES:
+                yield entry
+
+
+def _problem(entry: "os.DirEntry[str]", name: str, root: Path) -> str:
+    """Why a file is not to be read; "" if it is."""
+    # Names that are not UTF-8 have surrogates in them, which are not printable either.
+    if not name.isprintable():
+        return "its name is no text in UTF-8, or has line breaks in it"
+    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
+        return "a link that leads out of the folder"
+    return "" if entry.is_file() else "no regular file"
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """N images in order, what they are called, and what reads them."""
+    """N images in order, with their names and what reads them."""
 
     name: str  # as it was given
-    fingerprint: str  # two with the same one are the same
+    fingerprint: str  # identifies the images
     keys: NDArray[np.str_]  # (N,) name of each, unlike all others
     classes: NDArray[np.str_]  # (N,) name of its class, "" for none
     reader: Reader | ImageFolder
-    left_out: tuple[tuple[str, str], ...] = ()  # what is no part of it from the start, and why
+    left_out: tuple[tuple[str, str], ...] = ()  # files that are not read, and why
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.keys)
 
     def sizes(self, samples: Sequence[int]) -> NDArray[np.int64]:
-        """(n, 2) width and height in pixels, as far as headers tell: to plan with, not to rely on.
+        """(n, 2) width and height in pixels as headers tell them: to plan with, not to rely on.
 
-        Those of shards are as stored, which EXIF may turn; (0, 0) is unknown.
+        Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
         """
         if isinstance(self.reader, Reader):
             index, rows = self.reader.index, np.asarray(samples, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Images in their own shapes: how they are brought to size, and batches of one shape that stay large."""
+"""Bring images to size in their own shapes, and put them into batches of one shape that stay large."""
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from distap.data.images.augmentation import central_box
 from distap.data.images.decoding import Box, DamagedImageError, EncodedImage
-from distap.data.images.transforms import central_box
 from distap.data.loading.workers import handed_over
 from distap.errors import DistapError
 
@@ -29,7 +29,7 @@ class Sizing:
             its longer side is `pixels` at most; `original` the whole image as it is.
         pixels: of `crop` and `side`; `original` has none.
     Raises:
-        DistapError: a number of pixels is missing, too small or too much.
+        DistapError: a number of pixels is missing, below 1 or given for `original`.
     """
 
     kind: Literal["crop", "side", "original"]
@@ -45,7 +45,7 @@ class Sizing:
 
     @classmethod
     def parse(cls, text: str) -> "Sizing":
-        """What `str` made a text of."""
+        """The opposite of `str`."""
         kind, _, pixels = text.partition(" ")
         if kind in ("crop", "side") and pixels.isascii() and pixels.isdigit():
             return cls("crop" if kind == "crop" else "side", int(pixels))
@@ -54,7 +54,7 @@ class Sizing:
         raise DistapError(f"sizing {text!r}: {EXPECTED}")
 
     def shape(self, width: int, height: int) -> Shape:
-        """Height and width of what an image, or a box of one, becomes."""
+        """Height and width of the result for an image, or a box of one."""
         if self.kind == "original":
             return height, width
         assert self.pixels is not None
@@ -83,23 +83,18 @@ class Sizing:
 
 
 class EncodedImages(Protocol):
-    """What reads images by number: a `Reader` of shards, or of a folder."""
+    """Images by number, of shards (`Reader`) or of a folder (`ImageFolder`)."""
 
     def encoded(self, sample: int) -> EncodedImage:
-        """The image before it is decoded; a DamagedImageError where there is none."""
+        """The image before it is decoded; raises DamagedImageError if it cannot be read."""
         ...
 
 
-class Sized(NamedTuple):
-    """An image as it was brought to size; or what is known of one that could not be."""
-
-    sample: int
-    pixels: Tensor | None  # (3, height, width) uint8
-    damage: str = ""
+Sized = tuple[int, Tensor | None, str]  # number and pixels (3, height, width) uint8; or None, and why
 
 
 class SizedChunk(NamedTuple):
-    """Some images as a worker hands them over: one tensor, since each takes an open file on its way."""
+    """Some images as a worker hands them over: in one tensor, since each tensor on its way takes an open file."""
 
     samples: list[int]
     shapes: list[Shape]
@@ -119,12 +114,16 @@ class SizedImages(Dataset[Sized]):
     Args:
         reader: of the images.
         sizing: how.
-        boxes: by number: the part of an image that counts; the whole of the others.
+        boxes: the part of an image that counts, by its number; the whole of all others.
         scaled: whether JPEG may be decoded at reduced scale.
     """
 
     def __init__(
-        self, reader: EncodedImages, sizing: Sizing, boxes: Mapping[int, Box] | None = None, scaled: bool = True
+        self,
+        reader: EncodedImages,
+        sizing: Sizing,
+        boxes: Mapping[int, Box] | None = None,
+        scaled: bool = True,
     ) -> None:
         self.reader, self.sizing, self.boxes, self.scaled = reader, sizing, boxes or {}, scaled
 
@@ -132,13 +131,11 @@ class SizedImages(Dataset[Sized]):
         try:
             pixels = self.sizing(self.reader.encoded(sample), self.boxes.get(sample), self.scaled)
         except DamagedImageError as error:
-            return Sized(sample, None, str(error))
-        return Sized(sample, pixels)
+            return sample, None, str(error)
+        return sample, pixels, ""
 
 
-def sized_chunks(
-    images: SizedImages, requests: Iterable[list[int]], workers: int
-) -> Generator[SizedChunk, None, None]:
+def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:
     """The images of each request, in order.
 
     Args:
@@ -154,11 +151,12 @@ def batches_of_one_shape(
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Images in batches of one shape: their numbers and pixels (n, 3, height, width).
 
-    A batch is given when no other image of its shape fits into it, at the end, or, the fullest first, when all that
-    wait for others of their shape are HELD times `most_pixels`. What is given follows from the images alone.
+    A batch is given when no other image of its shape fits into it, and all are given at the end. When the images that
+    wait for others of their shape have more than HELD times `most_pixels`, the fullest batches are given early. The
+    batches depend on the images alone.
 
     Args:
-        images: numbers and pixels (3, height, width); a view is copied where it has to wait.
+        images: numbers and pixels (3, height, width); a view is copied if it has to wait.
         most_pixels: of a batch, height times width of each summed up; a larger image is a batch alone.
     """
     waiting: dict[Shape, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -192,10 +190,10 @@ def _within(box: Box, size: tuple[int, int]) -> Box:
 
 
 def _chunk(sized: list[Sized]) -> SizedChunk:
-    present = [(image.sample, image.pixels) for image in sized if image.pixels is not None]
+    present = [(sample, pixels) for sample, pixels, _ in sized if pixels is not None]
     return SizedChunk(
         [sample for sample, _ in present],
         [(pixels.shape[1], pixels.shape[2]) for _, pixels in present],
         torch.cat([pixels.flatten() for _, pixels in present]) if present else torch.empty(0, dtype=torch.uint8),
-        {image.sample: image.damage for image in sized if image.pixels is None},
+        {sample: damage for sample, pixels, damage in sized if pixels is None},
     )

@@ -1,4 +1,4 @@
-"""What a shell command writes, read as a file; the command ends with its reader, whatever becomes of that."""
+"""Read the output of a shell command as a file, and end the command with its reader, whatever happens to that."""
 
 import subprocess
 import tempfile
@@ -10,8 +10,9 @@ from distap.data.shards.tar import DamagedShardError
 from distap.errors import FAILED, DistapError
 from distap.storage.traffic import Meter, Traffic
 
-# Its input stays open as long as the reader lives. When it closes, be it that the reader was killed, the second
-# process of this script kills the group, and so whatever the command has started.
+# The command runs in a process group of its own, beside a watcher. Its input is a pipe that only the reader holds
+# open: when that closes, even because the reader was killed, the watcher kills the group with all that the command
+# has started.
 GUARDED = """
 exec 3<&0 </dev/null
 { read -r _ <&3; kill -KILL 0; } >/dev/null 2>&1 &
@@ -25,18 +26,13 @@ MOST_SAID = 2000  # characters of a command's messages that are shown
 
 
 class FailedCommandError(DistapError):
-    """A command did not end well; as it may have read from a network, starting again may help."""
+    """A command failed; starting again may help, as it may have read from a network."""
 
     status = FAILED
 
 
 class Pipe:
-    """The output of a command, to read from.
-
-    Args:
-        output: of the command.
-        meter: counts what is read.
-    """
+    """The output of a command, whose bytes a meter counts."""
 
     def __init__(self, output: IO[bytes], meter: Meter) -> None:
         self.ended = False  # whether the command has closed its output
@@ -52,12 +48,12 @@ class Pipe:
 
 @contextmanager
 def piped(command: str, meter: Meter) -> Iterator[Pipe]:
-    """The output of a shell command; when this is left before its end, the command is killed.
+    """The output of a shell command, which is killed if this context ends before it.
 
-    Commands are run as they stand: they have to come from who may run commands here.
+    The command is run as it stands, so it has to come from someone who may run commands here.
 
     Raises:
-        FailedCommandError: the command has ended with a status other than 0; its messages are in the text.
+        FailedCommandError: the command has ended with a status other than 0; the message quotes what it wrote.
     """
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
@@ -65,17 +61,17 @@ def piped(command: str, meter: Meter) -> Iterator[Pipe]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
-            start_new_session=True,  # and a process group with it
+            start_new_session=True,  # and with it a process group
         )
         assert process.stdin is not None and process.stdout is not None
         pipe = Pipe(process.stdout, meter)
         try:
-            try:
-                yield pipe
-            except DamagedShardError:
-                if pipe.ended:  # cut short: by the command's failure, if it failed
-                    _require_success(command, process, said)
-                raise
+            yield pipe
+        except DamagedShardError:
+            if pipe.ended:  # a command that fails cuts its output short: tell the cause
+                _require_success(command, process, said)
+            raise
+        else:
             if pipe.ended:
                 _require_success(command, process, said)
         finally:

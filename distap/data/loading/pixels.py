@@ -1,6 +1,6 @@
-"""Where the pixels of a rank's images wait between describe and replay: in memory, in a spool file, or nowhere.
+"""Hold the pixels of a rank's images between describe and replay: in memory, in a spool file, or nowhere.
 
-They wait as uint8, as they came from the loader, and come back byte for byte whichever way is chosen.
+Pixels wait as uint8, as the loader gave them, and come back byte for byte in each of the three ways.
 """
 
 import errno
@@ -8,116 +8,85 @@ import os
 import tempfile
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from distap.data.settings import PixelSettings
 from distap.errors import DistapError
 
-WITHOUT_RESERVATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # what file systems answer that have none
+WITHOUT_RESERVATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # answers of file systems that cannot reserve
 FULL = (errno.ENOSPC, errno.EDQUOT)
-ZEROS = 4 * 2**20  # bytes written at once where space is reserved by writing
+ZEROS = 4 * 2**20  # bytes written at once to reserve space by writing
 
 
-@dataclass(frozen=True)
-class PixelSettings:
-    """How pixels wait for replay.
-
-    Args:
-        hold: `memory`; `spool`, a temporary file of this rank; `reread`, which keeps nothing and reads, decodes and
-            augments every image a second time; `auto` takes memory, and the spool where that is not enough.
-        memory_bytes: largest share of a global batch, of one rank, that `auto` keeps in memory; an image takes
-            3 x data.image_size ** 2.
-        spool_folder: folder of the spool file; none takes the system's for temporary files. One that is itself in
-            memory (tmpfs) saves none.
-    """
-
-    hold: Literal["auto", "memory", "spool", "reread"] = "auto"
-    memory_bytes: int = 8 * 2**30
-    spool_folder: Path | None = None
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    def __post_init__(self) -> None:
-        if self.memory_bytes < 0:
-            raise ValueError(f"memory_bytes is {self.memory_bytes}; expected 0 or more")
-
-    def way(self, share_bytes: int) -> Literal["memory", "spool", "reread"]:
-        """What is done with a share of this size."""
-        if self.hold == "auto":
-            return "memory" if share_bytes <= self.memory_bytes else "spool"
-        return self.hold
-
-
-class HeldPixels(Protocol):
+class HeldPixels(ABC):
     """The pixels of a rank's share of one step, by row."""
 
-    @property
-    def spool_size_bytes(self) -> int:
-        """What the spool file takes of its file system."""
-        ...
+    spool_size_bytes = 0  # of the spool file, where there is one
 
     @property
     def spool_limit_bytes(self) -> int:
-        """What it could take: its size, and what the file system has left."""
-        ...
+        """Bytes that the spool file could take: its size, and what its file system has left."""
+        return 0
 
+    @abstractmethod
     def keep(self, start: int, pixels: Tensor) -> Tensor:
-        """Take the next rows, which begin with `start`; returns them as the network is to get them."""
-        ...
+        """Take the next rows, which begin with `start`, and return them as the network is to get them."""
 
+    @abstractmethod
     def rows(self, rows: slice | Tensor) -> Tensor:
-        """Rows that were kept, (n, 3, size, size) uint8; valid until the next are asked for."""
-        ...
+        """(n, 3, size, size) uint8 of rows that were kept, valid until the next are asked for."""
 
+    @abstractmethod
     def blank(self, rows: list[int]) -> None:
         """Make these rows black."""
-        ...
 
 
-class Memory:
-    """Pixels that stay in memory.
+def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) -> "PixelsInMemory | Spool | None":
+    """Room for the pixels of `count` images of size x size; None if they are to be read again.
 
     Args:
+        settings: the way to hold them.
         count: rows.
         size: width and height, pixels.
-        pinned: in page-locked memory, from which a GPU copies without waiting.
+        pinned: rows come back in page-locked memory, from which a GPU copies without waiting.
+    Raises:
+        DistapError: the spool file cannot be made, or its file system has too little space.
     """
+    way = settings.way(3 * count * size * size)
+    if way == "memory":
+        return PixelsInMemory(count, size, pinned)
+    if way == "spool":
+        return Spool(count, size, settings.spool_folder or Path(tempfile.gettempdir()), pinned)
+    return None
 
-    spool_size_bytes = spool_limit_bytes = 0
+
+class PixelsInMemory(HeldPixels):
+    """Pixels that stay in memory; the arguments are those of `held_pixels`."""
 
     def __init__(self, count: int, size: int, pinned: bool) -> None:
         self._pixels = torch.empty(count, 3, size, size, dtype=torch.uint8, pin_memory=pinned)
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
-        """Copy the next rows."""
-        mine = self._pixels[start : start + len(pixels)]
-        return mine.copy_(pixels)
+        return self._pixels[start : start + len(pixels)].copy_(pixels)
 
     def rows(self, rows: slice | Tensor) -> Tensor:
-        """Rows that were kept."""
         return self._pixels[rows]
 
     def blank(self, rows: list[int]) -> None:
-        """Make these rows black."""
         self._pixels[rows] = 0
 
 
-class Spool:
-    """Pixels that wait in a file without a name, whose space is taken before the first is written.
+class Spool(HeldPixels):
+    """Pixels that wait in a file without a name, whose space is reserved before the first row is written.
 
-    What was written last is still in the page cache when replay begins to read, as far as there is memory for it.
+    The rows written last are still in the page cache when replay begins to read, as far as memory allows.
 
-    Args:
-        count: rows.
-        size: width and height, pixels.
-        folder: of the file.
-        pinned: rows come back in page-locked memory, from which a GPU copies without waiting.
     Raises:
         DistapError: the folder cannot be written to, or its file system has too little space.
     """
@@ -128,8 +97,8 @@ class Spool:
         self.spool_size_bytes = count * self._row_bytes
         self._file = _unlinked_file(folder)
         weakref.finalize(self, os.close, self._file)
-        with self._errors_for_a_person():
-            # Asked first, since a reservation that fails may have filled the disk for a moment.
+        with self._told():
+            # Ask first: a reservation that fails may have filled the disk for a moment.
             if _free_bytes(self._file) < self.spool_size_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _reserve(self._file, self.spool_size_bytes)
@@ -137,16 +106,17 @@ class Spool:
 
     @property
     def spool_limit_bytes(self) -> int:
-        """What the spool could take: its size, and what the file system has left."""
         return self.spool_size_bytes + _free_bytes(self._file)
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
-        """Write the next rows."""
-        self._write(start, pixels)
+        data, offset = pixels.contiguous().numpy().data.cast("B"), start * self._row_bytes
+        with self._told():
+            while data:
+                written = os.pwrite(self._file, data, offset)
+                data, offset = data[written:], offset + written
         return pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
-        """Rows that were written."""
         if isinstance(rows, slice):
             return self._read(self._room(rows.stop - rows.start), rows.start)
         pixels = self._room(len(rows))
@@ -155,37 +125,30 @@ class Spool:
         return pixels
 
     def blank(self, rows: list[int]) -> None:
-        """Make these rows black."""
         for row in rows:
-            self._write(row, torch.zeros(1, *self._shape, dtype=torch.uint8))
+            self.keep(row, torch.zeros(1, *self._shape, dtype=torch.uint8))
 
     def _read(self, pixels: Tensor, start: int) -> Tensor:
         buffer, offset = pixels.numpy().data.cast("B"), start * self._row_bytes
         while buffer:
-            with self._errors_for_a_person():
+            with self._told():
                 read = os.preadv(self._file, [buffer], offset)
             if read == 0:
                 raise DistapError(f"{self._folder}: the spool file has become shorter; nothing else may write to it")
             buffer, offset = buffer[read:], offset + read
         return pixels
 
-    def _write(self, start: int, pixels: Tensor) -> None:
-        data, offset = pixels.contiguous().numpy().data.cast("B"), start * self._row_bytes
-        with self._errors_for_a_person():
-            while data:
-                written = os.pwrite(self._file, data, offset)
-                data, offset = data[written:], offset + written
-
     def _room(self, count: int) -> Tensor:
         if self._pinned:
-            # A copy to the GPU may still be reading what was handed out last; torch reuses that after the copy.
+            # A copy to the GPU may still read the rows handed out last; torch reuses page-locked memory after it.
             return torch.empty(count, *self._shape, dtype=torch.uint8, pin_memory=True)
         if len(self._buffer) < count:
             self._buffer = torch.empty(count, *self._shape, dtype=torch.uint8)
         return self._buffer[:count]
 
     @contextmanager
-    def _errors_for_a_person(self) -> Iterator[None]:
+    def _told(self) -> Iterator[None]:
+        """Raise errors of the file system as DistapErrors that say what to do."""
         try:
             yield
         except OSError as error:
@@ -199,17 +162,15 @@ class Spool:
             ) from error
 
 
-class Reread:
+class Reread(HeldPixels):
     """Pixels that are not kept: each image is read, decoded and augmented again, once and in order.
 
-    Their checksums are kept, so that no image that has changed meanwhile trains the network.
+    Only checksums are kept, so that no image that has changed meanwhile trains the network.
 
     Args:
-        again: the next rows, read again; any number at once.
-        name: shard and key of the image in a row.
+        again: reads the next rows again, any number at once.
+        name: gives the shard and key of the image in a row.
     """
-
-    spool_size_bytes = spool_limit_bytes = 0
 
     def __init__(self, again: Callable[[], Tensor], name: Callable[[int], str]) -> None:
         self._again, self._name = again, name
@@ -220,15 +181,14 @@ class Reread:
         self._waiting: dict[int, Tensor] = {}  # rows read again that have not been asked for
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
-        """Note the checksums of the next rows."""
         self._checksums += [_checksum(image) for image in pixels]
         return pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
-        """Rows behind those of the call before, read again; and row 0 as often as it is asked for, as padding.
+        """Read the rows after those of the call before again. Row 0 may be asked for any number of times, as padding.
 
         Raises:
-            DistapError: an image is not what it was, or was asked for before.
+            DistapError: an image has changed, or was asked for before.
         """
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
         if list(numbers) == [0] and self._first is not None:
@@ -238,18 +198,17 @@ class Reread:
         if numbers[0] not in self._waiting:
             raise DistapError(
                 f"{self._name(numbers[0])}: data.pixels.hold is reread, which reads an image once for replay, but "
-                "replay has to begin anew; set replay.size to less where memory ran out, or data.pixels.hold to spool"
+                "replay has to start over; set replay.size lower if memory ran out, or data.pixels.hold to spool"
             )
         pixels = torch.stack([self._waiting[number] for number in numbers])
         self._waiting = {number: image for number, image in self._waiting.items() if number > numbers[-1]}
         return pixels
 
     def blank(self, rows: list[int]) -> None:
-        """Make these rows black."""
         self._blank.update(rows)
 
     def finish(self) -> None:
-        """Read on to the end, where not every image was replayed."""
+        """Read on to the end, in case not every image was replayed."""
         while self._done < len(self._checksums):
             self._next()
             self._waiting.clear()
@@ -268,22 +227,8 @@ class Reread:
         self._done += len(pixels)
 
 
-def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) -> Memory | Spool | None:
-    """Room for the pixels of `count` images of size x size; None where they are to be read again.
-
-    Raises:
-        DistapError: there is no room for the spool file.
-    """
-    way = settings.way(3 * count * size * size)
-    if way == "memory":
-        return Memory(count, size, pinned)
-    if way == "spool":
-        return Spool(count, size, settings.spool_folder or Path(tempfile.gettempdir()), pinned)
-    return None
-
-
 def _unlinked_file(folder: Path) -> int:
-    """A descriptor of a new file that goes away with this process."""
+    """The descriptor of a new file that disappears with this process."""
     try:
         file, path = tempfile.mkstemp(prefix="distap-spool-", dir=folder)
     except OSError as error:
@@ -296,13 +241,13 @@ def _unlinked_file(folder: Path) -> int:
 
 
 def _free_bytes(file: int) -> int:
-    """What an ordinary user may still write to the file system of this file."""
+    """Bytes that an ordinary user may still write to the file system of this file."""
     status = os.fstatvfs(file)
     return status.f_bavail * status.f_frsize
 
 
 def _reserve(file: int, size: int) -> None:
-    """Take the space now, by writing zeros where the file system knows no other way."""
+    """Reserve space for the file, by writing zeros if the file system has no other way."""
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reading images by offset from a data set's shards."""
+"""Read images by their offset in a data set's shards."""
 
 import zlib
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from PIL import Image
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
-from distap.data.loading.shard_cache import CacheSettings, ShardCache
+from distap.data.loading.shard_cache import ShardCache
+from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.storage.files import storage_of
 from distap.storage.locations import Source, parse_source
@@ -20,7 +21,7 @@ class Reader:
     Args:
         source: of the shards.
         index: of the same data set.
-        max_pixels: width times height that is refused without decoding when exceeded.
+        max_pixels: images with more pixels (width times height) are refused without decoding.
         remote: how a remote source is reached, and how often reading is tried.
         cache: where shards are kept on this host's disk; none reads each image from its source.
     Raises:
@@ -46,14 +47,14 @@ class Reader:
         """The decoded image, upright and RGB.
 
         Raises:
-            DamagedImageError: its bytes are not those that were indexed, or cannot be decoded.
+            DamagedImageError: its bytes have changed since they were indexed, or cannot be decoded.
             OutOfMemoryError: memory does not suffice.
             DistapError: the shard cannot be read at all.
         """
         return self.encoded(sample).whole()
 
     def encoded(self, sample: int) -> EncodedImage:
-        """The image before it is decoded; raises what `image` does."""
+        """The image before it is decoded; raises the same errors as `image`."""
         return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
 
     def data(self, sample: int) -> bytes:
@@ -70,7 +71,7 @@ class Reader:
             self.storage.meter.add(Traffic(cache_misses=1))
         data = self.storage.read(str(index.shard_name[shard]), offset, size)
         if self._damage(sample, data) and self.source.scheme:
-            # What came over a network may have been changed on its way.
+            # A network may have changed the bytes on their way: read them once more.
             self.storage.meter.add(Traffic(retries=1))
             data = self.storage.read(str(index.shard_name[shard]), offset, size)
         if damage := self._damage(sample, data):
@@ -78,7 +79,7 @@ class Reader:
         return data
 
     def take_traffic(self) -> Traffic:
-        """What reading took in this process since this was last called."""
+        """The traffic of this process since the last call."""
         return self.storage.meter.take()
 
     def where(self, sample: int) -> str:
@@ -86,7 +87,6 @@ class Reader:
         return f"{self.index.shard_name[self.index.shard[sample]]}:{self.index.key[sample]}"
 
     def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
-        """How an image's bytes differ from those that were indexed."""
         size = int(self.index.size[sample])
         if len(data) < size:
             return DamagedImageError("truncated", f"{len(data)} bytes of {size}")

@@ -1,13 +1,13 @@
-"""Shards kept on a host's own disk, for all its ranks and loader workers together.
+"""Keep shards on a host's own disk, for all its ranks and loader workers together.
 
-    FOLDER/lock                          held while files come and go
-    FOLDER/FINGERPRINT/in-use            held, shared, by every process that reads this data set
+    FOLDER/lock                          locked while files come and go
+    FOLDER/FINGERPRINT/in-use            locked, shared, by every process that reads this data set
     FOLDER/FINGERPRINT/SHA256.tar        a whole shard
-    FOLDER/FINGERPRINT/SHA256.part       one on its way; its writer holds it, so what nobody holds is a leftover
+    FOLDER/FINGERPRINT/SHA256.part       a shard on its way, locked by its writer; without a lock it is a leftover
 
-Reading never waits for a download: what is not there yet comes from its source, and the shard is fetched in the
-background by one process of the host. The shards of a data set are never evicted for one another, since its images
-are read in random order and would chase each other out; what does not fit goes on coming from its source.
+Reading never waits for a download: a shard that is not there yet is read from its source, while one process of the
+host fetches it in the background. The shards of one data set never evict each other, since a training reads images in
+random order and each shard would soon be wanted again; what does not fit is always read from the source.
 """
 
 import fcntl
@@ -21,10 +21,10 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.storage.files import BLOCK, OpenFiles, Storage, storage_of
@@ -32,33 +32,20 @@ from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter
 
 LOCK, IN_USE, SAID = "lock", "in-use", "said"
+THREAD = "distap-shard-cache"  # name of the thread that fetches
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 logger = logging.getLogger("distap")
 
 
-@dataclass(frozen=True)
-class CacheSettings:
-    """Where shards are kept on each host's own disk, and how much of it they may take."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    folder: Path
-    max_bytes: int  # of all data sets together
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < 1:
-            raise ValueError(f"max_bytes: {self.max_bytes}: expected a number of bytes above 0")
-
-
 class ShardCache:
-    """The kept shards of one data set; safe to copy into other processes, to be used by one thread of each.
+    """The kept shards of one data set; safe to copy into other processes, for one thread of each.
 
     Args:
         settings: where, and how much.
         index: of the data set.
         base: where its shards come from.
         remote: how that is reached.
-        meter: counts what downloading takes.
+        meter: counts the traffic of downloads.
     Raises:
         DistapError: the folder cannot be used.
     """
@@ -75,13 +62,13 @@ class ShardCache:
         self._digests: list[str] = index.shard_sha256.tolist()
         self._process = self._enter()
         if sum(self._sizes) > self.max_bytes:
-            logger.info("%s: data.cache.max_bytes holds part of %s; the rest is read from there", self.root, base)
+            logger.info("%s: data.cache.max_bytes holds a part of %s only; the rest is not kept", self.root, base)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process": None}
 
     def read(self, shard: int, offset: int, size: int) -> bytes | None:
-        """Bytes of a kept shard; None where it is not kept (yet)."""
+        """Bytes of a kept shard; None if it is not kept (yet)."""
         process, path = self._of_process(), self._path(shard)
         try:
             if process.files.size(path) == self._sizes[shard]:
@@ -94,20 +81,14 @@ class ShardCache:
         return None
 
     def drop(self, shard: int) -> None:
-        """Forget a kept shard that turned out to be damaged, and fetch it again."""
+        """Forget a kept shard that is damaged, and fetch it again."""
         process, path = self._of_process(), self._path(shard)
         with suppress(OSError):
-            if process.files.is_at(path):  # and not one that another process has fetched since
+            if process.files.is_at(path):  # another process may have fetched it anew since
                 Path(path).unlink()
         process.files.close(path)
         process.asked.discard(shard)
         self._fetch_later(shard)
-
-    def wait(self) -> None:
-        """Until this process fetches nothing any more."""
-        thread = self._of_process().thread
-        if thread is not None:
-            thread.join()
 
     def _path(self, shard: int) -> str:
         return str(self.folder / f"{self._digests[shard]}.tar")
@@ -118,7 +99,7 @@ class ShardCache:
         return self._process
 
     def _enter(self) -> "_Process":
-        """Say that this process reads the data set; the first one on the host clears away what was left behind."""
+        """Mark the data set as read by this process, and clear away what earlier ones left behind."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():
@@ -145,12 +126,12 @@ class ShardCache:
     def _fetch_later(self, shard: int) -> None:
         process = self._of_process()
         with process.lock:
-            if shard in process.asked or process.has_no_room:
+            if shard in process.asked or process.is_full:
                 return
             process.asked.add(shard)
             process.queue.append(shard)
             if process.thread is None or not process.thread.is_alive():
-                process.thread = threading.Thread(target=self._fetch_all, args=(process,), daemon=True)
+                process.thread = threading.Thread(target=self._fetch_all, args=(process,), name=THREAD, daemon=True)
                 process.thread.start()
 
     def _fetch_all(self, process: "_Process") -> None:
@@ -158,20 +139,20 @@ class ShardCache:
         storage.meter = self._meter
         while True:
             with process.lock:
-                if not process.queue or process.has_no_room:
+                if not process.queue or process.is_full:
                     process.thread = None
                     return
                 shard = process.queue.popleft()
             try:
-                process.has_no_room = not self._fetch(shard, storage)
-            except DistapError as error:  # reading the source itself says so to training, where it matters
+                process.is_full = not self._fetch(shard, storage)
+            except DistapError as error:  # training meets it too if it reads the source there
                 logger.warning("data.cache: %s", error)
             except OSError as error:
-                process.has_no_room = True
+                process.is_full = True
                 self._say_once(f"{self.root}: no more shards are kept: {error.strerror or error}")
 
     def _fetch(self, shard: int, storage: Storage) -> bool:
-        """Fetch a shard unless another process does; False where it has no room."""
+        """Fetch a shard unless another process does; False if there is no room for it."""
         part = self.folder / f"{self._digests[shard]}.part"
         with self._locked():
             if Path(self._path(shard)).exists():
@@ -182,13 +163,12 @@ class ShardCache:
                     os.close(file)
                     return True
                 if not self._has_room(self._sizes[shard], part):
-                    raise _NoRoomError
+                    _give_up(part, file)
+                    return False
                 os.ftruncate(file, 0)
                 os.posix_fallocate(file, 0, self._sizes[shard])  # a full disk is found now
-            except (OSError, _NoRoomError) as error:
+            except OSError:
                 _give_up(part, file)
-                if isinstance(error, _NoRoomError):
-                    return False
                 raise
         try:
             self._download(shard, storage, file)
@@ -210,28 +190,28 @@ class ShardCache:
                 offset += len(data)
         if offset != self._sizes[shard] or digest.hexdigest() != self._digests[shard]:
             raise DistapError(
-                f"{storage.where(name)}: its bytes are not those that were indexed, so it is not kept; make the "
+                f"{storage.where(name)}: its bytes have changed since they were indexed, so it is not kept; make the "
                 "index anew with `distap data index`"
             )
         os.fsync(file)
 
     def _has_room(self, size: int, part: Path) -> bool:
-        """Whether there is room, if need be without data sets that nobody reads, the oldest first."""
-        used = sum(_size(entry) for folder in self._folders() for entry in _files(folder) if entry.path != str(part))
-        others = [folder for folder in self._folders() if folder != self.folder]
+        """Whether there is room; removes data sets that nobody reads for it, the oldest first."""
+        folders = self._folders()
+        used = sum(_size(entry) for folder in folders for entry in _files(folder) if entry.path != str(part))
+        others = [folder for folder in folders if folder != self.folder]
         for folder in sorted(others, key=lambda folder: (folder / IN_USE).stat().st_mtime):
             if used + size <= self.max_bytes:
                 break
             in_use = _opened(folder / IN_USE)
             if _try_lock(in_use):
-                freed = sum(_size(entry) for entry in _files(folder))
+                used -= sum(_size(entry) for entry in _files(folder))
                 shutil.rmtree(folder)
-                used -= freed
             os.close(in_use)
         return used + size <= self.max_bytes
 
     def _folders(self) -> list[Path]:
-        """Of the data sets that are kept; whatever else is in the cache's folder is not ours."""
+        """The folders of data sets; other things in the cache's folder are not ours."""
         with os.scandir(self.root) as entries:
             return [
                 Path(entry.path)
@@ -251,18 +231,14 @@ class ShardCache:
                     os.close(file)
 
     def _say_once(self, message: str) -> None:
-        """To the log of one process of the host."""
+        """Warn in the log of one process of the host only."""
         with suppress(OSError):
             os.close(os.open(self.folder / SAID, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            logger.warning("%s; what is not kept is read from %s", message, self._base)
-
-
-class _NoRoomError(Exception):
-    """What is kept would exceed the limit."""
+            logger.warning("%s; the other shards are read from %s", message, self._base)
 
 
 class _Process:
-    """What one process has of the cache."""
+    """The files and the thread that one process has of the cache."""
 
     def __init__(self, in_use: int) -> None:
         self.number = os.getpid()
@@ -271,8 +247,8 @@ class _Process:
         self.asked: set[int] = set()
         self.queue: deque[int] = deque()
         self.thread: threading.Thread | None = None
-        self.has_no_room = False
-        # Not unlocked but closed: a forked worker still holds it.
+        self.is_full = False
+        # Close without unlocking: a forked worker still holds the lock.
         weakref.finalize(self, os.close, in_use)
 
 
@@ -289,7 +265,7 @@ def _try_lock(file: int) -> bool:
 
 
 def _release(file: int) -> None:
-    # A worker that was forked meanwhile has the file too, and would go on holding the lock.
+    # Unlock before closing: a worker that was forked meanwhile has the file too, and would keep the lock.
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
@@ -305,7 +281,7 @@ def _files(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int:
-    """In bytes; none of a file that was dropped since the folder was looked through."""
+    """In bytes; 0 if the file was dropped since the folder was listed."""
     try:
         return entry.stat().st_size
     except FileNotFoundError:

@@ -1,181 +1,161 @@
 """Streamed reading: shards from their first byte to their last, for pipes and for shards that have no index.
 
-What it promises, as indexed reading does, as long as a shard has the same bytes each time it is read:
-- The global batch of a step, its augmented pixels and the order of its slots are a function of (shards, seed, step),
-  never of ranks, loader workers or where a run was interrupted.
-- No image is twice in a batch. A run that goes on neither loses nor repeats an image.
+It promises the same as indexed reading, as long as a shard has the same bytes each time it is read:
+- The global batch of a step, its augmented pixels and the order of its slots are a function of (shards, seed, step).
+  They do not depend on ranks, on loader workers or on the step at which a run was interrupted.
+- No image is in a batch twice, and a run that goes on neither loses nor repeats an image.
 - A damaged tar, a cut one and a failed command are errors that name the shard and the place. A damaged image is
   counted by its reason and named.
 
-What indexed reading promises and this does not:
-- Any number of ranks: here it has to divide the number of streams.
-- Batches by class: here they hold what stands together in the shards, mixed within blocks. So shards are to be
-  written in a random order, and a class of few images may have one alone in a batch, without a positive.
-- A stand-in of the same class, in one slot: here the stream's next image takes the place of a damaged one and all
-  that follow move up, so that what is damaged changes the later batches of its stream.
-- That bytes are those that were indexed: here there are no checksums of images, and the names of the shards alone
-  tell one data set from another.
-- Knowledge before reading: here nobody knows how many images and classes there are, what is damaged, or whether the
-  classes of the validation set are unseen.
-- A quick start: here blocks of images are read before the first is given, and a run that goes on reads again what it
-  was in the midst of, up to a shard and a block of each stream.
+These promises of indexed reading it does not give:
+- Any number of ranks: the number has to divide the number of streams.
+- Batches by class: a batch holds what stands together in the shards, so write them in a random order. A class of few
+  images may have one alone in a batch, without a positive.
+- A stand-in of the same class, in one slot: the stream's next image takes the place of a damaged one and all others
+  move up, so damage changes the later batches of its stream.
+- The bytes that were indexed: images have no checksums, and only the names of its shards identify a data set.
+- Knowledge before reading: the numbers of images and classes, the damage, and whether validation shares classes with
+  training are unknown.
+- A quick start: each stream first fills the buffer that it shuffles, and a run that goes on reads the shards again
+  that it was in the midst of.
 """
 
-import hashlib
+import json
 from collections.abc import Generator, Iterator, Mapping
-from functools import cached_property
-from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
+from webdataset.utils import identity
 
-from distap.data.images.decoding import MAX_PIXELS, EncodedImage
-from distap.data.images.transforms import Transform
-from distap.data.loading.indexed import Chunk, Failure, Loaded, ShareOfBatch, augmented, chunk_of, shares_of
-from distap.data.loading.pixels import held_pixels
-from distap.data.loading.streams import Cursor, SequentialShards, Stream, StreamedImage
-from distap.data.loading.training import LoaderSettings
+from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.loading.streams import Cursor, Members, Stream, StreamedShards, number_of
+from distap.data.loading.training import Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, chunk_of, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.sampling.streams import StreamsSampling
 from distap.data.shards.index import Index, load_index
+from distap.data.shards.samples import LABEL_FIELD, labelled_image
+from distap.data.shards.tar import TarMember
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
-from distap.storage.remotes import RemoteSettings
+from distap.storage.traffic import Traffic
 from distap.world import World
 
-T = TypeVar("T")
+KEY = "__key__"  # webdataset's name for the name of a sample
 
 
-class StreamedChunk(NamedTuple):
-    """Some images of some streams, and where these go on where the images end a step."""
-
-    images: Chunk
-    cursors: list[Cursor] | None
-
-
-class StreamImages(IterableDataset[StreamedChunk | None]):
-    """This rank's images of some steps; each loader worker has whole streams of the rank.
+@dataclass(frozen=True)
+class StreamedSource:
+    """Read shard by shard, from the first byte to the last; needs no index, and `sampling: streams`.
 
     Args:
-        shards: of the data set.
-        sampling, seed: of the training.
-        transform: makes pixels of an image.
-        max_pixels: width times height that is refused without decoding when exceeded.
-        slots: of this rank in a global batch.
-        cursors: where each stream of the rank goes on.
-        steps: to read.
-        chunk: images that a worker hands over at once.
+        label: member of a sample that holds its class, such as cls, txt or json; or __key__, the sample's own name.
+            A whole number is the number of the class; any other text (but in cls) is the name of one.
+        label_key: key of the class in a member that is JSON, with dots between the keys of nested objects.
+        label_map: JSON file with an object that gives for each of these texts the number or name of its class.
     """
 
-    def __init__(
-        self,
-        shards: SequentialShards,
-        sampling: StreamsSampling,
-        seed: int,
-        transform: Transform,
-        max_pixels: int,
-        slots: range,
-        cursors: list[Cursor],
-        steps: range,
-        chunk: int,
-    ) -> None:
-        self.shards, self.sampling, self.seed = shards, sampling, seed
-        self.transform, self.max_pixels = transform, max_pixels
-        self.slots, self.cursors, self.steps, self.chunk = slots, cursors, steps, chunk
+    label: str = LABEL_FIELD
+    label_key: str | None = None
+    label_map: Path | None = None
 
-    def __iter__(self) -> Iterator[StreamedChunk | None]:
-        worker = get_worker_info()
-        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        slots = self.slots[number::count]
-        # The first slots of a rank are those of its streams, whose numbers they are.
-        own = list(zip(self.slots, self.cursors, strict=False))[number::count]
-        streams = [Stream(self.shards, self.sampling, self.seed, stream, cursor) for stream, cursor in own]
-        for step in self.steps:
-            for stream in streams:
-                stream.begin_batch()
-            for start in range(0, len(slots), self.chunk):
-                stop = min(start + self.chunk, len(slots))
-                images = [self._loaded(streams[row % len(streams)], step, slots[row]) for row in range(start, stop)]
-                cursors = [stream.cursor for stream in streams] if stop == len(slots) else None
-                yield StreamedChunk(chunk_of(images, self.shards.take_traffic()), cursors)
-        yield from repeat(None)  # a worker that ended before the others would be taken for a lost one
+    def open(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> "StreamedImages":
+        return StreamedImages(self, job, world, stopwatch)
 
-    def _loaded(self, stream: Stream, step: int, slot: int) -> Loaded:
-        def pixels_of(image: StreamedImage) -> Tensor:
-            encoded = EncodedImage(image.data, self.max_pixels, image.name)
-            return augmented(self.transform, encoded, self.seed, step, slot)
+    @cached_property
+    def classes(self) -> dict[str, Any] | None:
+        """The content of `label_map`.
 
-        failures: list[Failure] = []
-        image, pixels = stream.give(pixels_of, failures)
-        return Loaded(pixels, _number(image.name), image.label, image.name, failures)
+        Raises:
+            DistapError: it cannot be read.
+        """
+        if self.label_map is None:
+            return None
+        try:
+            classes = json.loads(self.label_map.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise DistapError(f"data.reading.label_map: {self.label_map}: cannot be read: {error}") from error
+        if not isinstance(classes, dict):
+            raise DistapError(
+                f'data.reading.label_map: {self.label_map}: expected a JSON object such as {{"cat": 0, "dog": 1}}'
+            )
+        return classes
+
+    def labelled(self, key: str, members: Members) -> Members:
+        """The members of a sample with the number of its class in `cls`, as distap's own shards have it.
+
+        Raises:
+            DamagedImageError: with the reason `missing_field`, if it has no class.
+        """
+        if self == StreamedSource():
+            return members
+        try:
+            value: Any = key if self.label == KEY else members[self.label].data.decode().strip()
+            if self.label_key is not None:
+                value = json.loads(value)
+                for part in self.label_key.split("."):
+                    value = value[part]
+            if self.classes is not None:
+                value = self.classes[str(value)]
+            return members | {LABEL_FIELD: TarMember("", 0, str(_class_number(value)).encode())}
+        except (KeyError, TypeError, ValueError) as error:
+            detail = f"key {key!r} has no class ({type(error).__name__}: {error})"
+            raise DamagedImageError("missing_field", detail) from error
+
+
+def _class_number(value: Any) -> int:
+    """A whole number stands for itself; the name of a class gets a number of its own, the same in every run."""
+    if isinstance(value, bool | float):
+        raise TypeError(f"{value} is no class")
+    if isinstance(value, str) and value and not value.isdigit():
+        return number_of(value) % 10**18  # as many digits as a label may have
+    return int(str(value))
 
 
 class StreamedImages:
-    """The images of a training that is read in streams, as one rank sees them.
+    """The images of streams, each of which belongs to one rank.
 
-    Args:
-        shards: of the data set.
-        sampling, seed: of the training.
-        world: the ranks.
-        transform: makes pixels of an image.
-        size: width and height of the pixels.
-        settings: how they are read.
-        stopwatch: counts the waiting as `data_wait`.
-        max_pixels: width times height that is refused without decoding when exceeded.
-        remote: how the index is reached, if there is one.
     Raises:
         DistapError: there are too few shards, the ranks cannot own whole streams, or pixels were to be read twice.
     """
 
-    def __init__(
-        self,
-        shards: SequentialShards,
-        sampling: StreamsSampling,
-        seed: int,
-        world: World,
-        transform: Transform,
-        size: int,
-        settings: LoaderSettings,
-        stopwatch: Stopwatch,
-        max_pixels: int = MAX_PIXELS,
-        remote: RemoteSettings | None = None,
-    ) -> None:
-        sampling.require_shards(len(shards.names))
-        sampling.require_ranks(world.size)
-        if settings.pixels.hold == "reread":
+    def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
+        if not isinstance(job.sampling, StreamsSampling):
             raise DistapError(
-                "data.pixels.hold is reread, but streamed reading comes by each image once; expected auto, memory or "
+                "data.reading is streamed, which gives images in the order of shards: set sampling.name to streams"
+            )
+        self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
+        self._sampling, self._shards = job.sampling, StreamedShards(job.source, job.remote)
+        self._sampling.require(len(self._shards.names), world.size)
+        if job.pixels.hold == "reread":
+            raise DistapError(
+                "data.pixels.hold is reread, but streamed reading meets each image once; expected auto, memory or "
                 "spool"
             )
-        self.size = sampling.size
-        self.fingerprint = shards.fingerprint
-        self._shards, self._sampling, self._seed, self._world = shards, sampling, seed, world
-        self._transform, self._pixels, self._max_pixels = transform, size, max_pixels
-        self._settings, self._stopwatch, self._remote = settings, stopwatch, remote
-        self._cursors = [Cursor()] * len(world.slots(sampling.streams))
+        self.size = self._sampling.size
+        self.fingerprint = self._shards.fingerprint
+        self._cursors = [Cursor()] * len(world.slots(self._sampling.streams))
 
     @cached_property
     def index(self) -> Index | None:
-        """Of the data set, where there is one after all."""
-        source = self._shards.source
+        source = self._job.source
         if source.scheme == "pipe" and source.kept_index is None:
             return None
         try:
-            return load_index(source, self._remote, compare=False)
+            return load_index(source, self._job.remote, compare=False)
         except DistapError:
             return None
 
     def shares(self, steps: range) -> Iterator[ShareOfBatch]:
-        """This rank's share of the global batch of each step."""
-        settings = self._settings
-        slots = self._world.slots(self.size)
-        held = held_pixels(settings.pixels, len(slots), self._pixels, settings.pinned)
-        return shares_of(self._chunks(slots, steps), steps, self.size, held, self._stopwatch)
+        return shares_of(self._job, self._world, self._stopwatch, steps, lambda _: self._chunks(steps.start))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`cursors`: (S, 5) int64, where each stream goes on after the images that were handed over."""
+        """`cursors`: (S, 3) int64, the position of each stream."""
         own = torch.tensor(self._cursors, dtype=torch.int64, device=self._world.device)
         return {"cursors": self._world.gather_rows(own, self._sampling.streams)}
 
@@ -192,63 +172,88 @@ class StreamedImages:
             )
         self._cursors = [Cursor(*row) for row in cursors[self._world.rank :: self._world.size].tolist()]
 
-    def _chunks(self, slots: range, steps: range) -> Generator[Chunk, None, None]:
-        """The rank's images in the order of its slots."""
-        settings = self._settings
-        streams = len(self._cursors)
-        workers = max((count for count in range(1, settings.workers + 1) if streams % count == 0), default=0)
-        together = max(workers, 1)
-        chunk = -(-settings.chunk // together)
-        images = StreamImages(
-            self._shards,
-            self._sampling,
-            self._seed,
-            self._transform,
-            self._max_pixels,
-            slots,
-            self._cursors,
-            steps,
-            chunk,
-        )
-        # Chunks are smaller by the number of workers, which make one of the rank's together.
-        prefetch = settings.prefetch * workers
-        handed = handed_over(images, workers, prefetch, batch_size=None, collate_fn=_as_it_is)
+    def _chunks(self, first: int) -> Generator[Chunk]:
+        """This rank's images from step `first` on, in the order of its slots.
+
+        Row i of a rank with n streams comes from its stream i mod n. Of N workers, N a divisor of n, worker w has the
+        streams and the rows w, w+N, w+2N, ..., so the chunks of all workers interleave to a chunk of the rank.
+        """
+        job, streams = self._job, len(self._cursors)
+        workers = max((number for number in range(1, job.workers + 1) if streams % number == 0), default=0)
+        images = StreamImages(self._source, job, self._shards, self._world.slots(self.size), self._cursors, first)
+        # The chunks of a worker are smaller by the number of workers, so more of them are read ahead.
+        handed = handed_over(images, workers, job.prefetch * workers, batch_size=None, collate_fn=identity)
         try:
-            for _ in range(len(steps) * -(-len(slots) // (together * chunk))):
-                parts = list(islice(handed, together))
-                if parts[0].cursors is not None:
-                    self._cursors = _interleaved([part.cursors for part in parts])
-                yield _merged([part.images for part in parts])
+            while parts := list(islice(handed, max(workers, 1))):
+                chunk = _interleaved(parts)
+                self._cursors = [Cursor(*cursor) for cursor in chunk.cursors]
+                yield chunk
         finally:
             handed.close()
 
 
-def _merged(parts: list[Chunk]) -> Chunk:
-    """The chunks of all workers, row by row: worker w has the rows w, w + N, w + 2N, ..."""
+class StreamImages(IterableDataset[Chunk]):
+    """A rank's images from step `first` on, without end; each loader worker has whole streams of it.
+
+    Args:
+        source, job: tell how to read.
+        shards: of the data set.
+        slots: of the rank.
+        cursors: positions of its streams.
+        first: step.
+    """
+
+    def __init__(
+        self,
+        source: StreamedSource,
+        job: LoadingJob,
+        shards: StreamedShards,
+        slots: range,
+        cursors: list[Cursor],
+        first: int,
+    ) -> None:
+        self.source, self.job, self.shards = source, job, shards
+        self.slots, self.cursors, self.first = slots, cursors, first
+
+    def __iter__(self) -> Iterator[Chunk]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        slots, chunk = self.slots[number::workers], -(-self.job.chunk // workers)
+        # The first slots of a rank have the numbers of its streams.
+        own = list(zip(self.slots, self.cursors, strict=False))[number::workers]
+        sampling, seed = self.job.sampling, self.job.seed
+        assert isinstance(sampling, StreamsSampling)
+        streams = [Stream(self.shards, sampling, seed, stream, cursor) for stream, cursor in own]
+        for step in count(self.first):
+            for stream in streams:
+                stream.in_batch.clear()
+            for start in range(0, len(slots), chunk):
+                rows = range(start, min(start + chunk, len(slots)))
+                loaded = [self._loaded(streams[row % len(streams)], step, slots[row]) for row in rows]
+                yield chunk_of(loaded, self.shards.take_traffic(), [stream.cursor for stream in streams])
+
+    def _loaded(self, stream: Stream, step: int, slot: int) -> Loaded:
+        failures: list[Failure] = []
+        for name, key, members in stream.candidates():
+            try:
+                label, image, _ = labelled_image(key, self.source.labelled(key, members))
+                pixels = self.job.augmented(EncodedImage(image.data, self.job.max_pixels, name), step, slot)
+            except DamagedImageError as error:
+                failures.append(Failure(name, error.reason))
+            else:
+                stream.in_batch.add(name)
+                return Loaded(pixels, number_of(name), label, name, failures)
+        raise AssertionError("candidates end with an error")
+
+
+def _interleaved(parts: list[Chunk]) -> Chunk:
+    """The chunks of all workers, which have equal numbers of rows and of streams, as one of the rank."""
     if len(parts) == 1:
         return parts[0]
-    first = parts[0].pixels
-    pixels = first.new_empty(sum(len(part.pixels) for part in parts), *first.shape[1:])
-    traffic = parts[0].traffic
-    for worker, part in enumerate(parts):
-        pixels[worker :: len(parts)] = part.pixels
-        if worker:
-            traffic = traffic.plus(part.traffic)
-    samples, labels, names = (
-        _interleaved([getattr(part, field) for part in parts]) for field in ("samples", "labels", "names")
+    pixels = torch.stack([part.pixels for part in parts], 1).flatten(0, 1)
+    samples, labels, names, cursors = (
+        list(chain(*zip(*(getattr(part, field) for part in parts), strict=True)))
+        for field in ("samples", "labels", "names", "cursors")
     )
-    return Chunk(pixels, samples, labels, names, list(chain(*(part.failures for part in parts))), traffic)
-
-
-def _interleaved(lists: list[list[T]]) -> list[T]:
-    """First elements first: lists have equal lengths."""
-    return [element for row in zip(*lists, strict=True) for element in row]
-
-
-def _number(name: str) -> int:
-    """What an image is known by among those of all shards, in 63 bits."""
-    return int.from_bytes(hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8).digest()) >> 1
-
-
-def _as_it_is(chunk: Any) -> Any:
-    return chunk
+    failures = list(chain(*(part.failures for part in parts)))
+    return Chunk(pixels, samples, labels, names, failures, reduce(Traffic.plus, (p.traffic for p in parts)), cursors)

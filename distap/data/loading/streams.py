@@ -1,30 +1,44 @@
-"""The images of shards in the order in which they stand there, from any place on."""
+"""The streams of streamed reading: each walks its shards in webdataset's pipeline, from any position on.
+
+webdataset chains the stages of a shard and shuffles its samples. distap replaces its opener and its tar expander:
+those lose samples without a word (at a changed bit in a tar header, a cut at a block's end, a command that fails),
+while ours retry what may pass and then raise.
+"""
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
+import random
+from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import NamedTuple
 
-from torch import Tensor
+import webdataset
 
-from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.indexed import Failure
 from distap.data.loading.pipes import piped
-from distap.data.sampling.streams import StreamsSampling, block_order, shard_order, too_short
-from distap.data.shards.samples import Group, labelled_image, read_groups
+from distap.data.sampling.streams import StreamsSampling
+from distap.data.shards.samples import Group, read_groups
+from distap.data.shards.tar import TarMember
 from distap.errors import DistapError
+from distap.randomness import permutation, seed_for
 from distap.storage.files import Storage, storage_of
-from distap.storage.locations import Source, shard_urls
+from distap.storage.locations import Source, shard_names, shard_urls
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter, Traffic
 
+SHARDS, SHUFFLE = 18, 19  # first words of the keys that orders of shards, and of samples within one, are drawn with
 
-class SequentialShards:
-    """Shards of a source that are read from their first byte to their last; safe to copy into loader workers.
+Members = dict[str, TarMember]  # the files of a sample by their endings
+
+
+def number_of(name: str) -> int:
+    """A number of 63 bits for a name, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8).digest()) >> 1
+
+
+class StreamedShards:
+    """Shards that are read from their first byte to their last; safe to copy into loader workers.
 
     Args:
-        source: of the shards, `pipe:` commands among them.
+        source: of the shards; it may be a `pipe:` command.
         remote: how a remote source is reached, and how often reading is tried.
     Raises:
         DistapError: there are no shards, or their pattern is wrong.
@@ -34,53 +48,54 @@ class SequentialShards:
         self.source = source
         self._storage: Storage | None = None if source.scheme == "pipe" else storage_of(source.base, remote)
         self._meter = Meter() if self._storage is None else self._storage.meter
-        urls = shard_urls(source, self._storage)
-        self.names = urls if self._storage is None else [url[len(source.base.rstrip("/")) + 1 :] for url in urls]
+        self.names = shard_urls(source) if self._storage is None else shard_names(source, self._storage)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the list of shards: what they hold is not known before they have been read."""
+        """A hash of the shards' names: what they hold is not known before they have been read."""
         return hashlib.sha256("\0".join(self.names).encode(errors="backslashreplace")).hexdigest()
 
-    def groups(self, shard: int) -> Iterator[Group]:
-        """The samples of a shard, in order, read strictly.
+    def samples(self, shard: int, shuffle: int, seed: int) -> Iterator[Group]:
+        """The samples of a shard, key and members, shuffled by webdataset through a buffer of `shuffle` samples.
 
         Raises:
-            DamagedShardError: it is damaged.
+            DamagedShardError: the tar is damaged.
             DistapError: it cannot be read.
         """
-        name = self.names[shard]
-        if self._storage is None:
-            with piped(name.removeprefix("pipe:"), self._meter) as pipe:
-                yield from read_groups(pipe, None, name)
-            return
-        length = self._storage.about(name).size
-        with self._storage.open(name) as file:
-            yield from read_groups(file, length, self._storage.where(name))
+        shuffled = webdataset.shuffle(shuffle, initial=shuffle, rng=random.Random(seed))
+        return iter(webdataset.DataPipeline([[shard], self._groups, shuffled]))
+
+    def _groups(self, shards: Iterable[int]) -> Iterator[Group]:
+        """A stage of the pipeline, in place of webdataset's url_opener, tar_file_expander and group_by_keys."""
+        for shard in shards:
+            name = self.names[shard]
+            if self._storage is None:
+                with piped(name.removeprefix("pipe:"), self._meter) as pipe:
+                    yield from read_groups(pipe, None, name)
+            else:
+                length = self._storage.about(name).size
+                with self._storage.open(name) as file:
+                    yield from read_groups(file, length, self._storage.where(name))
 
     def take_traffic(self) -> Traffic:
-        """What reading took in this process since this was last called."""
+        """The traffic of this process since the last call."""
         return self._meter.take()
 
 
 class Cursor(NamedTuple):
-    """Where a stream goes on: a place in a block of images, and where in the shards that block begins."""
+    """The position of a stream."""
 
-    block: int = 0
-    place: int = 0  # images of the block that are done with
-    turn: int = 0  # passes over all shards before the block
-    shard: int = 0  # shards of the pass before the block
-    sample: int = 0  # samples of the shard before the block
+    turn: int = 0  # passes over all of its shards that are done
+    place: int = 0  # shards of the pass that are done
+    sample: int = 0  # samples of the shard, in its shuffled order, that are done
 
 
-class StreamedImage(NamedTuple):
-    """An image that is not decoded yet."""
+class StreamedSample(NamedTuple):
+    """A sample that is not decoded yet."""
 
-    identity: tuple[int, int]  # shard, and number in the shard
     name: str  # shard and key
-    label: int
-    data: bytes
-    left_out: tuple[Failure, ...]  # what stands before it in the shards and cannot be used
+    key: str
+    members: Members
 
 
 class Stream:
@@ -94,104 +109,51 @@ class Stream:
     """
 
     def __init__(
-        self, shards: SequentialShards, sampling: StreamsSampling, seed: int, number: int, cursor: Cursor
+        self, shards: StreamedShards, sampling: StreamsSampling, seed: int, number: int, cursor: Cursor
     ) -> None:
+        self.cursor = cursor  # behind the sample that was given last
+        self.in_batch: set[str] = set()  # names of the images that the present batch has; others fill and clear it
         self._shards, self._sampling, self._seed, self._number = shards, sampling, seed, number
-        self._own = range(number, len(shards.names), sampling.streams)
-        self._begin = cursor._replace(place=0)
-        self._after = self._begin  # what has been read of the shards
-        self._to_skip = cursor.place
-        self._block: deque[StreamedImage] = deque()
-        self._in_shards = self._walk(cursor)
-        self._in_batch: set[tuple[int, int]] = set()  # images that the present batch has
-        self._usable: int | None = None  # images of a whole pass, once it is known
+        self._walked = self._walk(cursor)
 
-    @property
-    def cursor(self) -> Cursor:
-        """Where the stream goes on after what it has given."""
-        if not self._block and not self._to_skip:
-            return self._after
-        return self._begin._replace(place=self._to_skip or self._sampling.shuffle - len(self._block))
+    def candidates(self) -> Iterator[StreamedSample]:
+        """The next samples that the batch has not got yet, to be tried until one can be used.
 
-    def begin_batch(self) -> None:
-        """Give what may be given once in the next batch."""
-        self._in_batch.clear()
-
-    def give(
-        self, decode: Callable[[StreamedImage], Tensor], failures: list[Failure]
-    ) -> tuple[StreamedImage, Tensor]:
-        """The next image that is not in the batch yet, and what `decode` makes of it.
-
-        Args:
-            decode: raises DamagedImageError where an image is to be left out.
-            failures: the images that were left out are added to it.
         Raises:
-            DistapError: a shard is damaged or cannot be read, or the stream has nothing more for this batch.
+            DistapError: a whole pass held no such sample, or a shard is damaged or cannot be read.
         """
-        passed_over = 0
-        # So many in a row hold every image of the stream, however blocks are mixed.
-        while self._usable is None or passed_over <= self._usable + 2 * self._sampling.shuffle:
-            image = self._next()
-            failures += image.left_out
-            if image.identity not in self._in_batch:
-                try:
-                    pixels = decode(image)
-                except DamagedImageError as error:
-                    failures.append(Failure(image.name, error.reason))
-                else:
-                    self._in_batch.add(image.identity)
-                    return image, pixels
-            passed_over += 1
-        raise self._too_short(len(self._in_batch))
+        ends = 0  # of passes; between two of them lies a whole one
+        while ends < 2:
+            self.cursor, sample = next(self._walked)
+            if sample is None:
+                ends += 1
+            elif sample.name not in self.in_batch:
+                yield sample
+        sampling, images = self._sampling, len(self.in_batch)
+        raise DistapError(
+            f"{self._shards.source}: stream {self._number} of {sampling.streams} has only {images} usable images, "
+            f"but gives {sampling.size // sampling.streams} to a batch, and no image may be in a batch twice: set "
+            "sampling.batch_size lower, or sampling.streams"
+        )
 
-    def _next(self) -> StreamedImage:
-        while not self._block:
-            self._fill()
-        return self._block.popleft()
-
-    def _fill(self) -> None:
-        """Read the next block, and leave out what was given of it before."""
-        size = self._sampling.shuffle
-        self._begin = self._after
-        images = list(islice(self._in_shards, size))
-        order = block_order(size, self._seed, self._number, self._begin.block)
-        self._block.extend(images[place] for place in order[self._to_skip :])
-        self._after = self._after._replace(block=self._begin.block + 1)
-        self._to_skip = 0
-
-    def _walk(self, cursor: Cursor) -> Iterator[StreamedImage]:
-        """Shard after shard, pass after pass, without end."""
-        turn, first, skip = cursor.turn, cursor.shard, cursor.sample
-        left_out: list[Failure] = []
-        while True:
-            usable, is_whole = 0, (first, skip) == (0, 0)
-            order = shard_order(len(self._own), self._seed, self._number, turn)
-            for place in range(first, len(order)):
-                shard, sample = self._own[order[place]], -1
-                for sample, (key, members) in enumerate(self._shards.groups(shard)):
-                    if sample < skip:
-                        continue
-                    self._after = self._after._replace(turn=turn, shard=place, sample=sample + 1)
-                    name = f"{self._shards.names[shard]}:{key}"
-                    try:
-                        label, image, _ = labelled_image(key, members)
-                    except DamagedImageError as error:
-                        left_out.append(Failure(name, error.reason))
-                    else:
-                        usable += 1
-                        yield StreamedImage((shard, sample), name, label, image.data, tuple(left_out))
-                        left_out.clear()
-                if sample + 1 < skip:
+    def _walk(self, cursor: Cursor) -> Iterator[tuple[Cursor, StreamedSample | None]]:
+        """Endlessly, pass after pass: each sample, and None at the end of a pass, with the cursor behind it."""
+        first, begin, skip = cursor
+        names, streams = self._shards.names, self._sampling.streams
+        own = range(self._number, len(names), streams)
+        for turn in count(first):
+            order = permutation(len(own), SHARDS, self._seed, self._number, turn).tolist()
+            for place in range(begin, len(own)):
+                shard, number = own[order[place]], 0
+                seed = seed_for(SHUFFLE, self._seed, turn, shard)
+                for number, (key, members) in enumerate(self._shards.samples(shard, self._sampling.shuffle, seed), 1):
+                    if number > skip:
+                        yield Cursor(turn, place, number), StreamedSample(f"{names[shard]}:{key}", key, members)
+                if number < skip:
                     raise DistapError(
-                        f"{self._shards.names[shard]}: it has {sample + 1} samples, but the run was behind {skip} of "
-                        "them; data must not change during a training"
+                        f"{names[shard]}: it has {number} samples, but the run had already used {skip} of them; data "
+                        "must not change during a training"
                     )
                 skip = 0
-            if is_whole:
-                if usable == 0:
-                    raise self._too_short(0)
-                self._usable = usable
-            turn, first, skip = turn + 1, 0, 0
-
-    def _too_short(self, images: int) -> DistapError:
-        return DistapError(f"{self._shards.source}: {too_short(self._number, images, self._sampling)}")
+            begin = 0
+            yield Cursor(turn + 1), None

@@ -1,60 +1,89 @@
-"""What the loop of a training needs of its images, whichever way they are read."""
+"""The images of a training as its loop sees them, whichever source reads them, and one rank's share of a batch."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from distap.data.loading.indexed import IN_MEMORY, ShareOfBatch, SlotImages, training_shares
-from distap.data.loading.pixels import PixelSettings
+from distap.data.images.augmentation import Croppable, Transform, seeded
+from distap.data.images.decoding import MAX_PIXELS, Reason
+from distap.data.loading.pixels import HeldPixels, Reread, held_pixels
+from distap.data.plan import Sampling
+from distap.data.settings import CacheSettings, PixelSettings
 from distap.data.shards.index import Index
+from distap.errors import DistapError
+from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
+from distap.storage.locations import Source
+from distap.storage.remotes import RemoteSettings
+from distap.storage.traffic import Traffic
+from distap.world import World
+
+AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
+NO_SAMPLE = -1
 
 
 @dataclass(frozen=True)
-class LoaderSettings:
-    """How a rank's images are read ahead, and wait.
+class LoadingJob:
+    """The images that a training asks of a source (`data.reading`); safe to copy into loader workers.
 
     Args:
+        source: where the shards are.
+        sampling, seed: which images make a batch.
+        transform: makes pixels of an image.
+        image_size: width and height of the pixels.
         chunk: images that a worker hands over at once; best as many as the network asks for at once.
         workers: processes that read; 0 reads in the rank itself.
         prefetch: chunks that each worker reads ahead.
-        pinned: keep pixels in page-locked memory, from which a GPU copies without waiting.
-        pixels: how pixels wait for the replay.
+        pixels: where pixels wait for the replay.
+        max_pixels: images with more pixels (width times height) are refused without decoding.
+        remote: how a remote source is reached.
+        cache: where shards are kept on this host's disk.
     """
 
-    chunk: int
-    workers: int
-    prefetch: int
-    pinned: bool = False
-    pixels: PixelSettings = IN_MEMORY
+    source: Source
+    sampling: Sampling
+    seed: int
+    transform: Transform
+    image_size: int
+    chunk: int = 16
+    workers: int = 0
+    prefetch: int = 2
+    pixels: PixelSettings = field(default_factory=PixelSettings)
+    max_pixels: int = MAX_PIXELS
+    remote: RemoteSettings | None = None
+    cache: CacheSettings | None = None
+
+    def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
+        """(3, size, size) uint8: the image as a slot of a step gets it, a function of seed, step and slot alone."""
+        return seeded(self.transform, image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 
 class TrainingImages(Protocol):
     """The images of a training as one rank sees them."""
 
-    @property
-    def size(self) -> int:
-        """B, images of a global batch."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash that stands for the data set in the state of a run."""
-        ...
+    size: int  # B, images of a global batch
+    fingerprint: str  # a hash that stands for the data set in the state of a run
 
     @property
     def index(self) -> Index | None:
-        """Of the data set; None where it is read without."""
+        """The index of the data set; None without one."""
         ...
 
-    def shares(self, steps: range) -> Iterator[ShareOfBatch]:
-        """This rank's share of the global batch of each step; a share is to be used up before the next is taken."""
+    def shares(self, steps: range) -> "Iterator[ShareOfBatch]":
+        """This rank's share of each step's global batch; use a share up before you take the next.
+
+        Raises:
+            DistapError: at once, if there is no room for the pixels.
+        """
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What going on after the last step needs beside its number; the same on every rank, which all ask."""
+        """The state after the last step but for its number, the same on every rank; all ranks call it."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -62,40 +91,166 @@ class TrainingImages(Protocol):
         ...
 
 
-class IndexedImages:
-    """Images that are read one by one, by what the index says of them, as the plan of batches asks for them.
+class Failure(NamedTuple):
+    """An image that could not be used: its shard and key, and the reason."""
+
+    where: str
+    reason: Reason
+
+
+class Loaded(NamedTuple):
+    """An image that was read, or that could not be."""
+
+    pixels: Tensor
+    sample: int
+    label: int
+    name: str
+    failures: list[Failure]
+
+
+class Chunk(NamedTuple):
+    """Some images as a worker hands them over."""
+
+    pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image
+    samples: list[int]  # numbers of the images, NO_SAMPLE for a missing one
+    labels: list[int]  # classes, -1 for a missing image
+    names: list[str]  # shards and keys; of the damaged image if nothing stands in for it
+    failures: list[Failure]
+    traffic: Traffic  # of reading them
+    cursors: Sequence[tuple[int, ...]] = ()  # positions of the worker's streams behind them, if it has any
+
+
+def chunk_of(loaded: list[Loaded], traffic: Traffic, cursors: Sequence[tuple[int, ...]] = ()) -> Chunk:
+    """Put images together that a worker hands over at once."""
+    pixels, samples, labels, names, failures = zip(*loaded, strict=True)
+    together = list(samples), list(labels), list(names), list(chain(*failures))
+    return Chunk(torch.stack(pixels), *together, traffic, cursors)
+
+
+class ShareOfBatch:
+    """This rank's share of a global batch, read as it is asked for; its pixels wait for the replay.
 
     Args:
-        images: those of the plan.
-        slots: of this rank in a global batch.
-        settings: how they are read.
-        stopwatch: counts the waiting as `data_wait`.
+        step: the number of the batch.
+        total: B, images of the global batch.
+        held: where the pixels wait; None reads them again, and `chunks` then holds each share twice.
+        chunks: the images of this share; other shares may follow.
+        stopwatch: counts the seconds of waiting as `data_wait`.
     """
 
-    def __init__(self, images: SlotImages, slots: range, settings: LoaderSettings, stopwatch: Stopwatch) -> None:
-        self._images, self._slots, self._settings, self._stopwatch = images, slots, settings, stopwatch
-        self.size = images.plan.size
-        self.index: Index | None = images.reader.index
-        self.fingerprint = images.reader.index.fingerprint
+    def __init__(
+        self, step: int, total: int, held: HeldPixels | None, chunks: Iterator[Chunk], stopwatch: Stopwatch
+    ) -> None:
+        self.step = step
+        self.total = total
+        self.samples: list[int] = []
+        self.names: list[str] = []  # shards and keys; of the damaged image if nothing stands in for it
+        self.failures: list[Failure] = []
+        self.traffic = Traffic()  # of what was read so far; workers read ahead
+        self._labels: list[int] = []
+        self._chunks = chunks
+        self._recent: list[tuple[int, Tensor]] = []  # first row and pixels of the chunks that were read last
+        self._again = 0  # rows that have been read again
+        self._held: HeldPixels = held or Reread(self._read_again, self.names.__getitem__)
+        self._stopwatch = stopwatch
 
-    def shares(self, steps: range) -> Iterator[ShareOfBatch]:
-        """This rank's share of the global batch of each step."""
-        settings = self._settings
-        return training_shares(
-            self._images,
-            self._slots,
-            steps,
-            settings.chunk,
-            settings.workers,
-            settings.prefetch,
-            self._stopwatch,
-            settings.pinned,
-            settings.pixels,
-        )
+    @property
+    def labels(self) -> Tensor:
+        """(b,) int64 classes of the images; -1 for a missing image."""
+        return torch.tensor(self._labels, dtype=torch.int64)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Nothing: the plan is a function of the step."""
-        return {}
+    @property
+    def present(self) -> Tensor:
+        """(b,) bool, False for a missing image."""
+        return torch.tensor([sample != NO_SAMPLE for sample in self.samples])
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to do."""
+    @property
+    def spool_size_bytes(self) -> int:
+        """Size of this rank's spool file; 0 without one."""
+        return self._held.spool_size_bytes
+
+    @property
+    def spool_limit_bytes(self) -> int:
+        """Bytes that the spool file could take: its size and what the file system has left; 0 without one."""
+        return self._held.spool_limit_bytes
+
+    def images(self, rows: slice | Tensor) -> Tensor:
+        """(n, 3, size, size) uint8 pixels of some of the share's images, valid until others are asked for.
+
+        Args:
+            rows: from start to stop; or (n,) ascending, of rows that have been read.
+        """
+        with self._stopwatch.stage("data_wait"):
+            if not isinstance(rows, slice):
+                return self._held.rows(rows)
+            self._recent = [part for part in self._recent if part[0] + len(part[1]) > rows.start]
+            while len(self.samples) < rows.stop:
+                self._read()
+            if not self._recent or self._recent[0][0] > rows.start:
+                return self._held.rows(rows)
+            # Describe reads row after row: what it asks for has just come from the workers.
+            parts = [
+                pixels[max(rows.start - first, 0) : rows.stop - first]
+                for first, pixels in self._recent
+                if first < rows.stop
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def blank(self, rows: Tensor) -> None:
+        """Make these images black."""
+        self._recent = []
+        self._held.blank(rows.tolist())
+
+    def finish(self) -> None:
+        """Read on until the next share's images come."""
+        if isinstance(self._held, Reread):
+            self._held.finish()
+
+    def _read(self) -> None:
+        chunk = next(self._chunks)
+        first = len(self.samples)
+        self._recent.append((first, self._held.keep(first, chunk.pixels)))
+        self.samples += chunk.samples
+        self.names += chunk.names
+        self._labels += chunk.labels
+        self.failures += chunk.failures
+        self.traffic = self.traffic.plus(chunk.traffic)
+
+    def _read_again(self) -> Tensor:
+        chunk = next(self._chunks)
+        self.traffic = self.traffic.plus(chunk.traffic)
+        for row, sample in enumerate(chunk.samples, self._again):
+            if sample != self.samples[row]:
+                reasons = ", ".join(f"{failure.where}: {failure.reason}" for failure in chunk.failures)
+                raise DistapError(
+                    f"{self.names[row]}: this image could be read for describe but cannot be read again for replay "
+                    f"({reasons or 'or the other way round'}); data must not change during a training. Mend its "
+                    "storage, or set data.pixels.hold to spool, which reads once"
+                )
+        self._again += len(chunk.samples)
+        return chunk.pixels
+
+
+def shares_of(
+    job: LoadingJob, world: World, stopwatch: Stopwatch, steps: range, chunks: Callable[[int], Generator[Chunk]]
+) -> Iterator[ShareOfBatch]:
+    """A rank's shares of the global batches of these steps.
+
+    Args:
+        job, world, stopwatch: as a source gets them.
+        steps: whose batches are wanted.
+        chunks: makes this rank's images of all these steps; it is told how often each share is to be read.
+    Raises:
+        DistapError: at once, if there is no room for the pixels.
+    """
+    share = len(world.slots(job.sampling.size))
+    held = held_pixels(job.pixels, share, job.image_size, pinned=world.device.type == "cuda")
+
+    def shares() -> Iterator[ShareOfBatch]:
+        with closing(chunks(1 if held is not None else 2)) as loaded:
+            for step in steps:
+                share = ShareOfBatch(step, job.sampling.size, held, loaded, stopwatch)
+                yield share
+                share.finish()
+
+    return shares()

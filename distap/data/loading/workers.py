@@ -1,4 +1,4 @@
-"""The processes that read: they end with their rank, and when one is lost, a person is told why that may be."""
+"""Loader workers: processes that read images, end with their rank, and explain themselves when one is lost."""
 
 import gc
 import os
@@ -22,42 +22,33 @@ from distap.processes.stopping import go_deaf
 
 
 class LostWorkerError(DistapError):
-    """A process that reads images has ended without being asked to; starting again may help."""
+    """A process that reads images has ended unasked; starting again may help."""
 
     status = FAILED
 
-    @classmethod
-    def because(cls, what: str) -> "LostWorkerError":
-        """One that says what happened to which worker, and why it usually does."""
-        return cls(
-            f"a process that reads images was lost: {what}. Usual causes: the host's memory was used up (its kernel "
-            "log names the process then): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or "
-            "/dev/shm is too small, 64 MB in a container unless its --shm-size, or a volume of medium Memory at "
-            "/dev/shm, says more"
-        )
 
-
-def handed_over(images: Dataset[Any], workers: int, prefetch: int, **how: Any) -> Generator[Any, None, None]:
-    """What processes that read make of images, in order; they end with this.
+def handed_over(images: Dataset[Any], workers: int, prefetch: int, **options: Any) -> Generator[Any]:
+    """Run a DataLoader over `images` in processes that end with this generator.
 
     Args:
         images: to read.
         workers: processes; 0 reads in this one.
-        prefetch: what each makes ahead.
-        how: further arguments of torch's DataLoader.
+        prefetch: batches that each makes ahead.
+        options: further arguments of torch's DataLoader.
     Raises:
-        DistapError: what a worker raised, or that one was lost.
+        DistapError: a worker raised it.
+        LostWorkerError: a worker was lost.
     """
     if workers:
-        how |= {
+        options |= {
             "num_workers": workers,
             "prefetch_factor": prefetch,
             "worker_init_fn": partial(_begin, os.getpid()),
             "multiprocessing_context": forking_context(),
         }
     failure: DistapError | None = None
-    with LoaderWorkers() as started:
-        chunks = iter(DataLoader(images, **how))
+    with _Started() as started:
+        chunks = iter(DataLoader(images, **options))
     try:
         while True:
             with started.awaited():
@@ -66,13 +57,13 @@ def handed_over(images: Dataset[Any], workers: int, prefetch: int, **how: Any) -
                 break
             yield chunk
     except LostWorkerError as error:
-        started.kill()  # the others may wait for what the lost one held
+        started.kill()  # the others may wait for something that the lost one held
         failure = LostWorkerError(str(error))
     except DistapError as error:
         # The loader has put the worker's traceback before the message that is meant for the user.
         failure = type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
     finally:
-        # Now, and not when an error that refers to it is forgotten: by then its workers hear no more.
+        # Now, and not when an error that refers to the loader is forgotten: by then its workers hear no more.
         del chunks
         started.kill()
     if failure is not None:
@@ -80,29 +71,29 @@ def handed_over(images: Dataset[Any], workers: int, prefetch: int, **how: Any) -
 
 
 def _begin(rank: int, _: int) -> None:
-    """Make this worker end with its rank, whose process id is given, and with nothing else.
+    """Make this worker end with its rank (a process id), and with nothing else.
 
-    Signals to the whole process group are the rank's matter: it finishes its step, for which it needs its workers.
+    The rank alone answers signals to the whole process group: it finishes its step, and needs its workers for that.
     """
-    # What the rank had is not for this process to clean up: a loader of the rank that was collected here would end
-    # its workers, and looking at shared memory would copy it.
+    # Leave alone what the rank had: collecting one of its loaders here would end that loader's workers, and touching
+    # shared memory would copy it.
     gc.freeze()
     go_deaf()
     die_with_parent()
-    if os.getppid() != rank:  # it had ended before it was asked to take its workers along
+    if os.getppid() != rank:  # it ended before the line above
         os._exit(FAILED)
 
 
-class LoaderWorkers:
-    """The workers of one loader, which start while this is entered.
+class _Started:
+    """The workers that start while this context is entered.
 
-    Python's end kills those that are left, since it would wait for one that is stuck in a slow read.
+    Python kills the remaining ones at its end, since it would wait for one that is stuck in a slow read.
     """
 
     def __init__(self) -> None:
         self._workers: list[BaseProcess] = []
 
-    def __enter__(self) -> "LoaderWorkers":
+    def __enter__(self) -> "_Started":
         self._others = active_children()
         return self
 
@@ -116,14 +107,10 @@ class LoaderWorkers:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Waiting for them, which ends with an error when one is lost.
-
-        Raises:
-            LostWorkerError: one was lost, now or before.
-        """
+        """Encloses waiting for the workers; raises LostWorkerError if one is lost, now or before."""
         for worker in self._workers:
             if not worker.is_alive():
-                raise LostWorkerError.because(f"worker {worker.pid} has ended with status {worker.exitcode}")
+                raise _lost(f"worker {worker.pid} has ended with status {worker.exitcode}")
         handler = signal.getsignal(signal.SIGCHLD)
         if isinstance(handler, _WhileWaiting):
             handler.waiting = True
@@ -132,28 +119,35 @@ class LoaderWorkers:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
-            raise LostWorkerError.because(str(error).removeprefix("DataLoader ").partition(". ")[0]) from None
+            raise _lost(str(error).removeprefix("DataLoader ").partition(". ")[0]) from None
         finally:
             if isinstance(handler, _WhileWaiting):
                 handler.waiting = False
 
     def kill(self) -> None:
-        """End those that are still there."""
         _kill(self._workers)
+
+
+def _lost(cause: str) -> LostWorkerError:
+    return LostWorkerError(
+        f"a process that reads images was lost: {cause}. Usual causes: the host's memory was used up (its kernel log "
+        "names the process then): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or /dev/shm "
+        "is too small: a container has 64 MB there unless its --shm-size, or a volume of medium Memory, says more"
+    )
 
 
 def _kill(workers: list[BaseProcess]) -> None:
     for worker in workers:
         if worker.is_alive():
             worker.kill()
-            worker.join(1)  # longer only where the kernel itself is stuck
+            worker.join(1)  # takes longer only if the kernel itself is stuck
     workers.clear()
 
 
 class _WhileWaiting:
-    """Lets torch's handler of SIGCHLD, with which its loader notices a lost worker, speak while it is waited for.
+    """Let torch's handler of SIGCHLD, which raises when a worker is lost, speak only while the rank waits for one.
 
-    It raises in the midst of whatever the rank is doing, be it a collective or the handling of another error.
+    It would otherwise raise in the midst of whatever the rank does, a collective or the handling of another error.
     """
 
     def __init__(self, theirs: Callable[[int, FrameType | None], Any]) -> None:

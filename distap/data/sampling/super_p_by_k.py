@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.plan import Classes, Samples
-from distap.data.sampling.classes_by_images import ClassesByImages
-from distap.data.sampling.draws import available, some_of_each
+from distap.data.sampling.p_by_k import some_of_each
 from distap.errors import DistapError
 from distap.randomness import permutation
 
@@ -18,26 +16,30 @@ PAIRS, GROUP = 16, 17  # first words of the keys that pairs, and classes within 
 
 
 @dataclass(frozen=True)
-class SuperPByKSampling(ClassesByImages):
-    """P classes, K images of each, all from two super-categories, so that negatives are hard to tell apart.
+class SuperPByKSampling:
+    """Take P classes and K images of each from two super-categories, so that negatives are hard to tell apart.
 
-    As Brown et al. 2020 (Smooth-AP) and Ramzi et al. 2021 (ROADMAP) train on Stanford Online Products, after
-    Cakir et al. 2019 (FastAP): an epoch goes through all pairs of super-categories in a random order, and half of
-    a batch comes from each of the two. Unlike theirs, no image is repeated where a class has fewer than K: the
-    rest is filled from other classes of its super-category, and where these are used up, from the other one.
+    Brown et al. 2020 (Smooth-AP) and Ramzi et al. 2021 (ROADMAP) train like this on Stanford Online Products, after
+    Cakir et al. 2019 (FastAP): an epoch goes through all pairs of super-categories in a random order, and each of the
+    two gives half of a batch. Unlike theirs, no image is repeated if a class has fewer than K: other classes of its
+    super-category fill the rest and, when these are used up, classes of the other one.
 
-    A super-category's classes are taken in a random order, a new one when too few for a batch are left of it.
-    Pairs without images enough for a batch are left out; each super-category has to be in one that is not.
+    The classes of a super-category come in a random order, a new one when too few for a batch are left of it. Pairs
+    without enough images for a batch are left out, but each super-category must be in a pair that is not.
 
     Args:
         classes: P, of both super-categories together.
         images: K, at least 2.
     """
 
-    name: Literal["super_p_by_k"] = "super_p_by_k"
+    classes: int = 64
+    images: int = 4
+
+    @property
+    def size(self) -> int:
+        return self.classes * self.images
 
     def check(self, classes: Classes) -> None:
-        """Refuse settings that the data set cannot fill, and classes without a super-category."""
         if self.classes < 2 or self.images < 2:
             raise DistapError(
                 f"sampling needs classes of at least 2 and images of at least 2, not {self.classes} and {self.images}"
@@ -53,16 +55,12 @@ class SuperPByKSampling(ClassesByImages):
         paired = {group for pair in _pairs(self, classes).tolist() for group in pair}
         for group, name in enumerate(names.tolist()):
             if group not in paired:
-                given = available(classes, classes.by_group[group], self.images)
+                given = classes.available(classes.by_group[group], self.images)
                 raise DistapError(
                     f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch from two "
                     f"super-categories, but with at most {self.images} a class {name!r} has only {given}, and "
-                    "with no other one enough"
+                    "no other one has enough to fill a batch with it"
                 )
-
-    def steps_per_epoch(self, classes: Classes) -> int:
-        """Number of pairs of super-categories."""
-        return len(_pairs(self, classes))
 
     def batch(self, classes: Classes, seed: int, step: int) -> Samples:
         """(B,) sample numbers, class by class, one super-category after the other."""
@@ -70,11 +68,12 @@ class SuperPByKSampling(ClassesByImages):
         epoch, turn = divmod(step, len(pairs))
         order = permutation(len(pairs), PAIRS, seed, epoch)
         pair = pairs[order[turn]].tolist()
-        first, second = (available(classes, classes.by_group[group], self.images) for group in pair)
+        first, second = (classes.available(classes.by_group[group], self.images) for group in pair)
         from_first = min(first, max(self.classes // 2 * self.images, self.size - second))
         chosen = []
         for group, images in zip(pair, (from_first, self.size - from_first), strict=True):
             members = classes.by_group[group]
+            # How often the super-category had its turn before: it then goes on with the next `cut` of its classes.
             met = epoch * np.sum(pairs == group) + np.sum(pairs[order[:turn]] == group)
             cut = min(-(-self.classes // 2), len(members))
             again, place = divmod(int(met), len(members) // cut)
@@ -86,6 +85,6 @@ class SuperPByKSampling(ClassesByImages):
 @lru_cache(maxsize=2)
 def _pairs(sampling: SuperPByKSampling, classes: Classes) -> NDArray[np.int64]:
     """(pairs, 2) numbers of the super-categories that can make a batch together."""
-    given = [available(classes, members, sampling.images) for members in classes.by_group]
+    given = [classes.available(members, sampling.images) for members in classes.by_group]
     pairs = [(a, b) for a, b in combinations(range(len(given)), 2) if given[a] + given[b] >= sampling.size]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)

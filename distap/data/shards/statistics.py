@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reading import Reader
 from distap.data.plan import Classes
-from distap.data.sampling.draws import available
 from distap.data.shards.image_files import suffix_of
 from distap.data.shards.index import Index
 from distap.randomness import permutation
@@ -139,7 +138,7 @@ def statistics(index: Index, reader: Reader | None = None) -> Statistics:
 def most_classes(classes: Classes, images: int) -> int:
     """Return the greatest P for which p_by_k with K = `images` finds enough images for a batch."""
     usable = classes.with_pairs
-    return min(len(usable), available(classes, usable, images) // images) if len(usable) else 0
+    return min(len(usable), classes.available(usable, images) // images) if len(usable) else 0
 
 
 def share_with_positive(classes: Classes, batch: int) -> float:
