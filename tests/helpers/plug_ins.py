@@ -1,0 +1,122 @@
+"""One part of every kind that a recipe can choose by name, written as somebody outside distap would write it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distap.ranking.losses.base import SimilarityLoss
+
+
+@dataclass(frozen=True)
+class HardestNegative(SimilarityLoss):
+    margin: float = 0.1
+
+    def loss(self, similarities, positive, negative):
+        hardest = similarities.masked_fill(~negative, -1).amax(dim=1, keepdim=True)
+        return ((hardest - similarities + self.margin).clamp(min=0) * positive).sum(1) / positive.sum(1)
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """The samples in the order of the data set."""
+
+    batch_size: int = 12
+
+    @property
+    def size(self) -> int:
+        return self.batch_size
+
+    def check(self, classes) -> None:
+        assert self.batch_size <= len(classes)
+
+    def batch(self, classes, seed: int, step: int):
+        return (np.arange(self.batch_size) + step * self.batch_size) % len(classes)
+
+
+@dataclass(frozen=True)
+class TwoConvolutions:
+    channels: int = 8
+
+    def build(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> nn.Module:
+        network = nn.Sequential(
+            nn.Conv2d(3, self.channels, 3, stride=4), nn.ReLU(), nn.Conv2d(self.channels, self.channels, 3)
+        )
+        network.num_features = self.channels
+        return network
+
+
+class Maximum(nn.Module):
+    def forward(self, features):
+        return features.amax(dim=(-2, -1))
+
+
+@dataclass(frozen=True)
+class MaxPooling:
+    def build(self) -> nn.Module:
+        return Maximum()
+
+
+@dataclass(frozen=True)
+class CentreOnly:
+    """No variation: the centre, scaled."""
+
+    def transform(self, image_size: int, scaled_decoding: bool = True):
+        return _Centre(image_size)
+
+
+@dataclass(frozen=True)
+class _Centre:
+    size: int
+
+    def __call__(self, image):
+        width, height = image.size
+        side = min(width, height)
+        left, top = (width - side) // 2, (height - side) // 2
+        return image.crop((left, top, left + side, top + side), self.size, False)
+
+
+@dataclass(frozen=True)
+class SignDescent:
+    """The parameters move by the sign of their gradient."""
+
+    momentum: float = 0.0
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Rprop(groups, lr=0.0)
+
+
+@dataclass(frozen=True)
+class Halving:
+    every: int = 1
+
+    def factor(self, step: int, steps: int) -> float:
+        return 0.5 ** (step // self.every)
+
+
+@dataclass(frozen=True)
+class LinesInFile:
+    file: Path
+
+    def prepare(self) -> None:
+        pass
+
+    def open(self, run):
+        return _Lines(self.file)
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        print(json.dumps({"step": step, **figures}), file=self._file)
+
+    def close(self, outcome: str) -> None:
+        print(json.dumps({"outcome": outcome}), file=self._file)
+        self._file.close()
