@@ -11,7 +11,7 @@ from distap.errors import FAILED, FINISHED, DistapError
 from distap.processes.exit_statuses import record_outcome
 from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
-from distap.telemetry.loggers.outlet import end_if_hanging
+from distap.telemetry.loggers.loggers import end_if_hanging
 
 CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
 OVERRIDES = Annotated[

@@ -18,7 +18,7 @@ from images import write_images
 from distap.data.shards.packing import pack
 from distap.processes.stopping import SIGNALS, TRACE_SIGNAL
 from distap.telemetry import logs
-from distap.telemetry.loggers import outlet
+from distap.telemetry.loggers import loggers as outlets
 
 # Processes that the tests start hear Ctrl-C, also where the tests run in the background of a shell.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,8 +52,8 @@ def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger = logging.getLogger("distap")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logs, "_origin", logs._Origin())
-    monkeypatch.setattr(outlet, "_left_hanging", threading.Event())
+    monkeypatch.setattr(logs, "origin", logs.Origin())
+    monkeypatch.setattr(outlets, "left_hanging", threading.Event())
     level = logger.level
     for number, handler in HEARD.items():  # a fixture of the module may have trained, and left its own
         signal.signal(number, handler)

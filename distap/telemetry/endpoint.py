@@ -1,4 +1,4 @@
-"""What a rank answers over HTTP while it trains, from early in its start.
+"""The HTTP endpoint of a rank: metrics, health, readiness and traces, from early in its start.
 
 | request               | answer                                                                                    |
 |-----------------------|-------------------------------------------------------------------------------------------|
@@ -7,7 +7,7 @@
 | GET /readyz           | 200 while it trains; 503 before its state is loaded, and once it was asked to stop        |
 | POST /trace?steps=N   | 202: every rank writes a trace of the next N steps; 403 to all but this host              |
 
-A rank that hangs so hard that no thread of it runs answers nothing, which a liveness probe takes for unhealthy.
+A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy.
 """
 
 import ipaddress
@@ -34,11 +34,7 @@ logger = logging.getLogger("distap")
 
 
 class Endpoint:
-    """One rank's; what is not known yet while it starts is filled in as it comes to be.
-
-    Args:
-        rank: for the answers.
-    """
+    """The endpoint of one rank. The trainer fills in its attributes as they become known."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -50,7 +46,7 @@ class Endpoint:
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
-        """Answer on http://address:port from a thread of its own until left; without a port, answer nothing.
+        """Serve http://address:port from a thread while this is entered; without a port, serve nothing.
 
         Raises:
             DistapError: the port is taken, or the address is not this host's.
@@ -75,7 +71,7 @@ class Endpoint:
 
     @contextmanager
     def ready(self, stopping: Callable[[], bool]) -> Iterator[None]:
-        """The rank trains while this is entered and it is not `stopping`."""
+        """Report the rank as ready while this is entered and `stopping` is false."""
         self.not_ready = lambda: "stopping" if stopping() else None
         try:
             yield
@@ -94,7 +90,7 @@ class Endpoint:
             status, content = self._health() if path == "/healthz" else self._readiness()
         else:
             status = HTTPStatus.NOT_FOUND
-            content = {"error": "there are /metrics, /healthz, /readyz and POST /trace?steps=N"}
+            content = {"error": "unknown path; expected /metrics, /healthz, /readyz or POST /trace?steps=N"}
         body = json.dumps({"rank": self.rank, **content}).encode() + b"\n"
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         if status == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -115,7 +111,7 @@ class Endpoint:
         return HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK, content
 
     def _activity(self) -> dict[str, Any]:
-        """Such as `describe of step 12`, and the seconds that it has taken so far."""
+        """Return what the rank does, such as `describe of step 12`, and for how many seconds."""
         if self.watchdog is None:
             return {}
         activity, seconds = self.watchdog.activity
@@ -125,7 +121,9 @@ class Endpoint:
         client = ipaddress.ip_address(request["REMOTE_ADDR"])
         mapped = client.ipv4_mapped if isinstance(client, ipaddress.IPv6Address) else None
         if not (mapped or client).is_loopback:
-            return HTTPStatus.FORBIDDEN, {"error": "traces are asked for from this host (kubectl port-forward is)"}
+            return HTTPStatus.FORBIDDEN, {
+                "error": "ask for traces from this host; kubectl port-forward counts as this host"
+            }
         given = parse_qs(request.get("QUERY_STRING", "")).get("steps", [str(STEPS)])[-1]
         steps = int(given) if given.isdecimal() and len(given) < 4 else 0
         if not 1 <= steps <= MOST_STEPS:
@@ -139,16 +137,16 @@ class Endpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread a request, so that a slow client keeps no probe waiting."""
+    """Runs a thread for each request, so that a slow client delays no probe."""
 
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no matter of the training's."""
+        """Log a client that went away at debug level only."""
         logger.debug("a request of %s was broken off", client_address, exc_info=True)
 
     def server_bind(self) -> None:
-        """Without asking the name service for this host's name, as the base class does: it may not answer."""
+        """Bind without asking the name service for this host's name, as the base class does: it may not answer."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -162,4 +160,4 @@ class _SilentHandler(WSGIRequestHandler):
     timeout = 30  # seconds in which a client has to send its request
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Probes come every few seconds: they are no news."""
+        """Log nothing: probes come every few seconds."""

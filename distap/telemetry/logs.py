@@ -1,16 +1,15 @@
-"""The log lines of a training, on the standard error: when, how bad, which run, rank and step, and what.
+"""Log lines on the standard error, with time, level, run, rank and step.
 
 As text, for people and for grep:
 
     2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: shards/3.tar/0007: truncated left out
 
-As JSON, one object a line, for a log collector; `rank` is null in the launcher, `step` before the first one:
+As JSON, one object a line, for a log collector (`rank` is null in the launcher, `step` before the first step):
 
     {"time": "...", "level": "warning", "run": "emoji", "rank": 1, "step": 12, "logger": "distap", "message": "..."}
 
-An exception is the field `exception`; a step's figures are fields of their own. There what other packages log,
-Python's warnings and uncaught exceptions are such lines too; as text each has its own form. What C++ code prints is
-not: TORCH_CPP_LOG_LEVEL and NCCL_DEBUG say how much of that there is.
+In JSON an exception is the field `exception`, a step's figures are fields, and messages of other packages, Python's
+warnings and uncaught exceptions become such lines too. C++ code prints what TORCH_CPP_LOG_LEVEL and NCCL_DEBUG say.
 """
 
 import json
@@ -25,34 +24,34 @@ from types import TracebackType
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
-# Ranks share a pipe, where only so much is written in one piece.
+# Ranks share a pipe, which takes no more than this in one piece.
 LONGEST_LINE = select.PIPE_BUF
 CUT = "[...]"
 logger = logging.getLogger("distap")
 
 
 @dataclass
-class _Origin:
-    """Of the lines of this process."""
+class Origin:
+    """Which process the lines come from."""
 
     run: str = ""
     rank: int | None = None
     step: int | None = None
-    form: LogFormat | None = None  # none: not logging in lines
+    form: LogFormat | None = None  # None: this process logs no lines
 
 
-_origin = _Origin()
+origin = Origin()
 
 
 def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
-    """Log in lines to the standard error from now on.
+    """Log lines to the standard error from now on.
 
     Args:
-        form: of the lines.
+        form: text or JSON.
         run: the run's id, the same on all ranks.
-        rank: of this process; none is a launcher. Ranks other than 0 tell only warnings and errors.
+        rank: rank of this process, None for a launcher. Ranks other than 0 log warnings and errors only.
     """
-    _origin.run, _origin.rank, _origin.form = run, rank, form
+    origin.run, origin.rank, origin.form = run, rank, form
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     handler.setLevel(logging.WARNING if rank else logging.INFO)
@@ -68,18 +67,18 @@ def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
 
 
 def is_logging_lines() -> bool:
-    """Whether what is told goes into the log, and not to a person at a terminal."""
-    return _origin.form is not None
+    """Tell whether messages go into a log, and not to a person at a terminal."""
+    return origin.form is not None
 
 
 def at_step(step: int) -> None:
-    """Name this step, counted from 1, in the lines from now on; 0 is before the first."""
-    _origin.step = step
+    """Name this step, counted from 1, in lines from now on."""
+    origin.step = step
 
 
 def take_over_loggers() -> None:
-    """With JSON, have the loggers that packages have set up for themselves by now write the same lines."""
-    if _origin.form != "json":
+    """With JSON, redirect loggers that packages have set up by now into the same lines."""
+    if origin.form != "json":
         return
     logger.handlers = []
     for name in list(logging.root.manager.loggerDict):
@@ -94,25 +93,23 @@ def take_over_loggers() -> None:
 
 
 class TextLines(logging.Formatter):
-    """One line a record; a traceback follows on lines of its own."""
+    """Write a record as one line; a traceback follows on lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """What stands before a traceback."""
-        where = f"run={_word(_origin.run)} rank={_word(_origin.rank)} step={_word(_origin.step)}"
+        where = f"run={_word(origin.run)} rank={_word(origin.rank)} step={_word(origin.step)}"
         return f"{_time_of(record)} {record.levelname} {where} {record.message}"
 
 
 class JsonLines(logging.Formatter):
-    """One object a record, no longer than what a pipe takes in one piece."""
+    """Write a record as one JSON object, short enough for a pipe to take in one piece."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         line: dict[str, Any] = {
             "time": _time_of(record),
             "level": record.levelname.lower(),
-            "run": _origin.run,
-            "rank": _origin.rank,
-            "step": _origin.step,
+            "run": origin.run,
+            "rank": origin.rank,
+            "step": origin.step,
             "logger": record.name,
             "message": record.getMessage(),
         }
@@ -124,7 +121,7 @@ class JsonLines(logging.Formatter):
 
 
 def _fitted(line: dict[str, Any]) -> str:
-    """As JSON, cut where it would be too long: first the frames around an exception, then the end of the message."""
+    """Write JSON; shorten a line that is too long: first the traceback's beginning, then the message's end."""
     text = json.dumps(line)
     for name, keeps_end in (("exception", True), ("message", False)):
         over = len(text) + 1 - LONGEST_LINE
@@ -136,7 +133,7 @@ def _fitted(line: dict[str, Any]) -> str:
 
 
 def _first(text: str, room: int) -> str:
-    """As much of it as takes so many characters of JSON."""
+    """Return the longest beginning that takes at most `room` characters of JSON."""
     for position, character in enumerate(text):
         room -= _length(character)
         if room < 0:

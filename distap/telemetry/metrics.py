@@ -1,6 +1,6 @@
-"""Prometheus metrics, one endpoint a rank.
+"""Prometheus metrics of one rank, declared in one table.
 
-Names follow the Prometheus conventions. What is the same on every rank (loss, learning rate, validation) is
+Names follow the Prometheus conventions. Figures that are the same on every rank (loss, learning rate, validation) are
 exported by rank 0 only, so that sums over ranks mean something.
 """
 
@@ -23,9 +23,72 @@ STAGES = ("data_wait", "describe", "gather", "rank", "replay", "reduce", "optimi
 BETWEEN_STEPS = ("evaluation", "checkpoint")
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
+# Attribute of TrainingMetrics: class, name after `distap_` (Counters get `_total`), help, labels.
+OF_RANK: dict[str, tuple[Any, ...]] = {
+    "steps": (Counter, "steps", "Training steps done by this process"),
+    "images": (Counter, "images", "Images that this rank took through a stage", "stage"),
+    "stage_seconds": (Histogram, "stage_duration_seconds", "Seconds by stage of a step and between steps", "stage"),
+    "images_per_second": (Gauge, "images_per_second", "Images of this rank a second, last step"),
+    "skipped": (Counter, "samples_skipped", "Damaged images left out", "reason"),
+    "read_bytes": (Counter, "data_read_bytes", "Bytes of shards read by this rank's workers"),
+    "read_retries": (Counter, "data_read_retries", "Reads that were tried again"),
+    "cache_requests": (Counter, "data_cache_requests", "Reads that the shard cache did or did not answer", "result"),
+    "spool_size": (Gauge, "spool_size_bytes", "Size of this rank's spool file of pixels"),
+    "spool_limit": (Gauge, "spool_limit_bytes", "Largest size that the spool file may take on its disk"),
+    "step": (Gauge, "step", "Steps behind the present state"),
+    "last_step": (Gauge, "last_step_timestamp_seconds", "When the last step ended"),
+    "restarts": (Gauge, "restarts", "Times that the launcher has started the ranks again"),
+    "startup_seconds": (
+        Gauge,
+        "startup_duration_seconds",
+        "Seconds from the cold process to the first step",
+        "phase",
+    ),
+    "host_memory": (Gauge, "host_memory_peak_bytes", "Greatest resident memory so far"),
+    "device_memory": (Gauge, "device_memory_peak_bytes", "Greatest GPU memory so far"),
+    "device_utilization": (
+        Gauge,
+        "device_utilization_ratio",
+        "Share of the last second in which the GPU computed, NaN without one",
+    ),
+}
+GLOBAL: dict[str, tuple[Any, ...]] = {
+    "ranks": (Gauge, "world_size_ranks", "Ranks of the training"),
+    "batch": (Gauge, "global_batch_size_images", "Images of a global batch"),
+    "planned_steps": (Gauge, "planned_steps", "Steps of the whole training"),
+    "loss": (Gauge, "loss_ratio", "Loss of the global batch"),
+    "batch_ap": (
+        Gauge,
+        "batch_mean_average_precision_ratio",
+        "Mean AP of the global batch as the loss approximates it, NaN if the loss is not 1 - AP",
+    ),
+    "learning_rate": (Gauge, "learning_rate", "Learning rate"),
+    "gradient_norm": (Gauge, "gradient_norm", "Norm of the gradient before clipping"),
+    "replay_drift": (Gauge, "replay_drift", "Greatest difference between the two descriptors of an image in a step"),
+    "replay_drift_limit": (Gauge, "replay_drift_limit", "Replay drift above which training stops"),
+    "replayed": (Gauge, "replayed_images_ratio", "Share of a batch's images that replay described again"),
+    "kept": (Gauge, "kept_graph_images_ratio", "Share of a batch's images whose graph was kept from describe"),
+    "lonely_queries": (Counter, "queries_without_positive", "Images without another of their class in the batch"),
+    "nonfinite": (Counter, "nonfinite_steps", "Steps skipped because a number was not finite", "what"),
+    "validation": (Gauge, "validation_mean_average_precision_ratio", "mAP on a validation set", "dataset"),
+    "evaluation": (Gauge, "evaluation_figure_ratio", "A figure of retrieval on a data set", "dataset", "figure"),
+    "checkpoint_seconds": (Histogram, "checkpoint_duration_seconds", "Seconds to write a checkpoint"),
+    "checkpoint_bytes": (Gauge, "checkpoint_size_bytes", "Size of the last checkpoint"),
+    "checkpoint_time": (Gauge, "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written"),
+    "checkpoint_step": (Gauge, "checkpoint_step", "Steps behind the newest checkpoint"),
+    "checkpoint_interval": (Gauge, "checkpoint_interval_steps", "Steps between two checkpoints"),
+    "checkpoint_failures": (Counter, "checkpoint_failures", "Checkpoints that could not be written"),
+    "logger_lines_lost": (
+        Counter,
+        "logger_lines_lost",
+        "Figures that a logger beside Prometheus did not take",
+        "logger",
+    ),
+}
+
 
 class TrainingMetrics:
-    """The metrics of one rank.
+    """The metrics of one rank; each name in the tables above is an attribute.
 
     Args:
         is_first: whether this is rank 0, which also exports what is global.
@@ -44,127 +107,52 @@ class TrainingMetrics:
         registry: CollectorRegistry | None = None,
     ) -> None:
         self.registry = registry or CollectorRegistry()
-        self._define_of_rank({"registry": self.registry, "namespace": "distap"})
-        # A registry that no one reads keeps `observe_step` free of questions about the rank.
-        self._define_global({"registry": self.registry if is_first else CollectorRegistry(), "namespace": "distap"})
-        # Whoever asks does so in a thread of its own, for which CUDA's present GPU is always the first.
+        # On the other ranks global metrics go to a registry that nobody reads, so that no caller has to ask its rank.
+        elsewhere = self.registry if is_first else CollectorRegistry()
+        self._metrics: dict[str, Any] = {}
+        for table, where in ((OF_RANK, self.registry), (GLOBAL, elsewhere)):
+            for attribute, (kind, name, text, *labels) in table.items():
+                options = {"buckets": BUCKETS} if kind is Histogram else {}
+                self._metrics[attribute] = kind(name, text, labels, namespace="distap", registry=where, **options)
+        ProcessCollector(registry=self.registry)
+        Info("build", "Versions", namespace="distap", registry=self.registry).info(
+            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        )
+        # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device_utilization.set_function(lambda: _utilization(gpu))
         self.restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         self.ranks.set(ranks)
         self.batch.set(batch)
         # Series that exist from the start can be alerted on before their first event.
-        for stage in (*STAGES, *BETWEEN_STEPS):
-            self.stage_seconds.labels(stage)
-        for stage in ("describe", "replay"):
-            self.images.labels(stage)
-        for reason in skip_reasons:
-            self.skipped.labels(reason)
-        for what in ("loss", "gradient"):
-            self.nonfinite.labels(what)
-        for result in ("hit", "miss"):
-            self.cache_requests.labels(result)
+        for metric, values in (
+            (self.stage_seconds, (*STAGES, *BETWEEN_STEPS)),
+            (self.images, ("describe", "replay")),
+            (self.skipped, skip_reasons),
+            (self.nonfinite, ("loss", "gradient")),
+            (self.cache_requests, ("hit", "miss")),
+        ):
+            for value in values:
+                metric.labels(value)
 
-    def _define_of_rank(self, where: dict[str, Any]) -> None:
-        """What each rank exports of itself."""
-        ProcessCollector(registry=self.registry)
-        Info("build", "Versions", **where).info(
-            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        )
-        self.steps = Counter("steps", "Training steps done by this process", **where)
-        self.images = Counter("images", "Images that this rank took through a stage", ["stage"], **where)
-        self.stage_seconds = Histogram(
-            "stage_duration_seconds",
-            "Seconds by stage of a step, and of what comes between steps",
-            ["stage"],
-            buckets=BUCKETS,
-            **where,
-        )
-        self.images_per_second = Gauge("images_per_second", "Images of this rank a second, last step", **where)
-        self.skipped = Counter("samples_skipped", "Damaged images left out", ["reason"], **where)
-        self.read_bytes = Counter("data_read_bytes", "Bytes of shards read by this rank's workers", **where)
-        self.read_retries = Counter("data_read_retries", "Reads that were tried again", **where)
-        self.cache_requests = Counter(
-            "data_cache_requests", "Reads that the shard cache did or did not answer", ["result"], **where
-        )
-        self.spool_size = Gauge("spool_size_bytes", "Size of this rank's spool file of pixels", **where)
-        self.spool_limit = Gauge("spool_limit_bytes", "What the spool file could take of its disk", **where)
-        self.step = Gauge("step", "Steps behind the present state", **where)
-        self.last_step = Gauge("last_step_timestamp_seconds", "When the last step ended", **where)
-        self.restarts = Gauge("restarts", "Times that the launcher has started the ranks again", **where)
-        self.startup_seconds = Gauge(
-            "startup_duration_seconds",
-            "Seconds from the cold process to the first step, by phase",
-            ["phase"],
-            **where,
-        )
-        self.host_memory = Gauge("host_memory_peak_bytes", "Greatest resident memory so far", **where)
-        self.device_memory = Gauge("device_memory_peak_bytes", "Greatest GPU memory so far", **where)
-        self.device_utilization = Gauge(
-            "device_utilization_ratio", "Share of the last second in which the GPU computed, NaN without one", **where
-        )
-
-    def _define_global(self, where: dict[str, Any]) -> None:
-        """What is the same on every rank."""
-        self.ranks = Gauge("world_size_ranks", "Ranks of the training", **where)
-        self.batch = Gauge("global_batch_size_images", "Images of a global batch", **where)
-        self.planned_steps = Gauge("planned_steps", "Steps of the whole training", **where)
-        self.loss = Gauge("loss_ratio", "Loss of the global batch", **where)
-        self.batch_ap = Gauge(
-            "batch_mean_average_precision_ratio",
-            "Mean AP of the global batch as the loss approximates it, NaN where the loss is none of an AP",
-            **where,
-        )
-        self.learning_rate = Gauge("learning_rate", "Learning rate", **where)
-        self.gradient_norm = Gauge("gradient_norm", "Norm of the gradient before clipping", **where)
-        self.replay_drift = Gauge(
-            "replay_drift", "Greatest difference between the two descriptors of an image in a step", **where
-        )
-        self.replay_drift_limit = Gauge("replay_drift_limit", "Replay drift above which training stops", **where)
-        self.replayed = Gauge(
-            "replayed_images_ratio",
-            "Share of a batch's images that replay described again for their gradient",
-            **where,
-        )
-        self.kept = Gauge(
-            "kept_graph_images_ratio", "Share whose graph was kept from describe; the rest had no gradient", **where
-        )
-        self.lonely_queries = Counter(
-            "queries_without_positive", "Images without another of their class in the batch", **where
-        )
-        self.nonfinite = Counter("nonfinite_steps", "Steps skipped since a number was not finite", ["what"], **where)
-        self.validation = Gauge(
-            "validation_mean_average_precision_ratio", "mAP on a validation set", ["dataset"], **where
-        )
-        self.evaluation = Gauge(
-            "evaluation_figure_ratio", "A figure of retrieval on a data set", ["dataset", "figure"], **where
-        )
-        self.checkpoint_seconds = Histogram(
-            "checkpoint_duration_seconds", "Seconds to write a checkpoint", buckets=BUCKETS, **where
-        )
-        self.checkpoint_bytes = Gauge("checkpoint_size_bytes", "Size of the last checkpoint", **where)
-        self.checkpoint_time = Gauge(
-            "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written", **where
-        )
-        self.checkpoint_step = Gauge("checkpoint_step", "Steps behind the newest checkpoint", **where)
-        self.checkpoint_interval = Gauge("checkpoint_interval_steps", "Steps between two checkpoints", **where)
-        self.logger_lines_lost = Counter(
-            "logger_lines_lost", "Figures that a logger beside Prometheus did not take", ["logger"], **where
-        )
-        self.checkpoint_failures = Counter("checkpoint_failures", "Checkpoints that could not be written", **where)
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_metrics"][name]
+        except KeyError:
+            raise AttributeError(name) from None
 
     def observe_step(
         self, step: int, images: int, seconds: Mapping[str, float], figures: Mapping[str, float], skipped: str | None
     ) -> None:
-        """Take over what a step did.
+        """Record what a step did.
 
         Args:
             step: steps behind the present state.
-            images: of this rank.
+            images: images of this rank.
             seconds: by stage, and `step` for the whole.
             figures: loss, batch_mAP, learning_rate, gradient_norm, replay_drift, replayed_share, kept_share and
                 skipped_queries.
-            skipped: `loss` or `gradient` where the parameters did not move.
+            skipped: `loss` or `gradient` if that was not finite, so that the parameters did not move.
         """
         self.steps.inc()
         self.step.set(step)
@@ -174,11 +162,9 @@ class TrainingMetrics:
         self.images_per_second.set(images / seconds["step"])
         for stage in STAGES:
             self.stage_seconds.labels(stage).observe(seconds.get(stage, 0.0))
-        self.loss.set(figures["loss"])
+        for name in ("loss", "learning_rate", "gradient_norm", "replay_drift"):
+            self._metrics[name].set(figures[name])
         self.batch_ap.set(figures["batch_mAP"])
-        self.learning_rate.set(figures["learning_rate"])
-        self.gradient_norm.set(figures["gradient_norm"])
-        self.replay_drift.set(figures["replay_drift"])
         self.replayed.set(figures["replayed_share"])
         self.kept.set(figures["kept_share"])
         self.lonely_queries.inc(figures["skipped_queries"])
@@ -189,12 +175,11 @@ class TrainingMetrics:
             self.device_memory.set(torch.cuda.max_memory_allocated())
 
     def observe_reading(self, traffic: tuple[int, int, int, int], spool_size: int, spool_limit: int) -> None:
-        """Take over what reading this rank's share of a step took.
+        """Record how this rank's share of a step was read.
 
         Args:
             traffic: bytes read, reads tried again, hits and misses of the shard cache.
-            spool_size: bytes of the spool file; 0 without one.
-            spool_limit: bytes that it could take; 0 without one.
+            spool_size, spool_limit: bytes of the spool file, and its largest size; 0 without one.
         """
         read_bytes, retries, hits, misses = traffic
         self.read_bytes.inc(read_bytes)
@@ -205,14 +190,14 @@ class TrainingMetrics:
         self.spool_limit.set(spool_limit)
 
     def observe_evaluation(self, dataset: str, figures: Mapping[str, float]) -> None:
-        """A data set was evaluated; its figures by name, from 0 to 1."""
+        """Record the figures of a data set, by name, from 0 to 1."""
         for name, value in figures.items():
             self.evaluation.labels(dataset, name).set(value)
         if "mAP" in figures:
             self.validation.labels(dataset).set(figures["mAP"])
 
     def observe_checkpoint(self, step: int, seconds: float, blocked_seconds: float, size: int) -> None:
-        """A checkpoint of `size` bytes was written, for `blocked_seconds` of which training waited."""
+        """Record a checkpoint of `size` bytes; training waited for `blocked_seconds` of its `seconds`."""
         self.checkpoint_step.set(step)
         self.stage_seconds.labels("checkpoint").observe(blocked_seconds)
         self.checkpoint_seconds.observe(seconds)
@@ -221,7 +206,7 @@ class TrainingMetrics:
 
 
 def _utilization(gpu: int | None) -> float:
-    """Of a GPU, 0 to 1; NaN without one, or where nothing tells: no nvidia-ml-py, or a slice of a GPU (MIG)."""
+    """Return a GPU's utilisation from 0 to 1; NaN if there is none, no nvidia-ml-py, or only a slice (MIG)."""
     if gpu is None:
         return math.nan
     try:
@@ -231,6 +216,6 @@ def _utilization(gpu: int | None) -> float:
 
 
 def host_memory_peak() -> int:
-    """Greatest resident memory of this process so far, bytes."""
+    """Return the greatest resident memory of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""The run's log: metrics.jsonl, one JSON object a step or evaluation."""
+"""Write and read a run's log: metrics.jsonl, one JSON object for each step or evaluation."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger("distap")
 
 
 class _Lines:
-    """Appends JSON lines to a file; a full disk costs lines, not the training, and no half line stays."""
+    """Appends JSON lines to a file. A full disk costs lines, not the training, and leaves no half line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,8 +44,8 @@ class RunLog:
     """Appends to folder/metrics.jsonl.
 
     Args:
-        folder: of the run.
-        step: where the run goes on; lines of later steps, from before an interruption, are removed.
+        folder: the run's.
+        step: the step that the run goes on from; lines of later steps are removed.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -55,31 +55,29 @@ class RunLog:
         self._lines = _Lines(path)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line; it is on its way to the disk at once."""
         self._lines.write(entry)
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
 
 class NotFiniteLog:
-    """Appends to folder/not_finite.jsonl: the steps that were not applied, and the images in them.
+    """Appends to folder/not_finite.jsonl the steps that were not applied, and their images.
 
-    It keeps what earlier attempts at a step met, since that is what one looks for.
+    Entries of earlier attempts at a step stay, since they are what a person looks for.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NOT_FINITE_LOG
 
     def write(self, step: int, what: str, keys: list[str]) -> None:
-        """Add a step: `what` was not finite, and shard and key of each image in slot order."""
+        """Add a step: `what` was not finite; `keys` are shard and key of each image in slot order."""
         with closing(_Lines(self.path)) as lines:
             lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})
 
 
 def read_run_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line that an interruption cut short is left out.
+    """Read the lines of a run's log; a last line that an interruption cut short is left out.
 
     Raises:
         DistapError: there is no log, or another line is damaged.
@@ -103,7 +101,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN, and a reader in another language should not stumble over one."""
+    """Replace NaN and infinity by None, since JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What the terminal shows: progress, and messages of one format; a training without one logs lines instead."""
+"""Show progress and messages at a terminal; without a terminal, log lines instead."""
 
 import logging
 import time
@@ -19,11 +19,11 @@ T = TypeVar("T")
 logger = logging.getLogger("distap")
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 if not console.is_terminal:
-    console.width = 140  # of a log, where nothing says how wide it is shown
+    console.width = 140  # a log has no width of its own
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Yield the items while a bar shows how far it is; where there is no terminal, a line at the end."""
+    """Yield the items and show a progress bar; without a terminal, print one line at the end."""
     with _progress() as progress:
         task = progress.add_task(description, total=total)
         for item in items:
@@ -34,14 +34,14 @@ def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
 
 
 class TrainingProgress:
-    """A bar over the steps with the last step's figures; without a terminal, or with JSON, a line a step."""
+    """A bar over the steps with the last step's figures; without a terminal, or with JSON, one line a step."""
 
     def __init__(self, progress: Progress | None, steps: int, done: int) -> None:
         self._progress, self._steps = progress, steps
         self._task = progress.add_task("training", total=steps, completed=done) if progress else None
 
     def show(self, step: int, text: str, **figures: float) -> None:
-        """`step` steps are done; `text` says how the last went, and so do the figures, for programs."""
+        """Show that `step` steps are done; `text` and, for programs, `figures` describe the last one."""
         if self._progress is None or self._task is None:
             return
         self._progress.update(self._task, completed=step, description=f"training  {text}")
@@ -51,7 +51,7 @@ class TrainingProgress:
 
 @contextmanager
 def training_progress(steps: int, done: int, shown: bool) -> Iterator[TrainingProgress]:
-    """Progress of a training on rank 0; elsewhere `shown` is False and nothing is printed."""
+    """Open the progress of a training; nothing is printed unless `shown` (on rank 0)."""
     if not shown:
         yield TrainingProgress(None, steps, done)
         return
@@ -61,15 +61,15 @@ def training_progress(steps: int, done: int, shown: bool) -> Iterator[TrainingPr
 
 @contextmanager
 def counting(description: str, total: int, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar over images with how many a second there are; where there is no terminal, a line at the end.
+    """Open a bar over images with their number a second; without a terminal, print one line at the end.
 
     Args:
-        description: of what is done.
-        total: images.
-        done: those that were done before, which count for no speed.
+        description: text beside the bar.
+        total: number of images.
+        done: images that an earlier run has done; they do not count for the speed.
         shown: whether anything is printed.
     Yields:
-        What is to be told how many images are done beside `done`.
+        A function to call with the number of images done since.
     """
     started, most = time.monotonic(), 0
 
@@ -91,7 +91,6 @@ def counting(description: str, total: int, done: int = 0, shown: bool = True) ->
 
 
 def _draws() -> bool:
-    """Whether bars can be shown."""
     return console.is_terminal and not is_logging_lines()
 
 
@@ -116,7 +115,7 @@ def _progress() -> Progress:
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
-    """Results side by side, one column each, in percent; with two columns, the gain in points as well."""
+    """Draw results side by side in percent, a column each; with two columns, add the gain in points."""
     table = Table()
     table.add_column("")
     for name in columns:
@@ -142,7 +141,7 @@ def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable
 
 
 def set_up_logging(rank: int) -> logging.Logger:
-    """Messages of a command to the terminal: all of rank 0's, warnings of the others, each with its rank."""
+    """Print messages of a command: all of rank 0, warnings of the other ranks with their rank."""
     logger.handlers = [handler := _ConsoleHandler()]
     handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -151,13 +150,7 @@ def set_up_logging(rank: int) -> logging.Logger:
 
 
 def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
-    """Messages of a training: to a terminal as those of a command, elsewhere and as JSON in lines.
-
-    Args:
-        form: of the lines.
-        run: the run's id.
-        rank: none is a launcher.
-    """
+    """Print messages of a training at a terminal; without one, or as JSON, log lines (see `log_lines`)."""
     if form == "text" and console.is_terminal:
         set_up_logging(rank or 0)
     else:
@@ -165,13 +158,13 @@ def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
 
 
 def set_up_early_logging(overrides: Sequence[str], rank: int | None) -> None:
-    """As JSON where the overrides ask for it, so that what is wrong with a recipe is told as JSON too."""
+    """Log JSON if the overrides ask for it, so that an error in the recipe itself is JSON too."""
     if "logs.format=json" in overrides:
         log_lines("json", "", rank)
 
 
 def print_error(error: Exception) -> None:
-    """Tell an error that is meant for a person, without a traceback."""
+    """Print an error that is meant for a person, without a traceback."""
     if is_logging_lines():
         logger.error("%s", error)
     else:
@@ -179,7 +172,7 @@ def print_error(error: Exception) -> None:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints above a progress bar instead of through it."""
+    """Prints above a progress bar, not through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         console.print(

@@ -1,7 +1,7 @@
-"""Traces of the next steps on demand, by torch's profiler: where a slow step spends its time.
+"""Trace the next steps on demand with torch's profiler.
 
 Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing show. The stages
-stand in it by their names, over what they called. Whatever the profiler does, the training goes on.
+appear in it under their names. Errors of the profiler never end the training.
 """
 
 import json
@@ -13,43 +13,38 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-STEPS, MOST_STEPS = 1, 20  # a step of thousands of images is a large file already
+STEPS, MOST_STEPS = 1, 20  # one step of thousands of images makes a large file already
 QUIET = "99"
 logger = logging.getLogger("distap")
 
 
 class Tracer:
-    """One rank's.
-
-    Args:
-        folder: that traces are written to.
-        rank: of this process.
-    """
+    """Traces one rank's steps into a folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._asked = self._agreed = 0  # steps, by someone and then by all ranks
+        self._asked = self._agreed = 0  # numbers of steps: asked of this rank, agreed on by all
         self._profiler: profile | None = None
         self._first = self._last = 0  # step of the trace, the same on all ranks
 
     def ask(self, steps: int = STEPS) -> None:
-        """Have the next `steps` steps traced; it may come from any thread, and the ranks then agree on it."""
+        """Ask for a trace of the next `steps` steps, from any thread; the ranks then agree on it."""
         self._asked = max(self._asked, steps)
 
     def asked(self) -> int:
-        """Steps that this rank was asked to trace since the last call, 0 for none."""
+        """Return how many steps this rank was asked to trace since the last call."""
         steps, self._asked = self._asked, 0
         return steps
 
     def agreed(self, steps: int) -> None:
-        """All ranks are to trace so many steps: the next ones, or where these are traced already, those after."""
+        """Note that all ranks will trace this many steps, after a trace that is under way."""
         self._agreed = max(self._agreed, steps)
 
     def begin(self, done: int) -> None:
-        """Trace the steps that follow the `done` ones, where the ranks have agreed on that."""
+        """Start the trace that the ranks have agreed on, if any; `done` steps are done."""
         if not self._agreed or done < self._last:
             return
-        # Its library would report to the terminal that it begins and ends, and as an error that there is no GPU.
+        # The profiler's library would print its begin and end, and an error if there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -66,19 +61,19 @@ class Tracer:
             logger.info("tracing step %d to %d", self._first, self._last)
 
     def step_done(self, done: int) -> None:
-        """`done` steps are done; where the last traced one is among them, write the trace."""
+        """Write the trace if its last step is done."""
         if self._profiler is not None and done >= self._last:
             self._write(self._profiler, done)
 
     def interrupt(self, done: int) -> None:
-        """Something other than a step comes now: the steps that are left get a trace of their own after it."""
+        """End the trace before something that is no step; a second trace takes the steps that are left."""
         left, self._last = self._last - done, min(self._last, done)
         if left > 0:
             self.agreed(left)
         self.close(done)
 
     def close(self, done: int) -> None:
-        """Write what there is of a trace that is cut short, as by the end of training."""
+        """Write a trace that ends early, as at the end of training."""
         if self._profiler is not None:
             self._write(self._profiler, done)
 
@@ -92,7 +87,7 @@ class Tracer:
             profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, last]}))
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
-        except Exception as error:  # the profiler's own, or of a full disk
+        except Exception as error:  # the profiler's errors, or a full disk
             with suppress(OSError):
                 draft.unlink()
             logger.warning("%s: the trace cannot be written: %s", path, error)

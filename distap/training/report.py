@@ -18,7 +18,8 @@ from distap.evaluation import Evaluation
 from distap.evaluation.saved import folder_of_step, keep_few
 from distap.step import StepResult
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.loggers import LoggedRun, Loggers, refuse_unusable
+from distap.telemetry.loggers.loggers import Loggers, refuse_unusable
+from distap.telemetry.loggers.protocol import LoggedRun
 from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import NotFiniteLog, RunLog

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-
 from distap.ranking.losses.base import SimilarityLoss
+from torch import nn
 
 
 @dataclass(frozen=True)

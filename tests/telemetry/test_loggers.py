@@ -15,16 +15,12 @@ from small_trainings import train
 
 from distap.config.sections import LoggersSection
 from distap.errors import DistapError
-from distap.telemetry.loggers import (
-    LOGGERS,
-    LoggedRun,
-    Loggers,
-    MLflow,
-    TensorBoard,
-    WeightsAndBiases,
-    refuse_unusable,
-)
-from distap.telemetry.loggers.loggers import figures_of
+from distap.registry import REGISTRY, build_part
+from distap.telemetry.loggers.loggers import Loggers, finite_figures, refuse_unusable
+from distap.telemetry.loggers.mlflow import MLflow
+from distap.telemetry.loggers.protocol import LoggedRun
+from distap.telemetry.loggers.tensorboard import TensorBoard
+from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
 from distap.telemetry.runlog import read_run_log
 from distap.world import World
 
@@ -62,7 +58,7 @@ def figures_of_run_log(run: Path) -> dict[tuple[str, int], float]:
     return {
         (name, entry["step"]): value
         for entry in read_run_log(run)
-        for name, value in figures_of({key: entry[key] for key in entry.keys() - {"step", "time"}}).items()
+        for name, value in finite_figures({key: entry[key] for key in entry.keys() - {"step", "time"}}).items()
     }
 
 
@@ -284,8 +280,10 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
 HANGING = """
     import sys
     from pathlib import Path
-    from distap.telemetry.loggers import LoggedRun, Loggers, WeightsAndBiases, refuse_unusable
-    from distap.telemetry.loggers.outlet import end_if_hanging
+    from distap.telemetry.loggers.protocol import LoggedRun
+from distap.telemetry.loggers.loggers import Loggers, finite_figures, refuse_unusable
+from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
+    from distap.telemetry.loggers.loggers import end_if_hanging
 
     chosen = {"wandb": WeightsAndBiases()}
     refuse_unusable(chosen, is_first=True)
@@ -307,7 +305,7 @@ def test_a_process_ends_with_its_status_where_a_package_would_wait_for_the_netwo
     assert "loggers.wandb: 1 lines were lost" in done.stderr
 
 
-@pytest.mark.parametrize("name", LOGGERS)
+@pytest.mark.parametrize("name", REGISTRY["logger"])
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_shards, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
@@ -331,6 +329,6 @@ def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, m
 
 
 def test_the_recipe_can_choose_every_logger():
-    section = LoggersSection.model_validate({name: {} for name in LOGGERS})
-    assert section.chosen == {name: logger() for name, logger in LOGGERS.items()}
+    section = LoggersSection.model_validate({name: {} for name in REGISTRY["logger"]})
+    assert section.chosen == {name: build_part("logger", name) for name in REGISTRY["logger"]}
     assert LoggersSection().chosen == {}

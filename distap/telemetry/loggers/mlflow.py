@@ -1,4 +1,4 @@
-"""MLflow: a run of an experiment, on a tracking server."""
+"""Log to an MLflow tracking server."""
 
 import importlib
 import json
@@ -14,36 +14,33 @@ from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
 
 RUN_TAG = "distap.run"
-PARAMS_AT_ONCE = 100  # that a server takes
+PARAMS_AT_ONCE = 100  # a server takes no more
 LONGEST_PARAM = 6000
 STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 @dataclass(frozen=True)
 class MLflow:
-    """A run on a tracking server; credentials come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD.
+    """Keys of `loggers.mlflow`; credentials come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD.
 
     Args:
-        tracking_uri: of the server; none takes MLFLOW_TRACKING_URI.
-        experiment: in which the run is; made where it is missing.
-        id: of the run to go on with; none makes one and keeps its id in RUN/loggers/mlflow. Where that is lost, a run
-            that goes on from a checkpoint is looked for by its tag `distap.run`, the run's id.
+        tracking_uri: the server; None takes MLFLOW_TRACKING_URI.
+        experiment: the run's experiment; created if it is missing.
+        id: the run to go on with; None creates one and keeps its id in RUN/loggers/mlflow. If that file is lost, a
+            run that goes on from a checkpoint is found by its tag `distap.run`.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
 
     tracking_uri: str | None = None
     experiment: str = "distap"
     id: str | None = None
 
     def prepare(self) -> None:
-        """Import it."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would call its maker
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report to its maker
         importlib.import_module("mlflow.tracking")
-        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # each try of a request is no news
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it logs every retry of a request
 
     def open(self, run: LoggedRun) -> Logger:
-        """The run, made or gone on with."""
+        """Create the run, or go on with it."""
         return _Run(self, run)
 
 
@@ -76,12 +73,12 @@ class _Run:
 
     def _found(self, run: LoggedRun) -> str | None:
         if run.step == 0:
-            return None  # another training may have had this name
+            return None  # another training may have used this name
         runs = self._client.search_runs([self._experiment], f"tags.`{RUN_TAG}` = '{run.id}'", max_results=1)
         return runs[0].info.run_id if runs else None
 
     def _log_recipe(self, recipe: Mapping[str, Any]) -> None:
-        """As params; one that the run has already cannot be changed there, so it stays as it began."""
+        """Log the recipe as params; MLflow cannot change a param that the run has already."""
         known = self._client.get_run(self._id).data.params
         params = [
             self._mlflow.Param(name, value[:LONGEST_PARAM])
@@ -104,5 +101,5 @@ def _params_of(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _allowed(name: str) -> str:
-    """MLflow takes letters, digits and a few signs: `mAP@R` becomes `mAP_at_R`."""
+    """Replace characters that MLflow does not take: `mAP@R` becomes `mAP_at_R`."""
     return re.sub(r"[^\w\-./ :]", "_", name.replace("@", "_at_"), flags=re.ASCII)

@@ -1,4 +1,4 @@
-"""What a logger is told, and what it has to do."""
+"""The contract of a logger."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,43 +10,37 @@ Outcome = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run, as a logger is told of it."""
+    """The run that a logger logs."""
 
     folder: Path
     id: str
-    recipe: Mapping[str, Any]  # in full, as plain values, nested
-    step: int  # steps behind the state that the run goes on from; later figures of before are to be replaced
-    steps: int  # that it is to have
+    recipe: Mapping[str, Any]  # plain nested values
+    step: int  # steps behind the state that the run goes on from; figures of later steps are to be replaced
+    steps: int  # of the whole run
 
     @property
     def notes(self) -> Path:
-        """A folder for what a logger must remember when the run goes on."""
+        """The folder where a logger keeps what it needs when the run goes on."""
         return self.folder / "loggers"
 
 
 class Logger(Protocol):
-    """A place for figures. Whatever it raises costs the line in hand alone; it may block."""
+    """Takes figures. An error costs the present line only; calls may block."""
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
-        """Take the figures of a step; there may be several lines of one step.
-
-        Args:
-            step: steps behind it.
-            time: Unix time, seconds.
-            figures: finite, by name.
-        """
+        """Take finite figures by name, at a Unix time in seconds; a step may have several lines."""
         ...
 
     def close(self, outcome: Outcome) -> None:
-        """Bring everything where it belongs; nothing comes after."""
+        """Flush everything; this is the last call."""
         ...
 
 
 class LoggerSettings(Protocol):
-    """A logger's section of the recipe."""
+    """A logger's keys in the recipe."""
 
     def prepare(self) -> None:
-        """Import what it needs, and refuse what cannot work, before training starts; the network is not to be used.
+        """Import packages and check settings before training starts, without using the network.
 
         Raises:
             DistapError: a person must mend something.
@@ -54,5 +48,5 @@ class LoggerSettings(Protocol):
         ...
 
     def open(self, run: LoggedRun) -> Logger:
-        """The logger of a run, in which it goes on where it was left. Called in the thread that will use it."""
+        """Open the logger of a run, or go on with it. The thread that will use the logger calls this."""
         ...

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run folder, or anywhere that TensorBoard can write to."""
+"""Log to TensorBoard's event files."""
 
 import importlib
 import json
@@ -13,22 +13,19 @@ FLUSH_SECONDS = 10
 
 @dataclass(frozen=True)
 class TensorBoard:
-    """Where event files go.
+    """Keys of `loggers.tensorboard`.
 
     Args:
-        folder: a folder or a URL that TensorBoard can write to; none takes RUN/tensorboard.
+        folder: a folder or URL that TensorBoard can write to; None takes RUN/tensorboard.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
 
     folder: str | None = None
 
     def prepare(self) -> None:
-        """Import it."""
         importlib.import_module("torch.utils.tensorboard")
 
     def open(self, run: LoggedRun) -> Logger:
-        """A new event file beside those of before, whose later steps it takes out of sight."""
+        """Open a new event file; it hides later steps of earlier files."""
         return _EventFiles(self.folder or str(run.folder / "tensorboard"), run)
 
 
@@ -36,7 +33,7 @@ class _EventFiles:
     def __init__(self, folder: str, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What was logged of the very step that the run goes on from, such as its evaluation, stays.
+        # Figures of the step that the run goes on from, such as its evaluation, stay.
         purged = run.step + 1 if run.step else 0
         self._writer = SummaryWriter(folder, purge_step=purged, flush_secs=FLUSH_SECONDS)
         recipe = without_secrets(json.dumps(run.recipe, indent=2))

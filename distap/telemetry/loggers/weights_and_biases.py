@@ -1,4 +1,4 @@
-"""Weights & Biases: a run there, or files for `wandb sync` where there is no network."""
+"""Log to Weights & Biases, or to files for `wandb sync`."""
 
 import importlib
 import json
@@ -19,17 +19,15 @@ NO_KEY = "loggers.wandb: no key: set WANDB_API_KEY in the environment, or logger
 
 @dataclass(frozen=True)
 class WeightsAndBiases:
-    """A run of Weights & Biases; the key comes from WANDB_API_KEY, a server of one's own from WANDB_BASE_URL.
+    """Keys of `loggers.wandb`; the API key comes from WANDB_API_KEY, another server from WANDB_BASE_URL.
 
     Args:
-        project: in which the run is.
-        entity: user or team; none takes the key's.
-        group: of runs.
-        mode: `offline` writes files to RUN/wandb, to be sent by `wandb sync`; none takes WANDB_MODE, or `online`.
-        id: of the run to begin or go on with; none makes one and keeps it in RUN/loggers/wandb.
+        project: project of the run.
+        entity: user or team; None takes the API key's.
+        group: group of runs.
+        mode: `offline` writes files to RUN/wandb for `wandb sync`; None takes WANDB_MODE, or `online`.
+        id: the run to begin or go on with; None creates one and keeps its id in RUN/loggers/wandb.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
 
     project: str = "distap"
     entity: str | None = None
@@ -38,12 +36,8 @@ class WeightsAndBiases:
     id: str | None = None
 
     def prepare(self) -> None:
-        """Import it, and look for the key.
-
-        Raises:
-            DistapError: there is none.
-        """
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would call its maker
+        """Import wandb; raise a DistapError if there is no API key."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
         os.environ.setdefault("WANDB_SILENT", "true")
         importlib.import_module("wandb")
         if not self.is_offline and not _may_have_key():
@@ -51,11 +45,10 @@ class WeightsAndBiases:
 
     @property
     def is_offline(self) -> bool:
-        """Whether it only writes files."""
         return (self.mode or os.environ.get("WANDB_MODE")) == "offline"
 
     def open(self, run: LoggedRun) -> Logger:
-        """The run, made or gone on with."""
+        """Create the run, or go on with it."""
         return _Run(self, run)
 
 
@@ -65,7 +58,7 @@ class _Run:
         # Without a key, init would ask the terminal for one.
         if not settings.is_offline and not wandb.login(prompt=False, verify=False):
             raise DistapError(NO_KEY)
-        # Nothing of the terminal, of globals, or of the command line, which may hold an address with a secret.
+        # Send neither terminal output nor the command line, which may hold an address with a secret.
         ours = wandb.Settings(
             silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
         )
@@ -81,7 +74,7 @@ class _Run:
             config=json.loads(without_secrets(json.dumps(run.recipe))),
             settings=ours,
         )
-        # A step that is done again, after an interruption, would be dropped as one of W&B's own steps.
+        # W&B drops steps that do not grow, as a step that is done again after an interruption.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
