@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from distap.ranking.losses.base import SimilarityLoss
 from torch import nn
+
+from distap.ranking.losses.base import SimilarityLoss
 
 
 @dataclass(frozen=True)

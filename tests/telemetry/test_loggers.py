@@ -282,7 +282,7 @@ HANGING = """
     from pathlib import Path
     from distap.telemetry.loggers.protocol import LoggedRun
     from distap.telemetry.loggers.loggers import Loggers, finite_figures, refuse_unusable
-from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
+    from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
     from distap.telemetry.loggers.loggers import end_if_hanging
 
     chosen = {"wandb": WeightsAndBiases()}
