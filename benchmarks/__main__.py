@@ -167,7 +167,7 @@ def bench_eval(
 ) -> None:
     """Print time and memory of evaluating a labelled set, beside pytorch-metric-learning's AccuracyCalculator.
 
-    The full ranking, and R@k and mAP@R through Faiss. With --gallery: Easy, Medium and Hard against a gallery in a
+    The full ranking. With --gallery: Easy, Medium and Hard against a gallery in a
     file of the temporary folder, of 2 bytes a number.
     """
     from benchmarks import evaluation

@@ -24,10 +24,9 @@ from torch.nn.functional import normalize
 from benchmarks.peak import peak_bytes
 from distap.data.shards.parallel import Track, untracked
 from distap.errors import DistapError
-from distap.retrieval.graded import GradedQuery, evaluate_graded
+from distap.retrieval.ground_truth_metrics import GradedQuery, evaluate_graded
 from distap.retrieval.metrics import evaluate_labelled_set
 from distap.retrieval.nearest import bounded_threads
-from distap.retrieval.nearest_metrics import evaluate_nearest
 from distap.telemetry.terminal import text_table
 
 LEAST_OF_A_CLASS, MOST_OF_A_CLASS = 2, 9  # 5.5 on average; Stanford Online Products has 5.3
@@ -106,13 +105,7 @@ def _candidates(descriptors: Tensor, labels: Tensor) -> dict[str, Callable[[], d
     def full() -> dict[str, float]:
         return evaluate_labelled_set(descriptors, labels, 0).summary()
 
-    def by_nearest() -> dict[str, float]:
-        return evaluate_nearest(descriptors, labels).summary()
-
-    candidates: dict[str, Callable[[], dict[str, float]]] = {
-        "distap, full ranking": full,
-        "distap, through Faiss": by_nearest,
-    }
+    candidates: dict[str, Callable[[], dict[str, float]]] = {"distap": full}
     try:
         from pytorch_metric_learning.utils.accuracy_calculator import (  # type: ignore[import-untyped]
             AccuracyCalculator,
@@ -156,7 +149,7 @@ def measure_gallery(gallery: int, dimensions: int, threads: int) -> GalleryFigur
         def run() -> None:
             nonlocal seconds
             started = time.perf_counter()
-            figures.update(evaluate_graded(queries, described, truth).summary())
+            figures.update(evaluate_graded(queries, described, truth).summary)
             seconds = time.perf_counter() - started
 
         peak = peak_bytes(run, CPU)

@@ -10,8 +10,8 @@ from distap.data.loading.training import ShareOfBatch
 from distap.data.shards.index import load_index
 from distap.engine.optimizer import LinearDecay
 from distap.errors import FINISHED, RESTART, DistapError
-from distap.evaluation import refuse_seen_classes
-from distap.evaluation.extraction import BrokenOffError
+from distap.evaluation.extraction.parts import BrokenOffError
+from distap.evaluation.labelled import refuse_seen_classes
 from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, described_at
+from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, parse_scales
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +47,7 @@ def export_command(
 
     set_up_logging(0)
     formats = parse_formats(format) if format else installed_formats()
-    settings = ExportSettings(formats, image_size, dynamic_size, described_at(scales), scale_power, opset)
+    settings = ExportSettings(formats, image_size, dynamic_size, parse_scales(scales), scale_power, opset)
     exported = export_to_folder(checkpoint, output, settings, whitening, best)
     if exported.programs:
         console.print(_table(exported))

@@ -1,7 +1,5 @@
 """`distap extract`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,32 +9,39 @@ from distap.cli.options import (
     BEST,
     IMAGE_SIZE,
     MAX_SIDE,
+    NETWORK,
     ORIGINAL,
+    OUTPUT,
     SCALE_POWER,
     SCALES,
     WHITENING,
-    described_at,
+    parse_scales,
     sizing_of,
 )
 
-LEAVE_SECONDS = 10.0  # that ranks have after a signal: what is described is in whole files already
+GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 
 
 def extract_command(
     context: typer.Context,
     source: Annotated[
         str,
-        typer.Argument(help="Folder, pattern or URL of shards; or any folder with images in it.", show_default=False),
+        typer.Argument(help="Folder, pattern or URL of shards, or any folder with images.", show_default=False),
     ],
     output: Annotated[
-        Path, typer.Argument(help="Folder to write, or that of an extraction to go on with.", show_default=False)
+        Path, typer.Argument(help="New folder, or that of a stopped extraction to continue.", show_default=False)
     ],
     checkpoint: Annotated[
-        str, typer.Option(help="A run folder, or one of its checkpoints, or a URL of either.", show_default=False)
+        str,
+        typer.Option(
+            help="Trained network: a run folder, one of its checkpoints, or a URL of either.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
     ],
     best: BEST = False,
     index: Annotated[
-        Path | None, typer.Option(help="File of the shards' index.", show_default="beside the shards")
+        Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
     ] = None,
     image_size: IMAGE_SIZE = None,
     max_side: MAX_SIDE = None,
@@ -44,37 +49,54 @@ def extract_command(
     scales: SCALES = "1",
     scale_power: SCALE_POWER = None,
     whitening: WHITENING = None,
-    form: Annotated[Literal["npy", "parquet"], typer.Option(help="Arrays, or one Parquet file.")] = "npy",
-    dtype: Annotated[Literal["float32", "float16"], typer.Option(help="Of the descriptors.")] = "float32",
-    precision: Annotated[Literal["float32", "bf16"], typer.Option(help="What the network computes in.")] = "float32",
+    form: Annotated[
+        Literal["npy", "parquet"],
+        typer.Option(help="Write .npy arrays, or one Parquet file.", rich_help_panel=OUTPUT),
+    ] = "npy",
+    dtype: Annotated[
+        Literal["float32", "float16"],
+        typer.Option(help="Number format of the stored descriptors.", rich_help_panel=OUTPUT),
+    ] = "float32",
+    precision: Annotated[
+        Literal["float32", "bf16"],
+        typer.Option(help="Number format in which the network computes.", rich_help_panel=NETWORK),
+    ] = "float32",
     batch_pixels: Annotated[
         int | None,
         typer.Option(
-            help="Height times width of all images described at once.", min=1, show_default="evaluation.batch_size's"
+            help="Most pixels to describe at once: height times width, summed over the images.",
+            min=1,
+            show_default="as many as evaluation.batch_size images have",
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes a rank that read.", min=0, show_default="as in the recipe")
+        int | None, typer.Option(help="Loader processes of each rank.", min=0, show_default="as in the recipe")
     ] = None,
     part_images: Annotated[
         int | None,
-        typer.Option(help="Images that are written together.", min=1, show_default="a 64th of all, 128 to 4096"),
+        typer.Option(
+            help="Images of a part, the most that is lost when a rank is stopped.",
+            min=1,
+            show_default="a 64th of all, 128 to 4096",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes on this machine, by torchrun; one a GPU.", min=1)] = 1,
+    ranks: Annotated[int, typer.Option(help="Number of processes on this machine, one for each GPU.", min=1)] = 1,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
-    Stopped or killed, the same command goes on from the parts that are whole, on any number of ranks. Images that
-    cannot be used are left out and named in OUTPUT/left_out.txt. On several machines start
-    `torchrun [...] -m distap.cli extract [...]` on each, with an OUTPUT that all of them see.
+    After a stop, the same command continues from the finished parts, on any number of ranks. Images that cannot be
+    used are listed in OUTPUT/left_out.txt. On several machines start `torchrun [...] -m distap.cli extract [...]` on
+    each, with an OUTPUT that all of them see.
     """
     if ranks > 1:
         from distap.launcher import launch
 
         options = ["--standalone", f"--nproc-per-node={ranks}"]
-        raise typer.Exit(launch(options, "distap.cli", ["extract", *_arguments(context)], LEAVE_SECONDS, 600))
+        raise typer.Exit(launch(options, "distap.cli", ["extract", *_arguments(context)], GRACE_SECONDS, 600))
     from distap.data.images.image_sets import open_images
-    from distap.evaluation.extraction import describer_of, extract_to_folder
+    from distap.evaluation.extraction.image_describer import ImageDescriber
+    from distap.evaluation.extraction.to_folder import extract_to_folder
     from distap.processes.stopping import leave_when_asked
     from distap.retrieval.whitening import load_whitening
     from distap.storage.locations import parse_source
@@ -83,56 +105,44 @@ def extract_command(
     from distap.world import joined_world
 
     leave_when_asked()
-    with joined_world() as world, _saying_that_it_goes_on(output):
-        set_up_logging(world.rank)
-        recipe, network = trained_network(checkpoint, world, best)
-        data = recipe.data
-        describer = describer_of(
-            network,
-            sizing_of(image_size, max_side, original, data.image_size),
-            described_at(scales),
-            scale_power,
-            None if whitening is None else load_whitening(whitening),
-            max_pixels=data.max_pixels,
-            precision=precision,
-            scaled=data.scaled_decoding,
-            batch_pixels=batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
-        )
-        written = extract_to_folder(
-            describer,
-            open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache),
-            world,
-            output,
-            dtype=dtype,
-            form=form,
-            workers=data.workers if workers is None else workers,
-            part_images=part_images,
-            shown=world.rank == 0,
-        )
-        if written is not None:
-            console.print(
-                f"{output}: {written.images} descriptors of {written.dimensions} dimensions, {dtype}; "
-                f"{written.images / max(written.batches, 1):.1f} images a batch"
-                + (
-                    f"; {written.left_out} images left out, see {output / 'left_out.txt'}" if written.left_out else ""
-                ),
-                markup=False,
-            )
-
-
-@contextmanager
-def _saying_that_it_goes_on(output: Path) -> Iterator[None]:
-    from distap.telemetry.terminal import console
-
     try:
-        yield
+        with joined_world() as world:
+            set_up_logging(world.rank)
+            recipe, network = trained_network(checkpoint, world, best)
+            data = recipe.data
+            describer = ImageDescriber(
+                network,
+                sizing_of(image_size, max_side, original, data.image_size),
+                parse_scales(scales),
+                scale_power,
+                None if whitening is None else load_whitening(whitening),
+                data.max_pixels,
+                precision,
+                data.scaled_decoding,
+                batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
+            )
+            written = extract_to_folder(
+                describer,
+                open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache),
+                world,
+                output,
+                dtype=dtype,
+                form=form,
+                workers=data.workers if workers is None else workers,
+                part_images=part_images,
+                shown=world.rank == 0,
+            )
     except SystemExit:
-        console.print(f"stopped: the same command goes on from the parts in {output}", markup=False)
+        console.print(f"stopped: the same command continues from the parts in {output}", markup=False)
         raise
+    if written is not None:
+        left_out = f"; {written.left_out} images left out, see {output / 'left_out.txt'}" if written.left_out else ""
+        numbers = f"{written.images} descriptors of {written.dimensions} dimensions, {dtype}"
+        console.print(f"{output}: {numbers}{left_out}", markup=False)
 
 
 def _arguments(context: typer.Context) -> list[str]:
-    """The command line of one rank: all that was given, but for --ranks."""
+    """The command line of one rank: everything that was given except --ranks."""
     options, arguments = [], []
     for parameter in context.command.params:
         value = context.params[str(parameter.name)]

@@ -1,4 +1,4 @@
-"""Options that several commands have: how images are described, and by which network."""
+"""Options shared by several commands: which network describes images, and how."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,25 +10,52 @@ from distap.errors import DistapError
 if TYPE_CHECKING:
     from distap.data.images.whole_images import Sizing
 
-BEST = Annotated[bool, typer.Option("--best", help="With a run folder: its best checkpoint, not its newest.")]
+NETWORK, IMAGES, REFINEMENT, OUTPUT = "Network", "Image preparation", "Refinement of descriptors", "Output"
+
+BEST = Annotated[
+    bool,
+    typer.Option("--best", help="Use a run folder's best checkpoint, not its newest.", rich_help_panel=NETWORK),
+]
 IMAGE_SIZE = Annotated[
     int | None,
-    typer.Option(help="Take the central square at this size, pixels.", min=1, show_default="as in the recipe"),
+    typer.Option(
+        help="Crop the central square and resize it to this side, in pixels.",
+        min=1,
+        show_default="as in the recipe",
+        rich_help_panel=IMAGES,
+    ),
 ]
 MAX_SIDE = Annotated[
-    int | None, typer.Option(help="Take whole images, the longer side scaled down to this, pixels.", min=1)
+    int | None,
+    typer.Option(
+        help="Keep whole images, with the longer side reduced to this many pixels.", min=1, rich_help_panel=IMAGES
+    ),
 ]
-ORIGINAL = Annotated[bool, typer.Option("--original", help="Take whole images as they are.")]
-SCALES = Annotated[str, typer.Option(help="Factors at which each image is described, such as 1,0.7071,0.5.")]
+ORIGINAL = Annotated[
+    bool, typer.Option("--original", help="Keep whole images at their original size.", rich_help_panel=IMAGES)
+]
+SCALES = Annotated[
+    str,
+    typer.Option(help="Describe each image at these scale factors, such as 1,0.7071,0.5.", rich_help_panel=IMAGES),
+]
 SCALE_POWER = Annotated[
     float | None,
-    typer.Option(help="Of the mean over scales.", show_default="GeM's, or 1 where a projection follows it"),
+    typer.Option(
+        help="Power of the generalised mean over the scales.",
+        show_default="GeM's, or 1 where a projection follows it",
+        rich_help_panel=IMAGES,
+    ),
 ]
-WHITENING = Annotated[Path | None, typer.Option(help="What `distap whiten` wrote, or its folder; applied last.")]
+WHITENING = Annotated[
+    Path | None,
+    typer.Option(
+        help="Apply this whitening, a file or folder that `distap whiten` wrote.", rich_help_panel=REFINEMENT
+    ),
+]
 
 
 def sizing_of(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":
-    """How images are brought to size, from the options that say so."""
+    """The sizing that --image-size, --max-side or --original asks for, else a crop to `default` pixels."""
     from distap.data.images.whole_images import Sizing
 
     if sum((image_size is not None, max_side is not None, original)) > 1:
@@ -38,7 +65,7 @@ def sizing_of(image_size: int | None, max_side: int | None, original: bool, defa
     return Sizing("crop", image_size or default) if max_side is None else Sizing("side", max_side)
 
 
-def described_at(text: str) -> tuple[float, ...]:
+def parse_scales(text: str) -> tuple[float, ...]:
     """The factors of --scales."""
     try:
         return tuple(float(factor) for factor in text.split(","))

@@ -1,4 +1,4 @@
-"""How an evaluation comes by the descriptors of a data set's images."""
+"""Get the descriptors of a data set for an evaluation: computed in memory, or kept in a folder."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,9 @@ from numpy.typing import NDArray
 
 from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
-from distap.evaluation.extraction import (
-    NOT_FINITE,
-    ImageDescriber,
-    extract_descriptors,
-    extract_to_folder,
-    left_out_of,
-)
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.extraction.parts import NOT_FINITE, extract_descriptors
+from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
 
@@ -26,16 +22,16 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class Describing:
-    """Describes the images of data sets, each rank its share.
+    """Describes the images of data sets on all ranks.
 
     Args:
         describer: of an image.
-        world: the ranks.
-        workers: processes a rank that read.
-        kept_in: folder where descriptors are kept, and found again by the next evaluation of the same network; None
-            keeps them in memory only.
+        world: the ranks; each describes its share.
+        workers: loader processes of each rank.
+        kept_in: folder to keep descriptors in, where the next evaluation of the same network finds them; None keeps
+            them in memory only.
         shown: whether rank 0 shows a progress bar.
-        is_asked_to_stop: whether this rank is to break off what is described in memory, on all ranks.
+        is_asked_to_stop: whether this rank asks all ranks to stop describing (in memory only).
     """
 
     describer: ImageDescriber
@@ -46,45 +42,39 @@ class Describing:
     is_asked_to_stop: Callable[[], bool] = lambda: False
 
     def folder(self, name: str) -> Path | None:
-        """Where the descriptors of that name are kept."""
+        """Folder to keep the descriptors of this name in."""
         return None if self.kept_in is None else self.kept_in / name
 
     def descriptors(
         self, images: ImageSet, name: str, boxes: Mapping[str, Sequence[float]] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Numbers of the n images that could be described, ascending, and their descriptors (n, D), on every rank.
+        """Numbers (n,) of the images that could be described, ascending, and their descriptors (n, D), on every rank.
 
         Args:
             images: to describe.
-            name: of the folder that they are kept in.
-            boxes: by key: the part of an image that counts, pixels.
+            name: of the folder to keep them in.
+            boxes: by key, the part of an image to describe, in pixels.
         Raises:
             BrokenOffError: a rank was asked to stop.
-            DistapError: none can be described, the network gives a descriptor that is not finite, or the folder
-                holds other descriptors.
+            DistapError: no image can be described, a descriptor is not finite, or the folder holds other descriptors.
         """
-        folder = self.folder(name)
+        folder, workers, shown = self.folder(name), self.workers, self.shown
         if folder is None:
-            extracted = extract_descriptors(
-                self.describer,
-                images,
-                self.world,
-                boxes,
-                workers=self.workers,
-                shown=self.shown,
-                is_asked_to_stop=self.is_asked_to_stop,
+            stop = self.is_asked_to_stop
+            samples, descriptors, reasons = extract_descriptors(
+                self.describer, images, self.world, boxes, workers=workers, shown=shown, is_asked_to_stop=stop
             )
-            self._tell({str(images.keys[number]): reason for number, reason in extracted.left_out.items()}, images)
-            return extracted.samples, extracted.descriptors
-        extract_to_folder(self.describer, images, self.world, folder, boxes, workers=self.workers, shown=self.shown)
-        self.world.barrier()  # rank 0 puts them together
+            self._tell({str(images.keys[number]): reason for number, reason in reasons.items()}, images)
+            return samples, descriptors
+        extract_to_folder(self.describer, images, self.world, folder, boxes, workers=workers, shown=shown)
+        self.world.barrier()  # rank 0 joins the parts
         self._tell(left_out_of(folder), images)
         kept = read_descriptors(folder)
         place = {key: number for number, key in enumerate(images.keys.tolist())}
         return np.array([place[key] for key in kept.keys.tolist()], dtype=np.int64), kept.descriptors
 
     def _tell(self, left_out: Mapping[str, str], images: ImageSet) -> None:
-        """Name the images that cannot be described; where that is the network's fault, there is no figure."""
+        """Log the images that cannot be described. Raise a DistapError if the network is to blame."""
         broken = [key for key, reason in left_out.items() if reason == NOT_FINITE]
         if broken:
             raise DistapError(

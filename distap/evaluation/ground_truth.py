@@ -1,10 +1,10 @@
-"""Protocols whose ground truth is a file: Revisited Oxford and Paris, Google Landmarks v2.
+"""Evaluate data sets with a ground truth file: Revisited Oxford and Paris, Google Landmarks v2.
 
-`distap data convert` writes that file beside the splits: which images of the gallery each query is to retrieve.
+`distap data convert` writes the file beside the splits. It lists the gallery images that each query is to retrieve.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,18 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
-from distap.evaluation.saved import RESULT_FILE, as_json
+from distap.evaluation.saved import Evaluation, nan_as_null
 from distap.retrieval.decomposability import DecomposabilityGap
-from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
-from distap.retrieval.graded import GradedResult, evaluate_graded, graded_queries
-from distap.retrieval.landmarks import LandmarkResult, evaluate_landmarks, landmark_queries
+from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors, reading
+from distap.retrieval.ground_truth_metrics import (
+    GroundTruthResult,
+    evaluate_graded,
+    evaluate_landmarks,
+    graded_queries,
+    landmark_queries,
+)
 from distap.retrieval.refinement import PLAIN, Refinement
-from distap.storage.atomic import write_whole
 
 GRADED = ("name", "box", "easy", "hard", "junk")
 FIELDS = {"roxford5k": GRADED, "rparis6k": GRADED, "gldv2": ("name", "positives", "usage")}  # of a query's record
@@ -32,7 +35,7 @@ FIELDS = {"roxford5k": GRADED, "rparis6k": GRADED, "gldv2": ("name", "positives"
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """What a `ground_truth.json` says."""
+    """Contents of a `ground_truth.json`."""
 
     dataset: str  # one of FIELDS
     query: str  # split of the queries
@@ -41,20 +44,18 @@ class GroundTruth:
 
 
 def read_ground_truth(path: Path) -> GroundTruth:
-    """The ground truth that `distap data convert` wrote.
+    """Read the ground truth that `distap data convert` wrote.
 
     Raises:
-        DistapError: it is not one, or of a data set whose protocol is unknown.
+        DistapError: it is none, or of a data set whose protocol is unknown.
     """
-    try:
+    with reading(path, "distap data convert"):
         found = json.loads(path.read_text())
         truth = GroundTruth(found["dataset"], found["query"], tuple(found["gallery"]), tuple(found["queries"]))
         for record in truth.queries:
-            for field in FIELDS.get(truth.dataset, ()):
-                record[field]
+            for name in FIELDS.get(truth.dataset, ()):
+                record[name]
         splits = (truth.query, *truth.gallery)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DistapError(f"{path}: not a ground truth as `distap data convert` writes it: {error!r}") from error
     if truth.dataset not in FIELDS:
         raise DistapError(
             f"{path}: dataset {truth.dataset!r} has no protocol here; expected one of {', '.join(FIELDS)}"
@@ -66,14 +67,14 @@ def read_ground_truth(path: Path) -> GroundTruth:
 
 
 @dataclass(frozen=True)
-class JudgedSet:
-    """Queries and a gallery, whose matches a ground truth names.
+class GroundTruthSet:
+    """Queries and a gallery with a ground truth.
 
     Args:
         name: of the set.
         truth: the ground truth.
         queries: images of the query split.
-        gallery: images of the gallery's splits, and of distractors behind them.
+        gallery: images of the gallery's splits, then of distractors.
     """
 
     name: str
@@ -81,8 +82,8 @@ class JudgedSet:
     queries: ImageSet
     gallery: tuple[ImageSet, ...]
 
-    def describe(self, describing: Describing) -> "DescribedJudgedSet":
-        """Its descriptors, on every rank; of each query the part in its box."""
+    def describe(self, describing: Describing) -> "DescribedGroundTruthSet":
+        """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
         key = dict(zip(self.queries.classes.tolist(), self.queries.keys.tolist(), strict=True))
         absent = [record["name"] for record in self.truth.queries if record["name"] not in key]
         if absent:
@@ -90,16 +91,16 @@ class JudgedSet:
         boxes = {key[record["name"]]: record["box"] for record in self.truth.queries if "box" in record}
         samples, queries = describing.descriptors(self.queries, f"{self.name}/query", boxes or None)
         row = {name: place for place, name in enumerate(self.queries.classes[samples].tolist())}
-        judged = [record for record in self.truth.queries if record["name"] in row]
+        records = tuple(record for record in self.truth.queries if record["name"] in row)
         parts, names = [], []
         for number, images in enumerate(self.gallery):
             samples, descriptors = describing.descriptors(images, f"{self.name}/gallery-{number}")
             parts.append(descriptors)
             names += images.classes[samples].tolist()
-        return DescribedJudgedSet(
+        return DescribedGroundTruthSet(
             self,
-            tuple(judged),
-            queries[[row[record["name"]] for record in judged]],
+            records,
+            queries[[row[record["name"]] for record in records]],
             tuple(parts),
             {name: place for place, name in reversed(list(enumerate(names)))},
             describing.describer.device,
@@ -108,120 +109,64 @@ class JudgedSet:
 
 
 @dataclass(frozen=True)
-class DescribedJudgedSet:
-    """Descriptors of the queries that could be read, in the order of their records, and of the gallery."""
+class DescribedGroundTruthSet:
+    """Descriptors of the gallery, and of the queries that could be described, in the order of their records."""
 
-    of: JudgedSet
+    of: GroundTruthSet
     records: tuple[Mapping[str, Any], ...]  # of the Q queries
     queries: NDArray[Any]  # (Q, C)
-    parts: tuple[NDArray[Any], ...]  # (N, C) together: the gallery, and distractors
-    row: Mapping[str, int]  # of each image of the gallery by its name
-    device: torch.device  # that ranks them
-    folder: Path | None  # where descriptors are kept
+    parts: tuple[NDArray[Any], ...]  # (N, C) together: the gallery's splits and distractors
+    row: Mapping[str, int]  # of each gallery image by its name
+    device: torch.device  # for ranking
+    folder: Path | None  # to keep the joined gallery in
 
     @cached_property
     def gallery(self) -> NDArray[Any]:
-        """(N, C), in memory or in a file as its parts are."""
-        return _joined(self.parts, self.folder)
+        """(N, C), a memory map if its parts are."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        if self.folder is None:
+            return np.concatenate(self.parts)
+        shape = sum(map(len, self.parts)), self.parts[0].shape[1]
+        joined = new_descriptors(self.folder / DESCRIPTORS_FILE, shape, self.parts[0].dtype)
+        place = 0
+        for part in self.parts:
+            joined[place : place + len(part)] = part
+            place += len(part)
+        return joined
 
-    def evaluate(self, refinement: Refinement = PLAIN) -> "JudgedEvaluation":
+    def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Rank the gallery for each query.
 
         Args:
-            refinement: of the descriptors, before they are ranked.
+            refinement: of the descriptors before they are ranked.
         Raises:
             DistapError: a descriptor is not finite, or an image of the ground truth is not in the gallery.
         """
-        refined = refinement.apply(self.queries, self.gallery)
-        queries = torch.from_numpy(np.array(refined.queries, dtype=np.float32)).to(self.device)
-        head = None if refined.head is None else refined.head.to(self.device)
-        result: GradedResult | LandmarkResult
+        refined, gallery, head = refinement.apply(self.queries, self.gallery)
+        queries = torch.from_numpy(np.array(refined, dtype=np.float32)).to(self.device)
+        head = None if head is None else head.to(self.device)
+        result: GroundTruthResult
         if FIELDS[self.of.truth.dataset] is GRADED:
-            result = evaluate_graded(queries, refined.gallery, graded_queries(self.records, self.row), head=head)
+            result = evaluate_graded(queries, gallery, graded_queries(self.records, self.row), head=head)
         else:
-            result = evaluate_landmarks(queries, refined.gallery, landmark_queries(self.records, self.row), head=head)
-        return JudgedEvaluation(self.of, refinement.name, result, self.records, len(self.gallery))
+            result = evaluate_landmarks(queries, gallery, landmark_queries(self.records, self.row), head=head)
+        columns = {name: values.tolist() for name, values in result.average_precision.items()}
+        about = {
+            "data": self.of.name,
+            "protocol": self.of.truth.dataset,
+            "refinement": refinement.name,
+            "fingerprint": self.of.queries.fingerprint,
+            "images": len(self.gallery),
+            "average_precision": {
+                str(record["name"]): nan_as_null({name: values[place] for name, values in columns.items()})
+                for place, record in enumerate(self.records)
+            },
+        }
+        return Evaluation(result.summary, len(self.records), result.left_out, about)
 
     def gap(self, batch: int) -> DecomposabilityGap:
-        """Raises a DistapError: a ground truth's queries and gallery are no batches."""
+        """Raise a DistapError: queries and a gallery cannot be split into batches."""
         raise DistapError(
             f"{self.of.name}: the decomposability gap over batches of {batch} is of shards with classes only"
         )
-
-
-@dataclass(frozen=True)
-class JudgedEvaluation:
-    """Figures of a ground truth's queries."""
-
-    of: JudgedSet
-    refinement: str
-    result: GradedResult | LandmarkResult
-    records: tuple[Mapping[str, Any], ...]
-    images: int  # of the gallery
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Means over the queries by name, from 0 to 1."""
-        return self.result.summary()
-
-    @property
-    def queries(self) -> int:
-        """Those that could be read."""
-        return len(self.records)
-
-    @property
-    def left_out(self) -> int:
-        """Queries without a positive; of three protocols the most."""
-        if isinstance(self.result, LandmarkResult):
-            return self.result.left_out
-        return max(part.left_out for part in (self.result.easy, self.result.medium, self.result.hard))
-
-    def save(self, output: Path, **about: Any) -> Path:
-        """Write output/result.json with the figures and each query's AP; returns its path.
-
-        Args:
-            output: folder, which is made.
-            about: what else it is to tell, such as the network's checkpoint.
-        Raises:
-            UnwritableError: it cannot be written.
-        """
-        precision = {name: values.tolist() for name, values in self._average_precision().items()}
-        record = {
-            **about,
-            "data": self.of.name,
-            "protocol": self.of.truth.dataset,
-            "refinement": self.refinement,
-            "fingerprint": self.of.queries.fingerprint,
-            "images": self.images,
-            "queries": self.queries,
-            "queries_without_positive": self.left_out,
-            "figures": as_json(self.figures),
-            "average_precision": {
-                str(query["name"]): as_json({name: values[place] for name, values in precision.items()})
-                for place, query in enumerate(self.records)
-            },
-        }
-        path = output / RESULT_FILE
-        write_whole(path, json.dumps(record, indent=1) + "\n")
-        return path
-
-    def _average_precision(self) -> dict[str, Tensor]:
-        if isinstance(self.result, LandmarkResult):
-            return {"AP@100": self.result.average_precision}
-        parts = {"Easy": self.result.easy, "Medium": self.result.medium, "Hard": self.result.hard}
-        return {name: part.average_precision for name, part in parts.items()}
-
-
-def _joined(parts: Sequence[NDArray[Any]], folder: Path | None) -> NDArray[Any]:
-    """One gallery of several; where those are kept in files, in a file too."""
-    if len(parts) == 1:
-        return parts[0]
-    if folder is None:
-        return np.concatenate(parts)
-    shape = sum(map(len, parts)), parts[0].shape[1]
-    joined = new_descriptors(folder / DESCRIPTORS_FILE, shape, parts[0].dtype)
-    place = 0
-    for part in parts:
-        joined[place : place + len(part)] = part
-        place += len(part)
-    return joined

@@ -1,11 +1,11 @@
-"""Evaluations as folders: what a network scored and what it retrieved, told without the network or the images."""
+"""Save an evaluation to a folder, and read what it scored and retrieved without the network or the images."""
 
 import io
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +30,56 @@ QUERIES = {
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """What a network retrieved from a data set, with one refinement of its descriptors."""
+
+    figures: dict[str, float]  # means over the queries, from 0 to 1
+    queries: int
+    left_out: int  # queries without a positive
+    about: dict[str, Any]  # more entries for result.json
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)  # of QUERIES and NEIGHBOURS, if it has them
+
+    def save(self, output: Path, **about: Any) -> Path:
+        """Write output/result.json, and beside it what each image scored and retrieved; returns its path.
+
+        Args:
+            output: folder, created if missing.
+            about: more entries for result.json, such as the network's checkpoint.
+        Raises:
+            UnwritableError: a file cannot be written.
+        """
+        numbers = {
+            "queries": self.queries,
+            "queries_without_positive": self.left_out,
+            "figures": nan_as_null(self.figures),
+        }
+        return write_evaluation(output, about | self.about | numbers, self.columns)
+
+
+@dataclass(frozen=True)
 class Retrieved:
-    """What each of N images retrieved, of K classes; rows are numbered 0 to N-1."""
+    """What each of N images of K classes retrieved. Rows are numbered 0 to N-1."""
 
     sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending
     key: NDArray[np.str_]  # (N,)
     label: NDArray[np.int64]  # (N,) class number, -1 for none
-    average_precision: NDArray[np.float64]  # (N,) NaN for what is no query
+    average_precision: NDArray[np.float64]  # (N,) NaN if the image is no query
     average_precision_at_r: NDArray[np.float64]  # (N,)
-    first_positive: NDArray[np.int64]  # (N,) rank from 1, 0 for what is no query
+    first_positive: NDArray[np.int64]  # (N,) rank from 1, 0 if the image is no query
     class_name: NDArray[np.str_]  # (K,)
     neighbours: NDArray[np.int64]  # (N, k) rows, best first
 
     def class_of(self, row: int) -> str:
-        """Name of a row's class, empty where it has none."""
+        """Name of a row's class, empty without one."""
         return str(self.class_name[self.label[row]]) if self.label[row] >= 0 else ""
 
 
 @dataclass(frozen=True)
 class SavedEvaluation:
-    """A labelled set's figures, from 0 to 1, and where the rest of the evaluation lies."""
+    """Figures of an evaluation, from 0 to 1, and the folder with the rest of it."""
 
     folder: Path
-    step: int | None  # of a training, where it was one
+    step: int | None  # of a training
     data: str
     fingerprint: str
     images: int
@@ -62,18 +89,17 @@ class SavedEvaluation:
     classes: dict[str, dict[str, float]]  # queries, mAP and so on of each class
 
     def retrieved(self) -> Retrieved:
-        """What each image retrieved.
+        """Read what each image retrieved.
 
         Raises:
-            DistapError: its files are missing, damaged or not of one evaluation.
+            DistapError: its files are missing, damaged or belong to different evaluations.
         """
         queries: dict[str, Any] = _read(self.folder / QUERIES_FILE, lambda data: read_columns(data, QUERIES))
         nearest: dict[str, Any] = _read(self.folder / NEIGHBOURS_FILE, lambda data: read_columns(data, NEIGHBOURS))
         sample, neighbour = queries["sample"], nearest["neighbour"]
         rows = len(sample)
-        whole = [len(queries[name]) == rows for name in QUERIES if name != "class_name"]
         if not (
-            all(whole)
+            all(len(queries[name]) == rows for name in QUERIES if name != "class_name")
             and rows == self.images
             and np.array_equal(sample, nearest["sample"])
             and bool((np.diff(sample) > 0).all())
@@ -86,24 +112,24 @@ class SavedEvaluation:
         return Retrieved(**queries, neighbours=neighbours)
 
 
-def write_evaluation(folder: Path, result: dict[str, Any], columns: dict[str, NDArray[Any]]) -> Path:
-    """Write an evaluation; until all of it is written the folder holds none.
+def write_evaluation(folder: Path, result: dict[str, Any], columns: Mapping[str, NDArray[Any]]) -> Path:
+    """Write an evaluation. The folder holds none until all of it is written.
 
     Args:
-        folder: is made; an evaluation in it is replaced.
-        result: what SavedEvaluation holds and more, for result.json.
-        columns: those of QUERIES and NEIGHBOURS, one row an image; `neighbour` all rows in one.
+        folder: created if missing; an evaluation in it is replaced.
+        result: contents of result.json, such as the fields of SavedEvaluation.
+        columns: those of QUERIES and NEIGHBOURS, one row an image, `neighbour` flattened; or none.
     Returns:
         The path of result.json.
     Raises:
-        UnwritableError: it cannot be written.
+        UnwritableError: a file cannot be written.
     """
     path = folder / RESULT_FILE
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be replaced: {error.strerror or error}") from error
-    for name, of_file in ((QUERIES_FILE, QUERIES), (NEIGHBOURS_FILE, NEIGHBOURS)):
+    for name, of_file in ((QUERIES_FILE, QUERIES), (NEIGHBOURS_FILE, NEIGHBOURS)) if columns else ():
         buffer = io.BytesIO()
         arrays: dict[str, Any] = {column: columns[column] for column in of_file}
         np.savez_compressed(buffer, **arrays)
@@ -113,7 +139,7 @@ def write_evaluation(folder: Path, result: dict[str, Any], columns: dict[str, ND
 
 
 def read_evaluation(folder: Path) -> SavedEvaluation:
-    """The evaluation in a folder.
+    """Read the evaluation in a folder.
 
     Raises:
         DistapError: there is none, or its result.json is damaged.
@@ -136,26 +162,26 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
         raise DistapError(f"{path}: not the result of an evaluation: {error!r}; `distap eval` writes one") from error
 
 
-def as_json(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Figures as JSON has them, which knows no word for what is not a number."""
+def nan_as_null(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """Replace NaN by None, since JSON has no NaN."""
     return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 
 def folder_of_step(run: Path, step: int) -> Path:
-    """Where a training keeps its evaluation after a step."""
+    """Folder of a training's evaluation after a step."""
     return run / FOLDER / f"step-{step:08d}"
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps after which a training's network was evaluated, of the evaluations that it kept."""
+    """Steps after which a training kept an evaluation, ascending."""
     names = [path.parent.name for path in (run / FOLDER).glob(f"step-*/{RESULT_FILE}")]
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
 def keep_few(run: Path, newest: int) -> None:
-    """Remove a training's evaluations but the first, the one of the highest mAP and that after step `newest`.
+    """Remove a training's evaluations except the first, the one with the highest mAP, and that of step `newest`.
 
-    Those after later steps go too: they are from before the training was interrupted and went back.
+    Evaluations of later steps are removed too: the training was interrupted and went back to an earlier step.
     """
     steps = saved_steps(run)
     past = [step for step in steps if step <= newest]

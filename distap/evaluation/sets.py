@@ -1,8 +1,11 @@
-"""Which data set is evaluated by which protocol."""
+"""Open data sets for evaluation, each with its protocol, and evaluate several of them."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
@@ -10,74 +13,19 @@ from distap.data.images.image_sets import open_images
 from distap.data.settings import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
-from distap.evaluation.ground_truth import JudgedSet, read_ground_truth
-from distap.evaluation.labelled import LabelledSet
-from distap.retrieval.decomposability import DecomposabilityGap
+from distap.evaluation.ground_truth import DescribedGroundTruthSet, GroundTruthSet, read_ground_truth
+from distap.evaluation.labelled import DescribedLabelledSet, LabelledSet
+from distap.evaluation.saved import nan_as_null
 from distap.retrieval.refinement import Refinement
+from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
+from distap.telemetry.terminal import console, figures_table
 
+NAMED = re.compile(r"([\w.-]+)=(.+)")  # NAME=PATH
 
-class Evaluation(Protocol):
-    """What a data set was found to retrieve."""
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Means over the queries by name, from 0 to 1."""
-        ...
-
-    @property
-    def queries(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def left_out(self) -> int:
-        """Queries without a positive."""
-        ...
-
-    def save(self, output: Path, **about: Any) -> Path:
-        """Write output/result.json and what belongs to it; returns its path."""
-        ...
-
-
-class DescribedSet(Protocol):
-    """A data set whose images are described."""
-
-    def evaluate(self, refinement: Refinement = ...) -> Evaluation:
-        """Rank it with a refinement of the descriptors."""
-        ...
-
-    def gap(self, batch: int) -> DecomposabilityGap:
-        """How much more mAP promises within batches of that size than over the whole set."""
-        ...
-
-
-class EvaluationSet(Protocol):
-    """A data set to evaluate on."""
-
-    @property
-    def name(self) -> str:
-        """What its results are called."""
-        ...
-
-    def describe(self, describing: Describing) -> DescribedSet:
-        """Its descriptors, on every rank."""
-        ...
-
-
-def compared(described: DescribedSet, refinement: Refinement, each: bool) -> dict[str, Evaluation]:
-    """Evaluations by the name of their refinement, the one asked for last.
-
-    Args:
-        described: to rank.
-        refinement: of its descriptors.
-        each: also without it, and with each of its parts by itself.
-    Raises:
-        DistapError: a descriptor is not finite, or the refinement is not for these descriptors.
-    """
-    refinements = refinement.variants() if each else [refinement]
-    return {one.name: described.evaluate(one) for one in refinements}
+EvaluationSet = LabelledSet | GroundTruthSet
+DescribedSet = DescribedLabelledSet | DescribedGroundTruthSet
 
 
 def open_set(
@@ -89,18 +37,18 @@ def open_set(
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
 ) -> EvaluationSet:
-    """A data set by where it is: a folder with a ground truth in it, or else shards with classes.
+    """Open a folder with a ground truth, or else shards with classes.
 
     Args:
         where: folder that `distap data convert` wrote, with `ground_truth.json` in it; or folder, pattern or URL of
             shards.
-        name: of its results; None takes the last part of where it is.
-        distractors: shards to add to a gallery that has a ground truth.
+        name: for its results; None takes the last part of `where`.
+        distractors: shards to add to a gallery with a ground truth.
         max_pixels: larger images are left out.
         remote: how a remote source is reached.
-        cache: where shards are kept on this host's disk.
+        cache: disk cache of this host for shards.
     Raises:
-        DistapError: there is no such data set, or distractors are given for one that has no ground truth.
+        DistapError: there is no such data set, or distractors are given for one without a ground truth.
     """
     source = parse_source(where)
     name = name or Path(source.base).name or "data"
@@ -112,11 +60,66 @@ def open_set(
             raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
         return LabelledSet(name, open_images(source, max_pixels, remote, cache))
     truth = read_ground_truth(truth_file)
-    folder = truth_file.parent
-    gallery = [*(str(folder / split) for split in truth.gallery), *distractors]
-    return JudgedSet(
-        name,
-        truth,
-        open_images(str(folder / truth.query), max_pixels, remote, cache),
-        tuple(open_images(part, max_pixels, remote, cache) for part in gallery),
-    )
+    splits = [str(truth_file.parent / split) for split in (truth.query, *truth.gallery)]
+    queries, *gallery = (open_images(part, max_pixels, remote, cache) for part in (*splits, *distractors))
+    return GroundTruthSet(name, truth, queries, tuple(gallery))
+
+
+def open_named_sets(
+    texts: Sequence[str], distractors: Sequence[str] = (), **settings: Any
+) -> dict[str, EvaluationSet]:
+    """Open data sets given as PATH or NAME=PATH, by name; `settings` are those of `open_set`."""
+    sets: dict[str, EvaluationSet] = {}
+    for text in texts:
+        named = NAMED.fullmatch(text)
+        opened = open_set(named[2] if named else text, named[1] if named else None, distractors, **settings)
+        if opened.name in sets:
+            raise DistapError(f"--data: two sets are called {opened.name}; write NAME=PATH for one of them")
+        sets[opened.name] = opened
+    return sets
+
+
+def evaluate_sets(
+    sets: Mapping[str, EvaluationSet],
+    describing: Describing,
+    refinement: Refinement,
+    *,
+    compare: bool = False,
+    gap: int | None = None,
+    output: Path | None = None,
+    **about: Any,
+) -> None:
+    """Describe data sets on all ranks; then rank them, and print and write their figures, on rank 0.
+
+    Args:
+        compare: also evaluate without refinement, and with each part of it by itself.
+        gap: also measure the decomposability gap over random batches of this many images.
+        output: folder for results.json and the evaluation, or a folder for each of several.
+        about: more entries for these files, such as the network's checkpoint.
+    """
+    # Describe all sets first: the watchdog would take ranks that wait for rank 0's ranking for lost.
+    described = {name: opened.describe(describing) for name, opened in sets.items()}
+    if describing.world.rank > 0:
+        return
+    describer = describing.describer
+    about |= {"sizing": str(describer.sizing), "scales": describer.network.scales}
+    results: dict[str, Any] = {}
+    gaps: dict[str, Any] = {}
+    for name, one in described.items():
+        found = {each.name: one.evaluate(each) for each in (refinement.variants() if compare else [refinement])}
+        last = next(reversed(found.values()))
+        console.print(f"{name}: {last.queries} queries, {last.left_out} without a positive left out", markup=False)
+        console.print(figures_table({variant: evaluation.figures for variant, evaluation in found.items()}))
+        results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
+        if gap is not None:
+            measured = one.gap(gap)
+            gaps[name] = {"batch": gap, "gap": measured.gap} | asdict(measured)
+            console.print(
+                f"decomposability gap without refinement: mAP is {100 * measured.within_batches:.1f} within "
+                f"{measured.batches} random batches of {gap} images, {100 * measured.whole:.1f} over the whole set: "
+                f"{100 * measured.gap:+.1f}"
+            )
+        if output is not None:
+            last.save(output / name if len(sets) > 1 else output, **about)
+    if output is not None:
+        write_whole(output / "results.json", json.dumps({**about, "sets": results, "gaps": gaps}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The decomposability gap (ROADMAP, Ramzi et al. 2021, eq. 6): what AP within batches promises too much."""
+"""Measure by how much AP within batches overstates AP: the decomposability gap (Ramzi et al. 2021, eq. 6)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
-from distap.retrieval.metrics import Classes, evaluate_labelled_set
+from distap.retrieval.metrics import evaluate_labelled_set
 from distap.retrieval.ranks import Ties
 
 
@@ -21,12 +21,12 @@ class DecomposabilityGap:
 
     within_batches: float
     whole: float
-    batches: int  # that count
-    left_out: int  # batches in which no image has another of its class
+    batches: int  # in which some image has another of its class
+    left_out: int  # the other batches
 
     @property
     def gap(self) -> float:
-        """How much greater mAP is within batches: positive, since a batch holds fewer negatives."""
+        """How much greater mAP is within batches. It is positive, since a batch holds fewer negatives."""
         return self.within_batches - self.whole
 
 
@@ -34,8 +34,6 @@ def decomposability_gap(
     descriptors: Tensor | NDArray[Any],
     labels: Int64[Tensor, " N"],
     batches: Iterable[Tensor | NDArray[np.int64]],
-    *,
-    whole: float | None = None,
     ties: Ties = "pessimistic",
 ) -> DecomposabilityGap:
     """Evaluate each batch as a labelled set of its own, and the whole set.
@@ -43,9 +41,8 @@ def decomposability_gap(
     Args:
         descriptors: (N, C) of length 1; a tensor or an array.
         labels: class of each image, -1 for none.
-        batches: rows of each batch, of any sizes; those of a sampler, or `random_batches`.
-        whole: mAP over the whole set where it is known already.
-        ties: as for `evaluate_labelled_set`.
+        batches: rows of each batch, of any sizes, such as `random_batches` gives.
+        ties: see `evaluate_labelled_set`.
     Raises:
         DistapError: no batch has two images of a class.
     """
@@ -53,20 +50,19 @@ def decomposability_gap(
     for rows in batches:
         batch = torch.as_tensor(rows, device=labels.device)
         own = labels[batch]
-        if Classes(own).most_positives < 1:
+        if not bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
             left_out += 1
             continue
         described = descriptors[batch] if isinstance(descriptors, Tensor) else descriptors[batch.cpu().numpy()]
         values.append(evaluate_labelled_set(described, own, 0, ties=ties).summary()["mAP"])
     if not values:
         raise DistapError(f"none of {left_out} batches has two images of a class: take greater batches")
-    if whole is None:
-        whole = evaluate_labelled_set(descriptors, labels, 0, ties=ties).summary()["mAP"]
+    whole = evaluate_labelled_set(descriptors, labels, 0, ties=ties).summary()["mAP"]
     return DecomposabilityGap(float(np.mean(values)), whole, len(values), left_out)
 
 
 def random_batches(images: int, batch: int, generator: torch.Generator) -> Iterator[Int64[Tensor, " B"]]:
-    """Rows of batches that share out all images at random; what is left behind the last whole batch is in none."""
+    """Rows of batches that split the images at random; images that do not fill a batch are in none."""
     if batch > images:
         raise DistapError(f"a batch of {batch} images from a set of {images}; take smaller batches")
     order = torch.randperm(images, generator=generator)

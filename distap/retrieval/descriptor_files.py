@@ -1,14 +1,14 @@
-"""Descriptors on disk: a folder with the arrays, their keys, and what described them.
+"""Read and write a folder of descriptors: the arrays, their keys, and a record of how they were made.
 
-`about.json` is written last and names every file with its size, so that a folder without it, or with a file that is
-longer or shorter, is one that was never finished or was cut. Arrays are NumPy's own format, which other tools read,
-or one Parquet file; never a pickle.
+The record `about.json` names every file with its size and is written last. So a folder without it is unfinished, and
+one whose files have other sizes is damaged. Arrays are .npy files or one Parquet file, never a pickle.
 """
 
 import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from tokenize import TokenError
@@ -23,25 +23,39 @@ from distap.storage.atomic import write_whole
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
 PARQUET_FILE = "descriptors.parquet"
 VERSION = 1
-ROWS_AT_ONCE = 65_536  # that are turned into a table for Parquet
+PARQUET_ROWS = 65_536  # rows written to Parquet at once
 
-# What reading a damaged array or Parquet file raises: NumPy parses the text of its headers as Python.
-DAMAGE = (OSError, ValueError, KeyError, TypeError, SyntaxError, TokenError, OverflowError, MemoryError)
+# The exceptions of damaged JSON, array and Parquet files. NumPy parses the header of an array as Python code.
+DAMAGE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, MemoryError, SyntaxError, TokenError),
+)
 
 Form = Literal["npy", "parquet"]
-Texts = NDArray[Any]  # of np.str_ of any length, which the run-time check would take for as many types
+Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a type of its own
+
+
+@contextmanager
+def reading(path: Path, command: str) -> Iterator[None]:
+    """Turn the exceptions of a missing or damaged file into a DistapError that names the command which writes it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DistapError(f"{path}: no such file; `{command}` writes it") from error
+    except DAMAGE as error:
+        raise DistapError(f"{path}: not readable as `{command}` writes it: {error!r}") from error
 
 
 @dataclass(frozen=True)
 class DescribedBy:
-    """What turned images into descriptors; those of different makers cannot be compared.
+    """How images were turned into descriptors. Only descriptors made in the same way can be compared.
 
     Args:
-        network: hash of its tensors.
-        sizing: how images were brought to size, such as `crop 224`, `side 1024` or `original`.
+        network: hash of the network's tensors.
+        sizing: how images were resized, such as `crop 224`, `side 1024` or `original`.
         scales: factors at which each image was described.
-        scale_power: of the generalised mean over the scales.
-        whitening: hash of what was applied behind the network; None for nothing.
+        scale_power: power of the generalised mean over the scales.
+        whitening: hash of the whitening applied after the network, if any.
     """
 
     network: str
@@ -52,11 +66,11 @@ class DescribedBy:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DescribedBy":
-        """What `dataclasses.asdict` and JSON have made of one."""
+        """Undo `dataclasses.asdict` after a round trip through JSON."""
         return cls(**{**values, "scales": tuple(values["scales"])})
 
     def require_same(self, other: "DescribedBy", what: str, data: str) -> None:
-        """Raise a DistapError where `what` was described by something else than the descriptors of `data`."""
+        """Raise a DistapError listing the differences if `what` was described differently from `data`."""
         differences = [
             f"{field.name} is {getattr(other, field.name)!r}, not {getattr(self, field.name)!r}"
             for field in fields(DescribedBy)
@@ -68,16 +82,15 @@ class DescribedBy:
 
 @dataclass(frozen=True)
 class DescriptorSet:
-    """Descriptors of N images of length 1, in the order of their data set."""
+    """Descriptors of length 1 of N images, in the order of their data set."""
 
-    descriptors: NDArray[Any]  # (N, C) float32 or float16, maybe a memory map
-    keys: Texts  # (N,) name of each image, unlike all others
-    classes: Texts  # (N,) name of its class, "" where it belongs to none
+    descriptors: NDArray[Any]  # (N, C) float32 or float16, possibly a memory map
+    keys: Texts  # (N,) unique names
+    classes: Texts  # (N,) class names, "" for none
     described_by: DescribedBy
-    data: str  # where the images are
+    data: str  # path or URL of the images
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.keys)
 
     def __post_init__(self) -> None:
@@ -87,18 +100,14 @@ class DescriptorSet:
                 f"{len(self.classes)} classes; expected (N, C), N and N"
             )
 
-    def require_same_maker(self, other: DescribedBy, what: str) -> None:
-        """Raise a DistapError where `what` was described by something else, naming every difference."""
-        self.described_by.require_same(other, what, self.data)
-
 
 def write_descriptors(folder: Path, descriptors: DescriptorSet, form: Form = "npy") -> None:
-    """Write a folder that `read_descriptors` reads; what was there before counts no more from the start on.
+    """Write a folder that `read_descriptors` reads. Earlier contents become invalid as soon as writing starts.
 
     Args:
-        folder: made if need be.
-        descriptors: what to write; an array that lies in this folder as `descriptors.npy` already is left as it is.
-        form: `npy` for arrays, `parquet` for one file with the columns key, class and descriptor.
+        folder: created if missing.
+        descriptors: an array that is already mapped from this folder's `descriptors.npy` is not copied.
+        form: `npy` for arrays, or `parquet` for one file with the columns key, class and descriptor.
     Raises:
         DistapError: a file cannot be written, or pyarrow is not installed.
     """
@@ -124,10 +133,12 @@ def write_descriptors(folder: Path, descriptors: DescriptorSet, form: Form = "np
 
 
 def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
-    """A new .npy file as a memory map, with all of its room taken: a full disk would kill whoever writes to it.
+    """Create a .npy file as a writable memory map with its disk space reserved.
+
+    Without the reservation, a write to the map on a full disk would kill the process.
 
     Raises:
-        DistapError: there is no room.
+        DistapError: the disk has too little space.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,36 +148,30 @@ def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> NDArray[A
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     except OSError as error:
         raise DistapError(
-            f"{path}: no room for descriptors of shape {shape} in {np.dtype(dtype)}: {error.strerror or error}; what "
-            "was described is kept, and the same command goes on from it"
+            f"{path}: no room for descriptors of shape {shape} in {np.dtype(dtype)}: {error.strerror or error}; the "
+            "finished parts are kept, and the same command continues from them"
         ) from error
     return array
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
-    """What `write_descriptors` wrote; arrays are mapped into memory, not read.
+    """Read a folder that `write_descriptors` wrote. Arrays are memory-mapped.
 
     Raises:
-        DistapError: a file is missing, cut or of another shape than was written.
+        DistapError: a file is missing, cut or of another shape than the record says.
     """
     path = folder / ABOUT_FILE
-    try:
-        about = json.loads(path.read_text())
+    with reading(path, "distap extract"):
+        about = json.loads(path.read_text(encoding="utf-8"))
         version, shape, dtype = about["version"], (about["images"], about["dimensions"]), np.dtype(about["dtype"])
         described_by, data, sizes = DescribedBy.from_json(about["described_by"]), str(about["data"]), about["files"]
         parquet = sizes.get(PARQUET_FILE) is not None
-    except FileNotFoundError as error:
-        raise DistapError(f"{path}: no such file; `distap extract` writes it when all are described") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DistapError(f"{path}: not readable as what `distap extract` writes: {error!r}") from error
     if version != VERSION:
-        raise DistapError(f"{path}: version {version!r}, this distap reads {VERSION}; extract them again")
+        raise DistapError(f"{path}: version {version!r}, this distap reads {VERSION}; extract again")
     for name in (PARQUET_FILE,) if parquet else (DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE):
         _require_size(folder / name, sizes.get(name))
-    try:
+    with reading(folder, "distap extract"):
         values, keys, classes = _read_parquet(folder) if parquet else _read_arrays(folder)
-    except DAMAGE as error:
-        raise DistapError(f"{folder}: its descriptors are not readable: {error}") from error
     if values.shape != shape or values.dtype != dtype:
         raise DistapError(
             f"{folder}: descriptors of shape {values.shape} in {values.dtype}; {path.name} says {shape} in {dtype}"
@@ -175,7 +180,7 @@ def read_descriptors(folder: Path) -> DescriptorSet:
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:
-    """Write an array by way of another file, since it may be a view of the one that is there."""
+    """Write an array to a temporary file and rename it, since the array may be mapped from the old file."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with aside.open("wb") as file:
@@ -186,7 +191,7 @@ def save_array(path: Path, values: NDArray[Any]) -> None:
 
 
 def read_texts(folder: Path) -> tuple[Texts, Texts]:
-    """Keys and classes of a folder of descriptors, or of an index.
+    """Keys and classes from a folder of descriptors or of an index.
 
     Raises:
         ValueError: a file holds something else.
@@ -196,10 +201,10 @@ def read_texts(folder: Path) -> tuple[Texts, Texts]:
         with (folder / name).open("rb") as file:
             values = np.lib.format.read_array(file, allow_pickle=False)
         if values.dtype.kind != "U" or values.ndim != 1:
-            raise ValueError(f"{name} has {values.dtype} of shape {values.shape}, expected texts in one row")
+            raise ValueError(f"{name} has {values.dtype} of shape {values.shape}, expected one dimension of text")
         codes = values.view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
         if codes.size and codes.max() > sys.maxunicode:
-            raise ValueError(f"{name} holds what is no character")
+            raise ValueError(f"{name} holds code points beyond Unicode")
         texts.append(values)
     return texts[0], texts[1]
 
@@ -216,24 +221,20 @@ def _require_size(path: Path, expected: Any) -> None:
 
 
 def _write_arrays(folder: Path, descriptors: DescriptorSet) -> list[str]:
-    values = descriptors.descriptors
-    if _is_file(values, folder / DESCRIPTORS_FILE):
-        values.flush()  # type: ignore[attr-defined]  # a memory map has it
-    else:
-        save_array(folder / DESCRIPTORS_FILE, values)
-    save_array(folder / KEYS_FILE, descriptors.keys)
-    save_array(folder / CLASSES_FILE, descriptors.classes)
-    return [DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE]
-
-
-def _is_file(values: NDArray[Any], path: Path) -> bool:
-    """Whether the array is the memory map of the whole file, and not of a part or in another order."""
-    return (
+    values, path = descriptors.descriptors, folder / DESCRIPTORS_FILE
+    is_the_whole_file = (
         isinstance(values, np.memmap)
         and Path(str(values.filename)) == path.resolve()
         and values.flags.c_contiguous
         and values.offset + values.nbytes == path.stat().st_size
     )
+    if is_the_whole_file:
+        values.flush()  # type: ignore[attr-defined]  # it is a memory map
+    else:
+        save_array(path, values)
+    save_array(folder / KEYS_FILE, descriptors.keys)
+    save_array(folder / CLASSES_FILE, descriptors.classes)
+    return [DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE]
 
 
 def _read_arrays(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
@@ -244,21 +245,16 @@ def _read_arrays(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
 def _write_parquet(folder: Path, descriptors: DescriptorSet) -> list[str]:
     pa, pq = _arrow()
     values = descriptors.descriptors
-    dimensions = values.shape[1]
-    schema = pa.schema(
-        [
-            ("key", pa.string()),
-            ("class", pa.string()),
-            ("descriptor", pa.list_(pa.from_numpy_dtype(values.dtype), dimensions)),
-        ]
-    )
+    kind = pa.list_(pa.from_numpy_dtype(values.dtype), values.shape[1])
+    schema = pa.schema([("key", pa.string()), ("class", pa.string()), ("descriptor", kind)])
     with pq.ParquetWriter(folder / PARQUET_FILE, schema) as writer:
-        for rows in _parts(len(values)):
+        for start in range(0, len(values), PARQUET_ROWS):
+            rows = slice(start, start + PARQUET_ROWS)
             flat = pa.array(np.ascontiguousarray(values[rows]).reshape(-1))
             columns = [
                 pa.array(descriptors.keys[rows].tolist(), pa.string()),
                 pa.array(descriptors.classes[rows].tolist(), pa.string()),
-                pa.FixedSizeListArray.from_arrays(flat, dimensions),
+                pa.FixedSizeListArray.from_arrays(flat, values.shape[1]),
             ]
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
     return [PARQUET_FILE]
@@ -271,10 +267,6 @@ def _read_parquet(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
     values = column.flatten().to_numpy(zero_copy_only=False).reshape(len(table), column.type.list_size)
     texts = (np.array(table[name].to_pylist(), dtype=np.str_) for name in ("key", "class"))
     return values, *texts
-
-
-def _parts(total: int) -> Iterator[slice]:
-    return (slice(start, start + ROWS_AT_ONCE) for start in range(0, total, ROWS_AT_ONCE))
 
 
 def _arrow() -> tuple[Any, Any]:

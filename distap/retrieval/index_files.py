@@ -1,7 +1,7 @@
-"""An index on disk: a folder with Faiss's file, the keys and classes of its rows, and what it was made of.
+"""Read and write a folder with a Faiss index, the keys and classes of its rows, and a record of how it was made.
 
-Faiss trusts its files and may take the process down with a damaged one, so size and SHA-256 are compared before it is
-given a byte. `about.json` is written last; a folder without it holds no index.
+Faiss trusts its files, and a damaged one can crash the process. So size and SHA-256 are compared before Faiss reads a
+byte. The record `about.json` is written last; a folder without it holds no index.
 """
 
 import json
@@ -27,9 +27,10 @@ from distap.retrieval.descriptor_files import (
     DescriptorSet,
     Texts,
     read_texts,
+    reading,
     save_array,
 )
-from distap.retrieval.index_kinds import BuiltIndex
+from distap.retrieval.index_building import BuiltIndex
 from distap.retrieval.nearest import as_float32, bounded_threads
 from distap.storage.atomic import sync_path, write_whole
 from distap.storage.hashing import FileIdentity, file_identity
@@ -40,24 +41,24 @@ VERSION = 1
 
 
 class Hit(NamedTuple):
-    """An image of the gallery that a search found."""
+    """An image that a search found."""
 
     key: str
-    class_name: str  # "" where it belongs to none
-    similarity: float  # approximate where the index keeps codes
+    class_name: str  # "" for none
+    similarity: float  # approximate if the index stores codes
     row: int
 
 
 @dataclass(frozen=True, eq=False)
 class SearchIndex:
-    """A gallery that can be searched, by several threads at once.
+    """A gallery that several threads can search at once.
 
     Args:
-        index: of Faiss; one search at a time is let into it, which uses all threads.
-        keys, classes: (N,) of its rows.
-        described_by: what turned the gallery's images into descriptors.
-        data: where these images are.
-        about: `kind`, its `settings` and what was measured of it.
+        index: of Faiss; a lock lets one search in at a time, which uses all threads.
+        keys, classes: (N,) names of the rows.
+        described_by: how the gallery's images were described.
+        data: path or URL of these images.
+        about: contents of about.json, such as `index` (kind, factory string) and `measured`.
     """
 
     index: Any
@@ -69,7 +70,6 @@ class SearchIndex:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __len__(self) -> int:
-        """Images in the gallery."""
         return len(self.keys)
 
     @property
@@ -78,11 +78,11 @@ class SearchIndex:
         return int(self.index.d)
 
     def search(self, descriptors: Float[np.ndarray, "Q _"], k: int) -> list[list[Hit]]:
-        """The k most similar images of each query, best first; fewer where the index finds no more.
+        """The k most similar images of each query, best first, or fewer if the index finds no more.
 
         Args:
             descriptors: (Q, C) of length 1.
-            k: cut to the gallery.
+            k: at most the size of the gallery; a larger k is reduced.
         Raises:
             DistapError: the descriptors have other dimensions, or a number is not finite.
         """
@@ -98,33 +98,33 @@ class SearchIndex:
             bounded_threads()
             similarities, rows = self.index.search(asked, k)
         return [
-            [self._hit(row, similarity) for row, similarity in zip(*found, strict=True) if row >= 0]
+            [
+                Hit(str(self.keys[row]), str(self.classes[row]), similarity, row)
+                for row, similarity in zip(*found, strict=True)
+                if row >= 0
+            ]
             for found in zip(rows.tolist(), similarities.tolist(), strict=True)
         ]
 
     def row_of(self, key: str) -> int:
-        """Row of an image.
-
-        Raises:
-            DistapError: the gallery has none of this key.
-        """
+        """Row of an image by its key, or a DistapError if the gallery has no such key."""
         if key not in self._rows:
             raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
         return self._rows[key]
 
     def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
-        """Descriptor of an image of the gallery; approximate where the index keeps codes alone."""
+        """Descriptor of an image of the gallery, approximate if the index stores only codes.
+
+        Raises:
+            RuntimeError: an index of this kind cannot reconstruct descriptors.
+        """
         with self._lock:
-            if isinstance(self.index, faiss.IndexIVF):
-                self.index.make_direct_map()
+            ivf = faiss.try_extract_index_ivf(self.index)
+            if ivf is not None and not isinstance(self.index, faiss.IndexRefine):
+                if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFastScan):  # Faiss 1.15 would crash
+                    raise RuntimeError("packed codes cannot be reconstructed")
+                ivf.make_direct_map()
             return np.asarray(self.index.reconstruct(row), np.float32)
-
-    def require_same_maker(self, other: DescribedBy, what: str) -> None:
-        """Raise a DistapError where `what` was described by something else, naming every difference."""
-        self.described_by.require_same(other, what, self.data)
-
-    def _hit(self, row: int, similarity: float) -> Hit:
-        return Hit(str(self.keys[row]), str(self.classes[row]), similarity, row)
 
     @cached_property
     def _rows(self) -> dict[str, int]:
@@ -134,19 +134,19 @@ class SearchIndex:
 def write_index(
     folder: Path, built: BuiltIndex, descriptors: DescriptorSet, measured: dict[str, Any] | None = None
 ) -> None:
-    """Write a folder that `read_index` reads; what was there before counts no more from the start on.
+    """Write a folder that `read_index` reads. Earlier contents become invalid as soon as writing starts.
 
     Args:
-        folder: made if need be.
-        built: over the descriptors, all of them in their order.
-        descriptors: whose keys and classes go with it.
-        measured: what is known of it, such as its recall, kept in about.json.
+        folder: created if missing.
+        built: an index over all descriptors, in their order.
+        descriptors: the keys and classes to store with it.
+        measured: more entries for about.json, such as the recall.
     Raises:
-        DistapError: a file cannot be written, or the folder holds descriptors.
+        DistapError: a file cannot be written, or the folder holds something else.
     """
     if built.index.ntotal != len(descriptors):
         raise DistapError(f"{folder}: an index of {built.index.ntotal} rows for {len(descriptors)} descriptors")
-    require_no_descriptors(folder)
+    require_free_for_index(folder)
     aside = folder / f".{INDEX_FILE}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def write_index(
         raise DistapError(f"{folder}: the index cannot be written: {error}") from error
     about = {
         "version": VERSION,
-        "index": {"kind": built.kind.name, **asdict(built.kind)},
+        "index": {"kind": built.kind, "factory": built.factory, "search": built.search},
         "images": len(descriptors),
         "dimensions": descriptors.descriptors.shape[1],
         "data": descriptors.data,
@@ -176,8 +176,8 @@ def write_index(
     write_whole(folder / ABOUT_FILE, json.dumps(about, indent=2) + "\n")
 
 
-def require_no_descriptors(folder: Path) -> None:
-    """Raise a DistapError where the folder holds descriptors, whose files an index would replace, or no index."""
+def require_free_for_index(folder: Path) -> None:
+    """Raise a DistapError if the folder holds descriptors, whose files an index would replace, or anything else."""
     if any((folder / name).exists() for name in (DESCRIPTORS_FILE, PARQUET_FILE)):
         raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
     others = {path.name for path in folder.iterdir()} - {*FILES, ABOUT_FILE} if folder.is_dir() else set()
@@ -186,23 +186,19 @@ def require_no_descriptors(folder: Path) -> None:
 
 
 def read_index(folder: Path) -> SearchIndex:
-    """What `write_index` wrote, in memory.
+    """Read a folder that `write_index` wrote into memory.
 
     Raises:
         DistapError: a file is missing, cut, damaged or does not belong to the others.
     """
     path = folder / ABOUT_FILE
-    try:
+    with reading(path, "distap index"):
         about = json.loads(path.read_text(encoding="utf-8"))
         if about["version"] != VERSION:
             raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; index it again")
         images, dimensions, data = int(about["images"]), int(about["dimensions"]), str(about["data"])
         described_by = DescribedBy.from_json(about["described_by"])
         identities = {name: FileIdentity(**about["files"][name]) for name in FILES}
-    except FileNotFoundError as error:
-        raise DistapError(f"{path}: no such file; `distap index` writes it") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise DistapError(f"{path}: not readable as what `distap index` writes: {error!r}") from error
     for name, identity in identities.items():
         _require_same_file(folder / name, identity)
     try:
@@ -221,7 +217,7 @@ def read_index(folder: Path) -> SearchIndex:
 def _require_same_file(path: Path, expected: FileIdentity) -> None:
     try:
         size = path.stat().st_size
-        if size != expected.bytes:  # not worth reading
+        if size != expected.bytes:  # skip the hash
             detail = f"{size} bytes, but {ABOUT_FILE} says {expected.bytes}: it was cut or is another file"
         elif file_identity(path) != expected:
             detail = f"damaged or another file: its SHA-256 is not the one in {ABOUT_FILE}"

@@ -1,4 +1,4 @@
-"""The nearest descriptors of a gallery by exact search, in memory bounded by the result."""
+"""Find the nearest descriptors of a gallery by exact search, in memory bounded by the result."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,22 +11,22 @@ from numpy.typing import NDArray
 
 from distap.errors import DistapError
 
-BLOCK_NUMBERS = 2**24  # of the gallery in float32 at once: 64 MB
-QUERIES_AT_ONCE = 1024  # whose results are sorted at once
+BLOCK_NUMBERS = 2**24  # numbers of the gallery held in float32 at once: 64 MB
+SORTED_QUERIES = 1024  # queries whose results are sorted at once
 
 
 def nearest(
     queries: Float[np.ndarray, "Q C"], gallery: Float[np.ndarray, "N _"], k: int, exclude_self: bool = False
 ) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
-    """Similarities and rows of each query's k nearest in the gallery, by inner product, best first.
+    """Similarities and rows of the k nearest gallery descriptors of each query, by inner product, best first.
 
-    Of descriptors that are as similar, the one of the lower row comes first.
+    Among equal similarities, the lower row comes first.
 
     Args:
-        queries: of any float type; searched in float32.
-        gallery: (N, C), the same; a memory map is read once, in blocks.
-        k: cut to what the gallery has.
-        exclude_self: query i is row i of the gallery, and is left out by this index, not by its similarity.
+        queries: of any float type; compared in float32.
+        gallery: (N, C); a memory map is read once, in blocks.
+        k: at most the size of the gallery; a larger k is reduced.
+        exclude_self: query i is row i of the gallery. Remove it by its index, not by its similarity.
     Raises:
         DistapError: a number is not finite, or the shapes do not fit.
     """
@@ -47,7 +47,11 @@ def nearest(
         similarities, rows = faiss.knn(asked, block, min(wanted, len(block)), metric=faiss.METRIC_INNER_PRODUCT)
         heap.add_result(similarities, rows + start)
     heap.finalize()
-    _sort(heap.D, heap.I)
+    for start in range(0, len(asked), SORTED_QUERIES):  # Faiss leaves the order of ties open
+        some = slice(start, start + SORTED_QUERIES)
+        order = np.lexsort((heap.I[some], -heap.D[some]), axis=1)
+        heap.D[some] = np.take_along_axis(heap.D[some], order, axis=1)
+        heap.I[some] = np.take_along_axis(heap.I[some], order, axis=1)
     if exclude_self:
         return without_rows(heap.D, heap.I, np.arange(len(queries)))
     return heap.D, heap.I
@@ -56,7 +60,7 @@ def nearest(
 def without_rows(
     similarities: Float32[np.ndarray, "Q K"], rows: Int64[np.ndarray, "Q K"], own: Int64[np.ndarray, " Q"]
 ) -> tuple[Float32[np.ndarray, "Q K-1"], Int64[np.ndarray, "Q K-1"]]:
-    """Results without row own[q] of query q; where it is not among them, without the last."""
+    """Remove row own[q] from the results of query q, or the last result if that row is not among them."""
     drop = rows == own[:, None]
     drop[~drop.any(axis=1), -1] = True
     shape = (len(rows), rows.shape[1] - 1)
@@ -66,14 +70,14 @@ def without_rows(
 def gallery_blocks(
     gallery: Float[np.ndarray, "N C"], numbers: int | None = None
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """First row and descriptors of consecutive blocks in float32, of so many numbers at most."""
+    """Yield (first row, float32 descriptors) of consecutive blocks of at most `numbers` numbers."""
     height = max((numbers or BLOCK_NUMBERS) // max(gallery.shape[1], 1), 1)
     for start in range(0, len(gallery), height):
         yield start, as_float32(gallery[start : start + height], start, "descriptor")
 
 
 def as_float32(values: NDArray[Any], first_row: int, what: str) -> NDArray[np.float32]:
-    """The same in float32 and in one piece, as Faiss takes them; a DistapError names a row that is not finite."""
+    """Convert to contiguous float32, as Faiss requires. A DistapError names the first row that is not finite."""
     result = np.ascontiguousarray(values, dtype=np.float32)
     finite = np.isfinite(result).all(axis=1)
     if not finite.all():
@@ -83,13 +87,5 @@ def as_float32(values: NDArray[Any], first_row: int, what: str) -> NDArray[np.fl
 
 
 def bounded_threads() -> None:
-    """Let Faiss use as many threads as torch, which the ranks of a machine share out."""
+    """Let Faiss use as many threads as torch, so that ranks on one machine share its cores."""
     faiss.omp_set_num_threads(torch.get_num_threads())
-
-
-def _sort(similarities: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
-    for start in range(0, len(rows), QUERIES_AT_ONCE):
-        some = slice(start, start + QUERIES_AT_ONCE)
-        order = np.lexsort((rows[some], -similarities[some]), axis=1)
-        similarities[some] = np.take_along_axis(similarities[some], order, axis=1)
-        rows[some] = np.take_along_axis(rows[some], order, axis=1)

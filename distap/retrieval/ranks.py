@@ -1,8 +1,12 @@
-"""Where a query's positives rank, found by counting what comes before each, so that no gallery is sorted whole.
+"""Rank a query's positives by counting what comes before each, so that no gallery is sorted.
 
 The rank of a positive is its place among the positives plus the number of negatives before it. Similarities are
-made tile by tile: first the positives' own are taken out, then all others are held against them. Both passes see
-the same numbers, bit by bit, so ties are decided by the rule asked for and never by rounding of another order.
+computed tile by tile (some columns of the gallery, all queries), in two passes:
+
+    pass 1   read the similarity of each positive, its bound
+    pass 2   count, in each tile, the negatives above each bound
+
+Both passes compute bit-identical similarities. So ties are decided by the rule asked for, and never by rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,20 +21,20 @@ from torch import Tensor
 from distap.errors import DistapError
 
 Ties = Literal["pessimistic", "index"]
-NONE = -1  # fills the rows of a table whose queries have different numbers of gallery images
-CONVERTED_NUMBERS = 2**24  # of a gallery that are in float32 at once: 64 MB
-FEW = 16  # positives up to which a pass over the similarities for each is faster than sorting them
+NONE = -1  # fills a table of gallery rows whose queries have different numbers of them
+CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
+FEW = 16  # up to this many positives, one pass over the similarities for each is faster than sorting them
 
 
 class Tiles:
     """Similarities of q queries to N gallery images, some columns at a time.
 
-    The tile that was computed last is kept: who asks for it again may find what was masked in it.
+    The last tile is kept, so reading it again is free and shows what was masked in it.
 
     Args:
         queries: of length 1, so that the dot product is the cosine.
-        gallery: a tensor or an array, maybe a memory map of float16; it is converted by blocks.
-        pairs: similarities of a tile.
+        gallery: a tensor or an array, possibly a memory map of float16, which is converted in blocks.
+        pairs: number of similarities in a tile.
     """
 
     def __init__(self, queries: Float[Tensor, "q C"], gallery: Tensor | NDArray[Any], pairs: int) -> None:
@@ -51,7 +55,7 @@ class Tiles:
     def __getitem__(self, number: int) -> Float[Tensor, "q n"]:
         """Similarities to the gallery images of `spans[number]`."""
         if self._kept is None or self._kept[0] != number:
-            self._kept = None  # its memory is free before the next one takes as much
+            self._kept = None  # free its memory before the next tile takes as much
             self._kept = number, self._similarities(self.spans[number])
         return self._kept[1]
 
@@ -66,11 +70,7 @@ class Tiles:
 
 
 def converted(rows: Tensor | NDArray[Any], like: Tensor, what: str = "the descriptors") -> Tensor:
-    """Descriptors in the type and on the device of others; those of arrays are looked through.
-
-    Raises:
-        DistapError: one is not finite.
-    """
+    """Descriptors with the dtype and device of `like`. A DistapError is raised if an array is not finite."""
     if isinstance(rows, Tensor):
         return rows.to(like.device, like.dtype)
     # Memory maps are read-only, which torch warns of; a copy is not.
@@ -80,8 +80,8 @@ def converted(rows: Tensor | NDArray[Any], like: Tensor, what: str = "the descri
 
 
 def require_finite(descriptors: Float[Tensor, "n C"], what: str = "the descriptors") -> None:
-    """Raise a DistapError where one is not finite."""
-    # A sum is finite where all its terms are, and is made without a table of answers.
+    """Raise a DistapError if a descriptor is not finite."""
+    # The sum is finite if all terms are, and needs no table of booleans.
     if not bool(descriptors.sum(dtype=torch.float64).isfinite()):
         lost = int((~descriptors.isfinite().all(1)).sum())
         raise DistapError(
@@ -97,14 +97,13 @@ def negatives_before(
     ties: Ties = "pessimistic",
     head: Int64[Tensor, "q K"] | None = None,
 ) -> Int64[Tensor, "q P"]:
-    """Gallery images before each positive that are neither positive nor ignored.
+    """Number of gallery images before each positive that are neither positive nor ignored.
 
     Args:
-        tiles: similarities; what is positive, ignored or in the head is masked in the last one.
-        positives: gallery rows of each query, NONE where it has fewer.
-        ignored: gallery rows that are taken out, such as junk and the query itself, NONE where it has fewer.
-        ties: `pessimistic`, a positive comes after the negatives that are as similar; or `index`, the smaller
-            gallery row comes first.
+        tiles: similarities. Positives, ignored images and the head stay masked in the last tile.
+        positives: gallery rows of each query, padded with NONE.
+        ignored: gallery rows to remove, such as junk and the query itself, padded with NONE.
+        ties: `pessimistic` ranks a positive after the negatives of equal similarity; `index` ranks by gallery row.
         head: gallery rows that come first, in this order, whatever their similarity.
     Returns:
         Counts, 0 where `positives` is NONE.
@@ -123,14 +122,14 @@ def negatives_before(
 
 
 def mask(similarities: Float[Tensor, "q n"], span: range, *rows: Int64[Tensor, "q _"]) -> None:
-    """Set the similarities to some gallery rows to minus infinity; `span` are the rows of the columns."""
+    """Set the similarities to some gallery rows to minus infinity. Column j belongs to gallery row `span[j]`."""
     for table in rows:
         query, place = _inside(table, span)
         similarities[query, table[query, place] - span.start] = -torch.inf
 
 
 def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """Ranks, from 1 and ascending, from the number of negatives before each positive; 0 behind the last."""
+    """Ranks from 1, ascending and padded with 0, from the number of negatives before each positive."""
     last = torch.iinfo(torch.int64).max
     ascending = before.masked_fill(~exists, last).sort(dim=1).values
     place = torch.arange(1, before.shape[1] + 1, device=before.device)
@@ -138,40 +137,30 @@ def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]
 
 
 def precision_at_positives(ranks: Int64[Tensor, "q P"]) -> Float64[Tensor, "q P"]:
-    """Precision at the rank of each positive, 0 behind the last."""
+    """Precision at the rank of each positive, padded with 0."""
     place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device).double()
     return torch.where(ranks > 0, place / ranks.clamp(min=1), 0)
 
 
 def interpolated_precision(ranks: Int64[Tensor, "q P"]) -> Float64[Tensor, "q 101"]:
-    """Greatest precision at any recall of at least r, for r = 0, 0.01 ... 1, of queries that have a positive."""
+    """Greatest precision at any recall of at least r, for r = 0, 0.01 ... 1. Each query needs a positive."""
     count = (ranks > 0).sum(dim=1, keepdim=True)
     greatest_behind = precision_at_positives(ranks).flip(1).cummax(dim=1).values.flip(1)
-    # Recall r needs r x count positives, rounded up; in whole numbers, since 0.07 x 100 is more than 7.
+    # Recall r needs r x count positives, rounded up; in integers, since 0.07 x 100 is more than 7.
     needed = (torch.arange(101, device=ranks.device) * count + 99) // 100
     return greatest_behind.gather(1, needed.clamp(min=1) - 1)
 
 
 def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
-    """One table of gallery rows from a list for each query, filled with NONE."""
+    """One table of gallery rows from a list for each query, padded with NONE."""
     table = np.full((len(rows), max(map(len, rows), default=0)), NONE, dtype=np.int64)
     for number, own in enumerate(rows):
         table[number, : len(own)] = own
     return torch.from_numpy(table).to(device)
 
 
-def require_rankable(
-    queries: Float[Tensor, "Q C"], gallery: Tensor | NDArray[Any], head: Int64[Tensor, "Q K"] | None
-) -> None:
-    """Raise a DistapError where a descriptor is not finite, or the head is none of these queries and gallery."""
-    require_head(head, len(queries), len(gallery))
-    require_finite(queries, "the queries")
-    if isinstance(gallery, Tensor):  # an array is looked through when it is read
-        require_finite(gallery, "the gallery")
-
-
 def require_head(head: Int64[Tensor, "Q K"] | None, queries: int, gallery: int) -> None:
-    """Raise a DistapError where the first places of a ranking are not different rows of the gallery."""
+    """Raise a DistapError unless the first places of a ranking are different rows of the gallery."""
     if head is None:
         return
     ascending = head.sort(dim=1).values
@@ -189,7 +178,7 @@ def _inside(table: Tensor, span: range) -> tuple[Tensor, Tensor]:
 
 
 def _places_in_head(positives: Tensor, ignored: Tensor, head: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which positives are in the head, and the negatives before each that it holds."""
+    """Which positives are in the head, and how many negatives of the head come before each positive."""
     in_head = torch.zeros_like(positives, dtype=torch.bool)
     before = torch.zeros_like(positives)
     if head is None:
@@ -197,7 +186,7 @@ def _places_in_head(positives: Tensor, ignored: Tensor, head: Tensor | None) -> 
     for query in range(len(positives)):
         negative = ~torch.isin(head[query], torch.cat([positives[query], ignored[query]]))
         exists = positives[query] != NONE
-        # A positive that the head lacks comes after all of its negatives.
+        # A positive outside the head comes after all negatives of the head.
         before[query] = torch.where(exists, negative.sum(), 0)
         place, own = (head[query][:, None] == positives[query][None]).nonzero(as_tuple=True)
         in_head[query, own] = True
@@ -208,7 +197,8 @@ def _places_in_head(positives: Tensor, ignored: Tensor, head: Tensor | None) -> 
 def _count_before(similarities: Tensor, span: range, positives: Tensor, bounds: Tensor, ties: Ties) -> Tensor:
     if ties == "pessimistic":
         return count_above(similarities, bounds, torch.zeros_like(bounds, dtype=torch.bool))
-    # Columns before the positive's own come first when as similar, columns behind it only when more.
+    # Equal columns count if they lie before the positive's own column. Tiles left of it count equals as well,
+    # tiles right of it do not, and its own tile adds the equals to the left of its column.
     counts = count_above(similarities, bounds, positives < span.stop)
     for query, place in zip(*(part.tolist() for part in _inside(positives, span)), strict=True):
         column = int(positives[query, place]) - span.start
@@ -219,12 +209,12 @@ def _count_before(similarities: Tensor, span: range, positives: Tensor, bounds: 
 def count_above(
     similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], strictly: Bool[Tensor, "q P"]
 ) -> Int64[Tensor, "q P"]:
-    """How many of a row's similarities are above each bound, or equal to it unless strictly; 0 for infinity."""
+    """How many of a row's similarities are above each bound, or equal to it unless `strictly`; 0 for infinity."""
     if similarities.device.type != "cpu":
         return count_above_in_columns(similarities, bounds, strictly)
     result = np.zeros(bounds.shape, dtype=np.int64)
     rows = zip(similarities.numpy(), bounds.numpy(), strictly.numpy(), result, strict=True)
-    # On a CPU a row at a time, which then stays in the cache.
+    # On a CPU, one row at a time stays in the cache.
     for row, own, more, counts in rows:
         (finite,) = np.isfinite(own).nonzero()
         if len(finite) > FEW:
@@ -241,7 +231,7 @@ def count_above(
 def count_above_in_columns(
     similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], strictly: Bool[Tensor, "q P"]
 ) -> Int64[Tensor, "q P"]:
-    """The same as `count_above`, for all rows together."""
+    """`count_above` for all rows together, as suits a GPU."""
     if bounds.shape[1] > FEW:
         ascending, bounds = similarities.sort(dim=1).values, bounds.contiguous()
         right, left = (torch.searchsorted(ascending, bounds, side=side) for side in ("right", "left"))

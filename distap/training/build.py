@@ -18,8 +18,9 @@ from distap.data.loading.training import LoadingJob, TrainingImages
 from distap.engine import DTYPES, ENGINES, Engine, Precision
 from distap.engine.optimizer import build_optimizer
 from distap.errors import DistapError
-from distap.evaluation import Describing, EvaluationSet, open_set
-from distap.evaluation.extraction import describer_of as image_describer_of
+from distap.evaluation.describing import Describing
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.sets import EvaluationSet, open_set
 from distap.model import (
     Describer,
     RetrievalNetwork,
@@ -115,7 +116,7 @@ def describing_of(
         DistapError: the network does not take such images.
     """
     data = recipe.data
-    describer = image_describer_of(
+    describer = ImageDescriber(
         network,
         sizing or Sizing("crop", data.image_size),
         scales,

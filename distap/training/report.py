@@ -14,8 +14,7 @@ from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
 from distap.data.loading.training import ShareOfBatch
 from distap.errors import DistapError
-from distap.evaluation import Evaluation
-from distap.evaluation.saved import folder_of_step, keep_few
+from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
 from distap.step import StepResult
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import Loggers, refuse_unusable

@@ -28,11 +28,12 @@ from distap.checkpoint.finding import find_checkpoint
 from distap.config.sections import TimmWeights
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
-from distap.evaluation.extraction import describer_of
+from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation
 from distap.model import MultiScaleNetwork, build_network
 from distap.retrieval.descriptor_files import DescriptorSet
-from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
+from distap.retrieval.whitening import load_whitening, save_whitening
+from distap.retrieval.whitening_learning import learn_pca
 from distap.storage.remotes import RemoteSettings
 from distap.training.build import trained_network
 from distap.world import World
@@ -72,7 +73,7 @@ def exported(tmp_path_factory, training_shards):
         loss={"sup_ap": 0.5, "calibration": 0.5},
     )
     training, inner = trained_network(run, World())
-    describer = describer_of(inner, Sizing("crop", SIZE))
+    describer = ImageDescriber(inner, Sizing("crop", SIZE))
     with describer.evaluating():
         described = describer(images(60)).numpy()
     names = np.array([str(number) for number in range(60)])
@@ -86,7 +87,7 @@ def exported(tmp_path_factory, training_shards):
         recipe=training,
         network=inner,
         whitening=folder / "whitening.safetensors",
-        describer=describer_of(inner, Sizing("crop", SIZE), whitening=whitening),
+        describer=ImageDescriber(inner, Sizing("crop", SIZE), whitening=whitening),
     )
 
 

@@ -13,7 +13,8 @@ from distap.apps.search.searcher import open_searcher, open_thumbnails
 from distap.data.images.image_sets import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.whitening import learn_pca, save_whitening
+from distap.retrieval.whitening import save_whitening
+from distap.retrieval.whitening_learning import learn_pca
 from distap.world import World
 
 
@@ -52,15 +53,14 @@ def test_hits_are_those_of_all_similarities(gallery, searcher):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("flat", {}), ("hnsw", {}), ("ivf-pq", {"nlist": 2, "m": 64, "bits": 4}), ("ivf-pq", {"refine": True})],
+    "kind", ["flat", "hnsw", "ivf-pq", "IVF2,PQ64x4", "IVF1,PQ256x3,Refine(SQfp16)", "PCA16,IVF2,Flat"]
 )
-def test_a_key_finds_what_its_image_finds_but_for_itself(tmp_path, gallery, kind, settings):
-    searcher = open_searcher(index_to(gallery, tmp_path / "index", kind, **settings), gallery.run, world=World())
+def test_a_key_finds_what_its_image_finds_but_for_itself(tmp_path, gallery, kind):
+    searcher = open_searcher(index_to(gallery, tmp_path / "index", kind), gallery.run, world=World())
     key = str(searcher.index.keys[3])
     by_key, by_image = searcher.by_key(key, 5), searcher.by_image(image_of(gallery, key), 6)
     assert len(by_key) == 5 and key not in [hit.key for hit in by_key]
-    if kind != "ivf-pq" or "refine" in settings:
+    if kind in ("flat", "hnsw") or "Refine" in kind:
         expected = [hit.similarity for hit in by_image if hit.key != key][:5]
         np.testing.assert_allclose([hit.similarity for hit in by_key], expected, atol=2e-3)
 

@@ -14,8 +14,8 @@ from distap.data.converters.converting import convert
 from distap.data.converters.datasets import DATASETS
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
-from distap.evaluation import compared, open_set
 from distap.evaluation.saved import read_evaluation
+from distap.evaluation.sets import open_set
 from distap.retrieval.refinement import Expansion, Refinement
 from distap.retrieval.reranking import Diffusion
 from distap.storage.locations import parse_source
@@ -78,7 +78,7 @@ def test_distractors_join_the_gallery_and_can_only_lower_its_figures(converted, 
     plain = open_set(str(converted / "roxford5k")).describe(how).evaluate()
     more = open_set(str(converted / "roxford5k"), distractors=[str(converted / "revisitop1m/distractors")])
     evaluation = more.describe(how).evaluate()
-    assert (plain.images, evaluation.images) == (6, 9)
+    assert (plain.about["images"], evaluation.about["images"]) == (6, 9)
     assert all(evaluation.figures[name] <= plain.figures[name] + 1e-12 for name in plain.figures)
 
 
@@ -118,7 +118,7 @@ def test_each_part_of_a_refinement_is_compared_on_and_off(training_shards, tmp_p
     how = describing(tmp_path, training_shards, sizing="crop 32")
     described = open_set(str(training_shards[1])).describe(how)
     refinement = Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=Diffusion(), head=6)
-    found = compared(described, refinement, each=True)
+    found = {one.name: described.evaluate(one) for one in refinement.variants()}
     assert list(found) == [
         "plain",
         "augmentation",
@@ -184,8 +184,8 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     [
         ({"dataset": "roxford"}, "dataset 'roxford' has no protocol here"),
         ({"query": "../query"}, "is not the name of a folder beside it"),
-        ({"queries": [{"name": "bodleian_000107"}]}, r"not a ground truth .*box"),
-        ({"gallery": None}, "not a ground truth"),
+        ({"queries": [{"name": "bodleian_000107"}]}, "not readable as .*box"),
+        ({"gallery": None}, "not readable as"),
     ],
 )
 def test_a_wrong_ground_truth_is_named(change, message, converted, tmp_path):

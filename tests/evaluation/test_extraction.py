@@ -14,8 +14,9 @@ from distap.data.images.image_sets import ImageFolder, open_images
 from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
-from distap.evaluation.extraction import BrokenOffError, describer_of, extract_descriptors, parts
-from distap.evaluation.extraction.part_files import PartFiles
+from distap.evaluation.extraction import parts, to_folder
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.extraction.parts import BrokenOffError, extract_descriptors
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
 
@@ -39,6 +40,19 @@ def described(monkeypatch) -> Counter:
     return counts
 
 
+@pytest.fixture
+def batches(monkeypatch) -> list:
+    """The shapes of all batches that were described since."""
+    shapes, call = [], ImageDescriber.__call__
+
+    def noted(maker, pixels):
+        shapes.append(pixels.shape)
+        return call(maker, pixels)
+
+    monkeypatch.setattr(ImageDescriber, "__call__", noted)
+    return shapes
+
+
 @pytest.mark.parametrize("sizing", ["crop 32", "side 36", "original"])
 def test_a_folder_is_described_as_its_images_one_by_one(tmp_path, photos, sizing):
     maker = describer(sizing, scales=(1.0, 0.7071), batch_pixels=5 * 40 * 40)
@@ -55,11 +69,11 @@ def test_a_folder_is_described_as_its_images_one_by_one(tmp_path, photos, sizing
     ]
 
 
-def test_batches_of_whole_images_are_large_though_shapes_are_mixed(tmp_path, photos):
+def test_batches_of_whole_images_are_large_though_shapes_are_mixed(tmp_path, photos, batches):
     maker = describer("original", batch_pixels=10 * 40 * 40)
-    written = extract(photos, tmp_path / "out", maker=maker)
+    extract(photos, tmp_path / "out", maker=maker)
     # 40 x 32 and 32 x 40 ten times each and one more turned by EXIF, 40 x 40 and 48 x 33 five times.
-    assert written.batches == 4
+    assert len(batches) == 4
 
 
 def test_batches_of_the_same_images_give_the_same_bits(tmp_path, photos):
@@ -68,9 +82,9 @@ def test_batches_of_the_same_images_give_the_same_bits(tmp_path, photos):
         extract(photos, tmp_path / name, maker=maker)
     first, second = (read_descriptors(tmp_path / name).descriptors for name in ("a", "b"))
     assert np.array_equal(first, second)
-    in_memory = extract_descriptors(maker, open_images(photos), World(), workers=0)
-    assert np.array_equal(in_memory.descriptors, first)
-    assert in_memory.as_set(maker).keys.tolist() == in_memory.images.keys.tolist()
+    samples, in_memory, _ = extract_descriptors(maker, open_images(photos), World(), workers=0)
+    assert np.array_equal(in_memory, first)
+    assert samples.tolist() == list(range(31))
 
 
 def test_shards_are_described_with_their_classes(tmp_path, training_shards):
@@ -83,30 +97,30 @@ def test_shards_are_described_with_their_classes(tmp_path, training_shards):
     np.testing.assert_allclose(found.descriptors, expected, atol=1e-6)
 
 
-def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, photos):
+def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, photos, batches):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "turned.jpg").write_bytes((photos / "turned.jpg").read_bytes())
     (tmp_path / "images" / "a" / "upright.png").write_bytes((photos / "0" / "00.png").read_bytes())
     pack(tmp_path / "images", tmp_path / "shards")
     maker = describer("original")
-    written = extract(tmp_path / "shards", tmp_path / "out", maker=maker)
+    extract(tmp_path / "shards", tmp_path / "out", maker=maker)
+    assert len(batches) == 2
     expected = one_by_one(maker, photos, ["turned.jpg", "0/00.png"])
     np.testing.assert_allclose(read_descriptors(tmp_path / "out").descriptors, expected, atol=1e-6)
-    assert written.batches == 2
 
 
 def test_boxes_are_cut_out_first(photos):
     maker, images = describer("original"), open_images(photos)
     boxes = {"0/00.png": (3.6, 4.4, 30.0, 28.0), "1/03.png": (0, 0, 20, 20)}
-    found = extract_descriptors(maker, images, World(), boxes, workers=0)
-    plain = extract_descriptors(maker, images, World(), workers=0)
+    _, found, _ = extract_descriptors(maker, images, World(), boxes, workers=0)
+    _, plain, _ = extract_descriptors(maker, images, World(), workers=0)
     for row, key in enumerate(images.keys.tolist()):
         if key not in boxes:
-            np.testing.assert_allclose(found.descriptors[row], plain.descriptors[row], atol=1e-6)
+            np.testing.assert_allclose(found[row], plain[row], atol=1e-6)
             continue
         box = [round(edge) for edge in boxes[key]]
         cut = encoded(Image.open(photos / key).crop(box))
-        np.testing.assert_allclose(found.descriptors[row], maker.describe([cut])[0], atol=1e-6)
+        np.testing.assert_allclose(found[row], maker.describe([cut])[0], atol=1e-6)
         np.testing.assert_allclose(maker.describe([(photos / key).read_bytes()], [box])[0], maker.describe([cut])[0])
 
 
@@ -145,7 +159,7 @@ def test_a_descriptor_that_is_not_finite_is_left_out(tmp_path, photos):
 
 
 def test_images_too_small_for_the_network_are_left_out(tmp_path):
-    maker = describer_of(network(backbone="convnext_atto"), Sizing("original"))
+    maker = ImageDescriber(network(backbone="convnext_atto"), Sizing("original"))
     for name, size in (("a", (40, 32)), ("b", (3, 40)), ("c", (40, 32))):
         (tmp_path / f"{name}.png").write_bytes(encoded(photo(*size, seed=1)))
     extract(tmp_path, tmp_path / "out", maker=maker)
@@ -166,7 +180,7 @@ def test_float16_is_the_rounded_float32(tmp_path, photos):
 
 def test_bf16_is_near_to_float32(photos):
     single, half = (
-        extract_descriptors(describer(precision=precision), open_images(photos), World(), workers=0).descriptors
+        extract_descriptors(describer(precision=precision), open_images(photos), World(), workers=0)[1]
         for precision in ("float32", "bf16")
     )
     assert half.dtype == np.float32
@@ -190,7 +204,7 @@ class StoppedError(Exception):
 
 def stopped_after(monkeypatch, parts: int) -> None:
     """The next extraction ends as if it were killed when it has written so many parts."""
-    write = PartFiles.write
+    write = to_folder.write_part
     left = iter(range(parts))
 
     def write_or_stop(*arguments):
@@ -198,7 +212,7 @@ def stopped_after(monkeypatch, parts: int) -> None:
             raise StoppedError
         write(*arguments)
 
-    monkeypatch.setattr(PartFiles, "write", write_or_stop)
+    monkeypatch.setattr(to_folder, "write_part", write_or_stop)
 
 
 def test_an_extraction_that_was_stopped_describes_what_is_missing(tmp_path, photos, monkeypatch, described):
@@ -206,7 +220,7 @@ def test_an_extraction_that_was_stopped_describes_what_is_missing(tmp_path, phot
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
             extract(photos, tmp_path / "out", part_images=4)
-    with pytest.raises(DistapError, match="writes it when all are described"):
+    with pytest.raises(DistapError, match="`distap extract` writes it"):
         read_descriptors(tmp_path / "out")
     described.clear()
     written = extract(photos, tmp_path / "out")  # the size of parts is that of the beginning
@@ -221,7 +235,7 @@ def test_one_that_is_finished_is_not_done_again(tmp_path, photos, described):
     described.clear()
     again = extract(photos, tmp_path / "out")
     assert described.total() == again.described_now == 0
-    assert (again.images, again.batches) == (first.images, first.batches)
+    assert (again.images, again.left_out) == (first.images, first.left_out)
     (tmp_path / "out" / "descriptors.npy").write_bytes(b"")
     assert extract(photos, tmp_path / "out").described_now == 31
 
@@ -284,8 +298,8 @@ def extract_on_a_rank(world, source, single, folder):
         extract(source, folder / "stopped", world, maker),
         extract(single, folder / "of-one", world, maker),
     ]
-    in_memory = extract_descriptors(maker, open_images(source), world, workers=0)
-    return [one and one.described_now for one in written], in_memory.descriptors, in_memory.left_out
+    _, descriptors, left_out = extract_descriptors(maker, open_images(source), world, workers=0)
+    return [one and one.described_now for one in written], descriptors, left_out
 
 
 @pytest.mark.slow
@@ -302,7 +316,7 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
             extract(source, tmp_path / "stopped", maker=maker, part_images=4)
-    alone = extract_descriptors(maker, open_images(source), World(), workers=0)
+    _, alone, alone_left_out = extract_descriptors(maker, open_images(source), World(), workers=0)
     first, second = on_ranks(2, extract_on_a_rank, source, single, tmp_path)
     assert first[0] == [31, 31 - 3 * 4, 1] and second[0] == [None] * 3
     expected = read_descriptors(tmp_path / "alone")
@@ -311,15 +325,15 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
         assert np.array_equal(found.descriptors, expected.descriptors)
         assert found.keys.tolist() == expected.keys.tolist()
     assert read_descriptors(tmp_path / "of-one").keys.tolist() == ["00.png"]
-    (damaged,) = alone.left_out
+    (damaged,) = alone_left_out
     for _, descriptors, left_out in (first, second):
-        assert np.array_equal(descriptors, alone.descriptors)
+        assert np.array_equal(descriptors, alone)
         assert list(left_out) == [damaged] and "not an image" in left_out[damaged]
 
 
 def break_off_on_a_rank(world, source, waiting):
     """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on together."""
-    parts.MEETING_SECONDS = 600 if world.rank == waiting else 0
+    parts.PROGRESS_SECONDS = 600 if world.rank == waiting else 0
     maker = describer("original", batch_pixels=4 * 40 * 40)
     with pytest.raises(BrokenOffError):
         extract_descriptors(maker, open_images(source), world, workers=0, is_asked_to_stop=lambda: world.rank == 1)

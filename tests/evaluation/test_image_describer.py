@@ -9,9 +9,9 @@ from torch.nn.functional import normalize
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
-from distap.evaluation.extraction import describer_from, describer_of
+from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
-from distap.retrieval.whitening import learn_pca
+from distap.retrieval.whitening_learning import learn_pca
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def test_a_stored_set_says_how_a_single_image_is_described(tmp_path, photos):
     maker = describer("side 36", scales=(1.0, 0.5))
     extract(photos, tmp_path / "out", maker=maker)
     stored = read_descriptors(tmp_path / "out")
-    again = describer_from(network(), stored.described_by)
+    again = describer_like(stored.described_by, network())
     assert again.described_by == stored.described_by and not again.network.network.training
     np.testing.assert_allclose(stored.descriptors, one_by_one(again, photos, stored.keys), atol=1e-6)
 
@@ -35,24 +35,24 @@ def test_another_network_or_whitening_is_refused(photos):
     texts = np.array([str(row) for row in range(40)])
     whitening = learn_pca(DescriptorSet(values, texts, texts, maker.described_by, "here"), dimensions=8)
     with pytest.raises(DistapError, match="name the checkpoint that they were extracted with"):
-        describer_from(network(seed=1), maker.described_by)
+        describer_like(maker.described_by, network(seed=1))
     with pytest.raises(DistapError, match="learn it anew"):
-        describer_of(network(seed=1), maker.sizing, whitening=whitening)
-    whitened = describer_of(network(), maker.sizing, whitening=whitening)
+        ImageDescriber(network(seed=1), maker.sizing, whitening=whitening)
+    whitened = ImageDescriber(network(), maker.sizing, whitening=whitening)
     assert whitened.dimensions == 8
     image = [(photos / "0" / "00.png").read_bytes()]
-    expected = whitening.apply(maker.describe(image))
-    torch.testing.assert_close(whitened.describe(image), expected, atol=1e-6, rtol=0)
-    assert describer_from(network(), whitened.described_by, whitening).described_by == whitened.described_by
+    expected = whitening.apply(maker.describe(image).numpy())
+    np.testing.assert_allclose(whitened.describe(image), expected, atol=1e-6, rtol=0)
+    assert describer_like(whitened.described_by, network(), whitening).described_by == whitened.described_by
     with pytest.raises(DistapError, match=r"made with the whitening .* but no whitening is given"):
-        describer_from(network(), whitened.described_by)
+        describer_like(whitened.described_by, network())
 
 
 def test_a_network_in_training_is_described_as_in_evaluation_and_goes_on_training(photos):
     inner = network().train()
     inner.backbone.bn1.train()
     image = [(photos / "0" / "00.png").read_bytes()]
-    found = describer_of(inner, Sizing("crop", 32)).describe(image)
+    found = ImageDescriber(inner, Sizing("crop", 32)).describe(image)
     assert inner.training and inner.backbone.training
     assert torch.equal(found, describer("crop 32").describe(image))
 
@@ -70,5 +70,5 @@ def test_a_backbone_of_one_size_takes_crops_of_it_alone():
     inner = network(backbone="vit_tiny_patch16_224")
     for sizing, scales in [("original", (1.0,)), ("side 224", (1.0,)), ("crop 224", (1.0, 0.5)), ("crop 96", (1.0,))]:
         with pytest.raises(DistapError, match=r"224 x 224 pixels only.*use `crop 224`"):
-            describer_of(inner, Sizing.parse(sizing), scales)
-    assert describer_of(inner, Sizing("crop", 224)).dimensions == 16
+            ImageDescriber(inner, Sizing.parse(sizing), scales)
+    assert ImageDescriber(inner, Sizing("crop", 224)).dimensions == 16

@@ -10,7 +10,8 @@ from PIL import Image
 from benchmarks.photos import photo
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
-from distap.evaluation.extraction import describer_of, extract_to_folder
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.model import build_network
 from distap.world import World
 
@@ -24,7 +25,7 @@ def network(seed=0, backbone="resnet10t", projection=16):
 
 
 def describer(sizing="crop 32", seed=0, **settings):
-    return describer_of(network(seed), Sizing.parse(sizing), **settings)
+    return ImageDescriber(network(seed), Sizing.parse(sizing), **settings)
 
 
 def encoded(image, form="PNG", **options) -> bytes:

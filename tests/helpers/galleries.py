@@ -12,10 +12,11 @@ from small_trainings import recipe
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
-from distap.evaluation.extraction import describer_of, extract_to_folder
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.index_building import build_index
 from distap.retrieval.index_files import write_index
-from distap.retrieval.index_kinds import build_index, index_kind
 from distap.trainer import Trainer
 from distap.training.build import trained_network
 from distap.world import World
@@ -40,17 +41,17 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
     Trainer(recipe(run, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()).train()
     images = write_images(folder / "images", CLASSES, size=48, seed=5)
     pack(images, folder / "shards", images_per_shard=16)
-    describer = describer_of(trained_network(run, World())[1], Sizing("crop", 32))
+    describer = ImageDescriber(trained_network(run, World())[1], Sizing("crop", 32))
     extract_to_folder(describer, open_images(folder / "shards"), World(), folder / "descriptors", workers=0)
     gallery = Gallery(run, images, folder / "shards", folder / "descriptors", folder / "index")
     index_to(gallery, gallery.index)
     return gallery
 
 
-def index_to(gallery: Gallery, folder: Path, kind: str = "flat", **settings) -> Path:
+def index_to(gallery: Gallery, folder: Path, kind: str = "flat", search: str = "") -> Path:
     """Index a gallery's descriptors in another way."""
     described = read_descriptors(gallery.descriptors)
-    write_index(folder, build_index(described.descriptors, index_kind(kind, **settings)), described)
+    write_index(folder, build_index(described.descriptors, kind, search), described)
     return folder
 
 

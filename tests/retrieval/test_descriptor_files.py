@@ -33,7 +33,7 @@ def images():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_written_is_read(tmp_path, monkeypatch, form, dtype):
-    monkeypatch.setattr("distap.retrieval.descriptor_files.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("distap.retrieval.descriptor_files.PARQUET_ROWS", 7)
     maker = DescribedBy("abc", "side 1024", (1.0, 0.5), 3.0, "whitening")
     images = replace(clustered(50, 6, 4, dtype=dtype), described_by=maker)
     write_descriptors(tmp_path / "of" / "mine", images, form)
@@ -161,7 +161,7 @@ def test_a_folder_that_was_not_finished_is_none(tmp_path):
 def test_descriptors_of_another_maker_are_refused_with_every_difference(images):
     other = DescribedBy("other", "crop 32", (1.0,), 1.0, "w")
     with pytest.raises(DistapError) as refusal:
-        images.require_same_maker(other, "queries")
+        images.described_by.require_same(other, "queries", images.data)
     for text in (
         "queries cannot be compared",
         "network is 'other', not 'net'",
@@ -169,7 +169,7 @@ def test_descriptors_of_another_maker_are_refused_with_every_difference(images):
         "whitening is 'w', not None",
     ):
         assert text in str(refusal.value)
-    images.require_same_maker(images.described_by, "queries")
+    images.described_by.require_same(images.described_by, "queries", images.data)
 
 
 def test_keys_and_descriptors_have_one_number_of_rows(images):

@@ -15,7 +15,6 @@ from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.retrieval.metrics import evaluate_labelled_set
-from distap.retrieval.nearest_metrics import evaluate_nearest
 from distap.retrieval.ranks import count_above, count_above_in_columns
 
 AT = (1, 3, 10, 1000)
@@ -50,47 +49,13 @@ def test_figures_equal_those_of_sorting_each_gallery(seed, images, classes, tied
     descriptors, labels = labelled_set(seed, images, classes, tied)
     result = evaluate_labelled_set(descriptors, labels, at=AT, ties=ties)
     orders = labelled_orders(similarities(descriptors), labels.tolist(), ties)
-    figures = result.summary() | result.precision_at()
-    assert figures == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
-    assert result.without_positive == images - len(orders)
+    assert result.summary() == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
+    assert result.is_query.nonzero().flatten().tolist() == sorted(orders)
     for query, right in orders.items():
         assert result.average_precision[query].item() == pytest.approx(average_precision(right), abs=1e-12)
         at_r = average_precision_at_r(right)
         assert result.average_precision_at_r[query].item() == pytest.approx(at_r, abs=1e-12)
         assert result.first_positive[query].item() == right.index(True) + 1
-
-
-@settings(deadline=None, max_examples=40)
-@sets
-def test_the_nearest_alone_give_the_figures_of_the_full_ranking(seed, images, classes, tied, ties):
-    descriptors, labels = labelled_set(seed, images, classes, tied)
-    result = evaluate_nearest(descriptors.float(), labels, at=AT[:2], ties=ties)
-    full = evaluate_labelled_set(descriptors.float(), labels, at=AT[:2], ties=ties)
-    expected = full.summary() | full.precision_at()
-    del expected["mAP"]
-    assert result.summary() == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_nearest_alone_tell_duplicates_apart_by_the_rule_and_not_by_rounding():
-    base = normalize(torch.randn(500, 1024, generator=torch.Generator().manual_seed(2)))
-    descriptors = torch.cat([base, base])  # each image in two classes
-    labels = torch.cat([torch.arange(500) // 3, 500 + torch.arange(500) // 3])
-    result, full = evaluate_nearest(descriptors, labels), evaluate_labelled_set(descriptors, labels)
-    assert torch.equal(result.hits, full.hits)
-    assert torch.equal(result.average_precision_at_r.nan_to_num(), full.average_precision_at_r.nan_to_num())
-
-
-def test_queries_of_a_great_class_and_those_that_tie_at_the_end_are_ranked_in_full(monkeypatch):
-    monkeypatch.setattr("distap.retrieval.nearest_metrics.MOST", 4)
-    generator = torch.Generator().manual_seed(1)
-    descriptors = normalize(torch.randn(120, 5, generator=generator))
-    descriptors[100:] = descriptors[100]  # twenty that are the same, of ten classes
-    labels = torch.cat([torch.zeros(40).long(), torch.arange(60) // 3 + 1, torch.arange(20) // 2 + 50])
-    result = evaluate_nearest(descriptors, labels)
-    expected = evaluate_labelled_set(descriptors, labels)
-    assert result.ranked_in_full >= 60
-    assert torch.equal(result.hits, expected.hits)
-    assert torch.allclose(result.average_precision_at_r, expected.average_precision_at_r, atol=1e-12, rtol=0)
 
 
 @settings(deadline=None, max_examples=40)
@@ -102,8 +67,7 @@ def test_a_head_comes_first_whatever_its_similarity(seed, kept, ties):
     head = torch.tensor(others)[:, :kept]
     result = evaluate_labelled_set(descriptors, labels, 5, at=AT, ties=ties, head=head)
     orders = labelled_orders(similarities(descriptors), labels.tolist(), ties, head.tolist())
-    figures = result.summary() | result.precision_at()
-    assert figures == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
+    assert result.summary() == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
     shown = min(kept, 5)
     assert torch.equal(result.neighbours[:, :shown], head[:, :shown])
     assert all(len(set(row)) == 5 for row in result.neighbours.tolist())
@@ -131,16 +95,17 @@ def test_precision_at_recall_and_the_figures_of_classes_are_means_over_queries()
     curves = torch.tensor([interpolated_precision(right) for right in orders.values()], dtype=torch.float64)
     assert result.precision_at_recall.tolist() == pytest.approx(curves.mean(0).tolist(), abs=1e-12)
 
-    figures = result.of_classes(labels)
-    assert figures.classes.tolist() == [1, 2, 4]
-    assert figures.queries.tolist() == [9, 2, 130]
-    for row, label in enumerate(figures.classes):
+    figures = result.class_figures(labels)
+    assert {label: own["queries"] for label, own in figures.items()} == {1: 9, 2: 2, 4: 130}
+    for label, found in figures.items():
         own = [right for query, right in orders.items() if labels[query] == label]
-        assert figures.mean_average_precision[row].item() == pytest.approx(mean([*map(average_precision, own)]))
-        at_r = mean([*map(average_precision_at_r, own)])
-        assert figures.mean_average_precision_at_r[row].item() == pytest.approx(at_r)
-        recall = [mean([any(right[:k]) for right in own]) for k in (1, 5, 10)]
-        assert figures.recall[row].tolist() == pytest.approx(recall, abs=1e-12)
+        expected = {
+            "queries": len(own),
+            "mAP": mean([*map(average_precision, own)]),
+            "mAP@R": mean([*map(average_precision_at_r, own)]),
+            **{f"R@{k}": mean([any(right[:k]) for right in own]) for k in (1, 5, 10)},
+        }
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("ties", ["pessimistic", "index"])
@@ -173,7 +138,6 @@ def test_a_memory_map_of_float16_is_read_as_it_is(tmp_path, monkeypatch):
         result = evaluate_labelled_set(mapped, labels)
         assert torch.equal(result.first_positive, expected.first_positive)
         assert result.summary() == pytest.approx(expected.summary(), abs=1e-12)
-        assert evaluate_nearest(mapped, labels).summary()["mAP@R"] == pytest.approx(expected.summary()["mAP@R"])
 
 
 def test_a_class_of_most_images_is_ranked_like_the_small_ones(monkeypatch):
@@ -182,9 +146,8 @@ def test_a_class_of_most_images_is_ranked_like_the_small_ones(monkeypatch):
     descriptors = torch.randint(-1, 2, (100, 4), generator=generator).double()
     monkeypatch.setattr("distap.retrieval.metrics.BLOCK_PAIRS", 9000)
     result = evaluate_labelled_set(descriptors, labels, at=AT)
-    figures = result.summary() | result.precision_at()
     orders = labelled_orders(similarities(descriptors), labels.tolist())
-    assert figures == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
+    assert result.summary() == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
 
 
 @pytest.mark.parametrize("bounds", [3, 40])
@@ -215,9 +178,6 @@ def test_a_collapsed_network_scores_no_more_than_chance():
     figures = evaluate_labelled_set(descriptors, labels).summary()
     assert figures["mAP"] < 0.02
     assert figures["R@1"] < 0.02
-    nearest = evaluate_nearest(descriptors, labels)
-    assert nearest.ranked_in_full == 400
-    assert nearest.summary()["R@1"] < 0.02
     # By index, which is how Faiss happens to order ties, it depends on how the data set is sorted.
     assert evaluate_labelled_set(descriptors, labels, ties="index").summary()["R@10"] < 0.05
 
@@ -232,7 +192,8 @@ def test_the_query_is_removed_by_its_index_also_where_duplicates_exist():
 def test_a_perfect_ranking_scores_one():
     descriptors = torch.eye(4).repeat_interleave(3, dim=0)
     figures = evaluate_labelled_set(descriptors, torch.arange(4).repeat_interleave(3)).summary()
-    assert set(figures.values()) == {1.0}
+    expected = {"mAP": 1, "mAP@R": 1, "R@1": 1, "R@5": 1, "R@10": 1, "mP@1": 1, "mP@5": 0.4, "mP@10": 0.2}
+    assert figures == pytest.approx(expected, abs=1e-12)
 
 
 def test_descriptors_that_are_not_finite_are_an_error():
@@ -245,6 +206,5 @@ def test_descriptors_that_are_not_finite_are_an_error():
 
 @pytest.mark.parametrize("labels", [torch.arange(4), torch.tensor([-1, -1, -1, 0])])
 def test_a_set_without_any_positive_is_an_error(labels):
-    for evaluated in (evaluate_labelled_set, evaluate_nearest):
-        with pytest.raises(DistapError, match="nothing to retrieve"):
-            evaluated(torch.eye(4), labels)
+    with pytest.raises(DistapError, match="nothing to retrieve"):
+        evaluate_labelled_set(torch.eye(4), labels)

@@ -39,7 +39,7 @@ def test_k_reciprocal_is_the_paper_by_sets(queries, gallery, size, exclude_self,
 @pytest.mark.parametrize("settings", [(5, 3, 3.0, 0.99), (50, 10, 1.0, 0.9), (1, 1, 3.0, 0.5)])
 def test_diffusion_is_the_dense_solution(queries, gallery, size, exclude_self, settings):
     asked = gallery[:3] if exclude_self else queries
-    reranker = Diffusion(*settings, tolerance=1e-10)
+    reranker = Diffusion(*settings)
     heads = reranked_heads(reranker, asked, gallery, size, exclude_self).numpy()
     for number, head in enumerate(heads):
         own = number if exclude_self else None
@@ -97,16 +97,16 @@ def test_half_precision_maps_are_reranked(tmp_path, gallery, reranker):
     assert reranked_heads(reranker, mapped, mapped, 10).shape == expected.shape
 
 
-@pytest.mark.parametrize("settings", [{"neighbours": 0}, {"smoothing": 0}, {"original": 1.5}])
-def test_k_reciprocal_refuses_settings_that_are_no_use(settings):
-    with pytest.raises(DistapError, match="expected"):
-        KReciprocal(**settings)
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [{"neighbours": 0}, {"seeds": 0}, {"power": -1.0}, {"walk": 1.0}, {"tolerance": 0.0}, {"iterations": 0}],
+    ("reranker", "settings"),
+    [
+        *((KReciprocal, {name: value}) for name, value in (("neighbours", 0), ("smoothing", 0), ("original", 1.5))),
+        *(
+            (Diffusion, {name: value})
+            for name, value in (("neighbours", 0), ("seeds", 0), ("power", -1.0), ("walk", 1.0))
+        ),
+    ],
 )
-def test_diffusion_refuses_settings_that_are_no_use(settings):
+def test_settings_that_are_no_use_are_refused(reranker, settings):
     with pytest.raises(DistapError, match="expected"):
-        Diffusion(**settings)
+        reranker(**settings)

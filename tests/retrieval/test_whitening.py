@@ -3,19 +3,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from postprocessing_reference import clustered, described, lw_projection, matches, pca_projection, unit
 from safetensors.numpy import load, save
 
 from distap.errors import DistapError
-from distap.retrieval.descriptor_files import DescribedBy
-from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening, save_whitening
+from distap.retrieval.whitening import load_whitening, save_whitening
+from distap.retrieval.whitening_learning import learn_discriminative, learn_pca
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("distap.retrieval.covariances.BLOCK_NUMBERS", 70)  # 10 rows of 7 dimensions
-    monkeypatch.setattr("distap.retrieval.whitening.ROWS_AT_ONCE", 10)
+    monkeypatch.setattr("distap.retrieval.whitening_learning.BLOCK_NUMBERS", 70)  # 10 rows of 7 dimensions
+    monkeypatch.setattr("distap.retrieval.whitening.WHITENED_ROWS", 10)
 
 
 def assert_same_up_to_sign(actual, expected):
@@ -139,30 +138,14 @@ def test_a_memory_map_in_half_precision_is_read_as_it_is(tmp_path):
     np.testing.assert_allclose(whitened, exact.apply(images.descriptors.astype(np.float64)), atol=1e-6)
 
 
-def test_a_tensor_is_whitened_as_an_array_is():
+def test_whitened_descriptors_teach_no_second_whitening():
     images = clustered(100, 16, 9)
-    whitening = learn_pca(images)
-    on_tensor = whitening.apply(torch.from_numpy(images.descriptors))
-    assert on_tensor.dtype == torch.float32
-    np.testing.assert_array_equal(on_tensor.numpy(), whitening.apply(images.descriptors))
-
-
-def test_whitened_descriptors_say_so_and_teach_no_second_whitening():
-    images = clustered(100, 16, 9)
-    whitening = learn_pca(images)
-    whitened = whitening.applied_to(images)
-    assert whitened.described_by == replace(images.described_by, whitening=whitening.fingerprint)
     with pytest.raises(DistapError, match="whitened already"):
-        learn_pca(whitened)
-    with pytest.raises(DistapError, match="cannot be compared"):
-        whitening.applied_to(whitened)
+        learn_pca(replace(images, described_by=replace(images.described_by, whitening="of them")))
 
 
-def test_another_networks_descriptors_are_refused():
+def test_descriptors_of_other_dimensions_are_refused():
     images = clustered(100, 16, 9)
-    other = replace(images, described_by=DescribedBy("other", "crop 64"))
-    with pytest.raises(DistapError, match="network is 'net', not 'other'"):
-        learn_pca(images).applied_to(other)
     with pytest.raises(DistapError, match="16 dimensions"):
         learn_pca(images).apply(images.descriptors[:, :9])
 

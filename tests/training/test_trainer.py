@@ -20,7 +20,7 @@ from distap.checkpoint.folder import list_checkpoints
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import FINISHED, RESTART, DistapError
-from distap.evaluation.extraction import ImageDescriber
+from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log

@@ -15,7 +15,7 @@ from distap.apps.export.checking import Agreement
 from distap.apps.export.origin import Origin
 from distap.apps.export.programs import Range
 from distap.apps.export.snippets import ONNX, PIXELS, PROGRAM, TIMM
-from distap.evaluation.extraction import ImageDescriber
+from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.retrieval.whitening import Whitening
 from distap.storage.redact import without_secrets
 

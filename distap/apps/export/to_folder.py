@@ -43,7 +43,7 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.config.recipe import Recipe
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
-from distap.evaluation.extraction import ImageDescriber, describer_of
+from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model import RetrievalNetwork
 from distap.model.multiscale import required_size
 from distap.retrieval.whitening import Whitening, load_whitening
@@ -150,7 +150,7 @@ def write_export(
             f"--dynamic-size: {recipe.model.backbone} takes images of {required[1]} x {required[0]} pixels only"
         )
     sizing = Sizing("crop", image_size)
-    describer = describer_of(network, sizing, settings.scales, settings.scale_power, whitening)
+    describer = ImageDescriber(network, sizing, settings.scales, settings.scale_power, whitening)
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     sizes: tuple[Range, Range] = ((image_size, image_size), (image_size, image_size))

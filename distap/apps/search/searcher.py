@@ -12,7 +12,7 @@ from distap.data.images.decoding import MAX_PIXELS, DamagedImageError
 from distap.data.images.image_sets import open_images
 from distap.data.images.thumbnails import Thumbnails
 from distap.errors import DistapError
-from distap.evaluation.extraction import ImageDescriber, describer_from
+from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
 from distap.retrieval.whitening import load_whitening
@@ -107,14 +107,14 @@ def open_searcher(
     if maker.whitening is not None and whitening is None:
         raise DistapError(f"{index}: its images were described with a whitening: name its file with --whitening")
     recipe, network = trained_network(checkpoint, world, best)
-    describer = describer_from(
-        network,
+    describer = describer_like(
         maker,
+        network,
         None if whitening is None else load_whitening(whitening),
         max_pixels=max_pixels(maker) if callable(max_pixels) else max_pixels,
         scaled=recipe.data.scaled_decoding,
     )
-    opened.require_same_maker(describer.described_by, str(checkpoint))
+    maker.require_same(describer.described_by, str(checkpoint), opened.data)
     return Searcher(opened, describer, recipe.data.remote)
 
 

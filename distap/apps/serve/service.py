@@ -15,7 +15,7 @@ from distap.apps.serve.problems import RefusedError, busy, refused_image
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.thumbnails import Thumbnails
 from distap.errors import FAILED, DistapError
-from distap.evaluation.extraction import TooLittleMemoryError
+from distap.evaluation.extraction.image_describer import TooLittleMemoryError
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit
 

@@ -1,5 +1,6 @@
-"""A data set in parts, each described by one rank; what a part's descriptors are does not depend on the ranks."""
+"""Describe a data set in parts, each by one rank. The descriptors do not depend on the number of ranks."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,36 +14,93 @@ from distap.data.images.decoding import Box, DamagedImageError
 from distap.data.images.image_sets import ImageSet
 from distap.data.images.whole_images import SizedChunk, SizedImages, batches_of_one_shape, sized_chunks
 from distap.errors import DistapError
-from distap.evaluation.extraction.describer import ImageDescriber
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.telemetry.terminal import counting
 from distap.world import World
 
 FEWEST, MOST = 128, 4096  # images of a part
 PARTS = 64  # of a small data set: enough for many ranks
 CHUNK = 16  # images that a worker hands over at once, at most
-MEETING_SECONDS = 2.0
+PROGRESS_SECONDS = 2.0
+SUMMED_ROWS = 16_384  # descriptors shared among the ranks at once
 NOT_FINITE = "its descriptor is not finite"
 
 
 @dataclass(frozen=True)
 class PartPlan:
-    """What a data set's parts are."""
+    """How a data set of N images is split."""
 
-    parts: list[NDArray[np.int64]]  # numbers of each part's images
-    areas: NDArray[np.int64]  # (N,) height times width that each image will have, as far as is known
+    parts: list[NDArray[np.int64]]  # image numbers of each part
+    areas: NDArray[np.int64]  # (N,) expected height times width of each image, 0 if unknown
 
 
 @dataclass(frozen=True)
 class DescribedPart:
-    """The n images of a part that could be described, and the others."""
+    """Descriptors of the n images of a part that could be described, and why the others could not."""
 
-    samples: NDArray[np.int64]  # (n,) numbers in the data set
+    samples: NDArray[np.int64]  # (n,) image numbers
     descriptors: NDArray[np.float32]  # (n, D)
-    left_out: dict[int, str]  # by number, why
-    batches: int  # in which they were described
+    left_out: dict[int, str]  # reason by image number
+
+
+class BrokenOffError(Exception):
+    """A rank was asked to stop. All ranks raise this after the same exchange of their progress."""
+
+
+def extract_descriptors(
+    describer: ImageDescriber,
+    images: ImageSet,
+    world: World,
+    boxes: Mapping[str, Sequence[float]] | None = None,
+    *,
+    workers: int = 2,
+    shown: bool = False,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
+) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, str]]:
+    """Describe every image of a data set into the memory of every rank.
+
+    Args:
+        describer, images: the same on every rank.
+        world: the ranks; each describes its share.
+        boxes: by key, the part of an image to describe, in pixels; other images are described whole.
+        workers: loader processes of each rank; 0 loads in the rank itself.
+        shown: whether rank 0 shows a progress bar.
+        is_asked_to_stop: whether this rank asks all ranks to stop.
+    Returns:
+        Numbers (n,) of the images that could be described, ascending; their descriptors (n, D) of length 1; and the
+        reason by number for each of the others.
+    Raises:
+        BrokenOffError: a rank was asked to stop.
+        DistapError: the ranks see different images, a box is invalid, or no image can be described.
+    """
+    require_same_images(images, world)
+    numbered = boxes_by_number(images, boxes)
+    plan = plan_parts(images, describer, numbered, part_size(len(images)), world)
+    descriptors = np.zeros((len(images), describer.dimensions), np.float32)
+    is_described = np.zeros((len(images), 1), np.float32)
+    own_left_out: dict[int, str] = {}
+    with counting(f"describing {images.name}", len(images), shown=shown and world.rank == 0) as show:
+        progress = SharedProgress(world, show, is_asked_to_stop)
+        mine = world.slots(len(plan.parts))
+        for part in describe_parts(describer, images, plan, mine, numbered, workers, progress.add):
+            descriptors[part.samples], is_described[part.samples] = part.descriptors, 1
+            own_left_out |= part.left_out
+        progress.finish()
+    # Each row is zero on all ranks but one, so the sum over the ranks is exact.
+    for values in (descriptors, is_described):
+        for start in range(0, len(images) if world.size > 1 else 0, SUMMED_ROWS):
+            rows = torch.from_numpy(values[start : start + SUMMED_ROWS]).to(world.device)
+            values[start : start + SUMMED_ROWS] = world.sum(rows).cpu().numpy()
+    told = world.gather_texts([json.dumps(list(own_left_out.items()))], world.size)
+    left_out = dict(sorted(tuple(pair) for text in told for pair in json.loads(text)))
+    samples = np.flatnonzero(is_described)
+    if not len(samples):
+        raise DistapError(f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}")
+    return samples, descriptors if len(samples) == len(images) else descriptors[samples], left_out
 
 
 def require_same_images(images: ImageSet, world: World) -> None:
-    """Raise a DistapError where the ranks see different images."""
+    """Raise a DistapError if the ranks see different images."""
     if not world.all_same(int(images.fingerprint[:12], 16)):
         raise DistapError(
             f"{images.name}: the ranks see different images; rank {world.rank} has fingerprint "
@@ -51,17 +109,18 @@ def require_same_images(images: ImageSet, world: World) -> None:
 
 
 def part_size(images: int) -> int:
-    """Images of a part of a data set, whatever the number of ranks."""
+    """Number of images in a part, independent of the number of ranks."""
     return min(max(-(-images // PARTS), FEWEST), MOST)
 
 
 def plan_parts(
     images: ImageSet, describer: ImageDescriber, boxes: Mapping[int, Box], size: int, world: World
 ) -> PartPlan:
-    """The parts: whole images from the largest to the smallest, those of one shape together.
+    """Split a data set into parts of `size` images.
 
-    Images that are all cropped to one shape stay in order. So do those of one shape, since neighbours in a shard are
-    read fastest one after the other. The largest come first, so that memory that does not suffice is soon noticed.
+    Images that are all cropped to one shape keep their order, since neighbours in a shard are read fastest together.
+    Whole images are sorted from the largest to the smallest, so that images of one shape are together and too little
+    memory is noticed soon.
     """
     order = np.arange(len(images), dtype=np.int64)
     if describer.sizing.kind == "crop":
@@ -75,10 +134,10 @@ def plan_parts(
 
 
 def boxes_by_number(images: ImageSet, boxes: Mapping[str, Sequence[float]] | None) -> dict[int, Box]:
-    """Boxes of images, given by key with any numbers, by number in whole pixels.
+    """Convert boxes by image key to boxes of whole pixels by image number.
 
     Raises:
-        DistapError: a key is none of the images', or a box has no four edges in order.
+        DistapError: no image has this key, or a box does not have four edges in order.
     """
     if not boxes:
         return {}
@@ -103,19 +162,13 @@ def describe_parts(
     workers: int,
     report: Callable[[int], None],
 ) -> Iterator[DescribedPart]:
-    """Describe parts one after the other; workers read ahead over their borders.
+    """Describe the parts with the numbers `mine` one after the other; workers read ahead across their borders.
 
     Args:
-        describer: of the images.
-        images: the data set.
-        plan: its parts.
-        mine: numbers of the parts to describe.
-        boxes: by number: the part of an image that counts.
-        workers: processes that read; 0 reads in this one.
-        report: is told after each batch how many images more are done.
+        report: called after each batch with its number of images.
     """
     limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
-    requests = [_requests(plan.parts[part].tolist(), plan.areas, limit) for part in mine]
+    requests = [worker_requests(plan.parts[part].tolist(), plan.areas, limit) for part in mine]
     sized = SizedImages(images.reader, describer.sizing, boxes, describer.scaled)
     chunks = sized_chunks(sized, (request for part in requests for request in part), workers)
     try:
@@ -127,22 +180,33 @@ def describe_parts(
         chunks.close()
 
 
-class BrokenOffError(Exception):
-    """A rank was asked to stop: all ranks have stopped describing, after the same meeting."""
+def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
+    """Split images into requests, each read by one worker: at most CHUNK images, or `limit` pixels, or one image.
+
+    The pixels of a request pass through shared memory, so its size matters.
+    """
+    requests: list[list[int]] = [[]]
+    held = 0
+    for sample, area in zip(samples, areas[samples].tolist(), strict=True):
+        if requests[-1] and (held + area > limit or len(requests[-1]) == CHUNK):
+            requests.append([])
+            held = 0
+        requests[-1].append(sample)
+        held += area
+    return requests
 
 
-class Meetings:
-    """The ranks tell each other how far they are, every few seconds.
+class SharedProgress:
+    """Exchange the ranks' progress every few seconds.
 
-    None then waits for another in a collective for longer than that and a batch, however uneven their work is, and
-    rank 0 can show the progress of all.
+    Rank 0 can then show the progress of all. And however uneven the work is, no rank waits in a collective for longer
+    than these seconds and one batch.
 
     Args:
-        world: the ranks.
-        show: is told on rank 0 how many images are done by all ranks.
-        is_asked_to_stop: whether this rank is.
+        show: called on rank 0 with the number of images that all ranks have done.
+        is_asked_to_stop: whether this rank asks all ranks to stop.
     Raises:
-        BrokenOffError: a rank is, from `report` and `finish` of all.
+        BrokenOffError: a rank asked to stop; from `add` and `finish` on every rank.
     """
 
     def __init__(
@@ -151,18 +215,18 @@ class Meetings:
         self._world, self._show, self._is_asked_to_stop = world, show, is_asked_to_stop
         self._images, self._last = 0, time.monotonic()
 
-    def report(self, images: int) -> None:
-        """This rank has done so many more."""
+    def add(self, images: int) -> None:
+        """Add images that this rank has done."""
         self._images += images
-        if self._world.size == 1 or time.monotonic() - self._last > MEETING_SECONDS:
-            self._meet(finished=False)
+        if self._world.size == 1 or time.monotonic() - self._last > PROGRESS_SECONDS:
+            self._exchange(finished=False)
 
     def finish(self) -> None:
-        """This rank has done all of its work; returns when all have."""
-        while not self._meet(finished=True):
+        """Wait until all ranks have done their work."""
+        while not self._exchange(finished=True):
             pass
 
-    def _meet(self, finished: bool) -> bool:
+    def _exchange(self, finished: bool) -> bool:
         mine = [self._images, int(finished), int(self._is_asked_to_stop())]
         counts = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
         images, done, asked = self._world.sum(counts).tolist()
@@ -197,24 +261,11 @@ def _described(
     finite = np.isfinite(rows).all(axis=1)
     described = np.array(samples, dtype=np.int64)
     left_out.update(dict.fromkeys(described[~finite].tolist(), NOT_FINITE))
-    return DescribedPart(described[finite], rows[finite], left_out, len(descriptors))
-
-
-def _requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
-    """What workers hand over at once: no more pixels than a batch, since they pass through shared memory."""
-    requests: list[list[int]] = [[]]
-    held = 0
-    for sample, area in zip(samples, areas[samples].tolist(), strict=True):
-        if requests[-1] and (held + area > limit or len(requests[-1]) == CHUNK):
-            requests.append([])
-            held = 0
-        requests[-1].append(sample)
-        held += area
-    return requests
+    return DescribedPart(described[finite], rows[finite], left_out)
 
 
 def _shapes(images: ImageSet, describer: ImageDescriber, boxes: Mapping[int, Box], world: World) -> NDArray[np.int64]:
-    """(N, 2) height and width that each image will have, as far as is known; each rank looks at its share."""
+    """(N, 2) expected height and width of each image, (0, 0) if unknown. Each rank looks at its share."""
     mine = world.slots(len(images))
     shapes = np.zeros((len(mine), 2), dtype=np.int64)
     for row, (sample, (width, height)) in enumerate(zip(mine, images.sizes(mine).tolist(), strict=True)):

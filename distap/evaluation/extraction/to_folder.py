@@ -1,9 +1,20 @@
-"""Descriptors of a whole data set into a folder, by all ranks, going on where an earlier extraction stopped."""
+"""Describe a data set into a folder, by all ranks. A stopped extraction continues from its finished parts.
+
+OUTPUT/extraction.json     the plan: what is described in which way; written first
+OUTPUT/parts/000012.npz    a part, written atomically by the rank that described it; removed at the end
+OUTPUT/left_out.txt        images that could not be described, and why
+OUTPUT/about.json ...      the descriptors, see `retrieval/descriptor_files.py`
+"""
 
 import hashlib
+import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +24,10 @@ import torch
 
 from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
-from distap.evaluation.extraction.describer import ImageDescriber
-from distap.evaluation.extraction.part_files import PartFiles, begin, figures_of, finish
+from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.parts import (
-    Meetings,
+    DescribedPart,
+    SharedProgress,
     boxes_by_number,
     describe_parts,
     part_size,
@@ -35,28 +46,32 @@ from distap.storage.atomic import write_whole
 from distap.telemetry.terminal import counting
 from distap.world import World
 
-LEFT_OUT_FILE = "left_out.txt"
+PLAN_FILE, PARTS_FOLDER, LEFT_OUT_FILE = "extraction.json", "parts", "left_out.txt"
+PLAN_VERSION = 1
+PART_NAME = re.compile(r"(\d{6,})\.npz")
+LISTING_SECONDS = 60.0  # for which a network file system may show an old listing of a folder
+POLL_SECONDS = 0.5
+REMEDY = "give what it was begun with, remove the folder, or choose another one"
+
 DType = Literal["float32", "float16"]
 logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
-class Written:
-    """What an extraction has written.
+class ExtractionSummary:
+    """Numbers of a finished extraction.
 
     Attributes:
         images: that were described.
         dimensions: of the descriptors.
-        left_out: images that could not be described, named in LEFT_OUT_FILE.
-        described_now: images that this call described, by all ranks; the others were there from an earlier one.
-        batches: in which all images were described.
+        left_out: images that could not be described, listed in LEFT_OUT_FILE.
+        described_now: images that this call described on all ranks; an earlier call described the others.
     """
 
     images: int
     dimensions: int
     left_out: int
     described_now: int
-    batches: int
 
 
 def extract_to_folder(
@@ -71,59 +86,81 @@ def extract_to_folder(
     workers: int = 2,
     part_images: int | None = None,
     shown: bool = False,
-) -> Written | None:
+) -> ExtractionSummary | None:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
-    Each rank writes the parts that it has described; rank 0 puts them together. An extraction that was stopped goes
-    on from its whole parts, on any number of ranks, when it is called again with the same images, describer and form.
+    Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images, describer
+    and form, a stopped extraction continues from its finished parts, on any number of ranks.
 
     Args:
-        describer: of the images, the same on every rank.
-        images: the data set, the same on every rank.
+        describer, images: the same on every rank.
         world: the ranks.
-        output: a new or empty folder, or that of an extraction that was stopped; the same for all hosts.
-        boxes: by key: the part of an image that counts, pixels; the whole of the others.
-        dtype: of the descriptors in the files.
+        output: a new or empty folder, or that of a stopped extraction; the same for all hosts.
+        boxes: by key, the part of an image to describe, in pixels; other images are described whole.
+        dtype: of the stored descriptors.
         form: `npy` for arrays, `parquet` for one file.
-        workers: processes a rank that read; 0 reads in the rank itself.
-        part_images: images of a part, which are lost when it is stopped; by default a 64th, 128 to 4096.
+        workers: loader processes of each rank; 0 loads in the rank itself.
+        part_images: images of a part, which is described again if it is interrupted; by default a 64th of all, from
+            128 to 4096.
         shown: whether rank 0 shows a progress bar.
     Returns:
-        What was written, on rank 0; nothing elsewhere, where this returns while rank 0 is still writing.
+        The summary on rank 0. None on other ranks, which return while rank 0 still writes.
     Raises:
         DistapError: the folder holds something else, the ranks see different images, no image can be described, or
             a file cannot be written.
     """
     require_same_images(images, world)
     numbered = boxes_by_number(images, boxes)
-    files = PartFiles(output)
-    plan = _plan(describer, images, numbered, dtype, form, part_images or part_size(len(images)))
-    is_finished = world.rank == 0 and _is_whole(output)
-    size, done = _begun(files, plan, is_finished, world)
-    parts = plan_parts(images, describer, numbered, size, world)
-    missing = [number for number, is_done in enumerate(done) if not is_done]
+    plan = {
+        "version": PLAN_VERSION,
+        "fingerprint": images.fingerprint,
+        "images": len(images),
+        "described_by": asdict(describer.described_by),
+        "precision": describer.precision,
+        "scaled_decoding": describer.scaled,
+        "max_pixels": describer.max_pixels,
+        "boxes": hashlib.sha256(json.dumps(sorted(numbered.items())).encode()).hexdigest() if numbered else None,
+        "dtype": dtype,
+        "form": form,
+        "part_images": part_images or part_size(len(images)),
+    }
+    # Only rank 0 looks at the folder, since the others may see an older listing of it.
+    size = torch.zeros(1, dtype=torch.int64, device=world.device)
+    stored: DescriptorSet | None = None
+    if world.rank == 0:
+        with suppress(DistapError):
+            stored = read_descriptors(output)
+        size.fill_(_begin(output, plan))
+    parts = plan_parts(images, describer, numbered, int(world.broadcast(size)), world)
+    done = torch.zeros(len(parts.parts), dtype=torch.uint8, device=world.device)
+    if world.rank == 0:
+        there = range(len(done)) if stored is not None else _written_parts(output)
+        done[[number for number in there if number < len(done)]] = 1
+    missing = [number for number, is_done in enumerate(world.broadcast(done).tolist()) if not is_done]
     mine = missing[world.rank :: world.size]
     before = len(images) - sum(len(parts.parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
     with counting(f"describing {images.name}", len(images), before, shown and world.rank == 0) as show:
-        meetings = Meetings(world, show)
-        described = describe_parts(describer, images, parts, mine, numbered, workers, meetings.report)
+        progress = SharedProgress(world, show)
+        described = describe_parts(describer, images, parts, mine, numbered, workers, progress.add)
         for number, part in zip(mine, described, strict=True):
-            files.write(number, part, dtype)
-        meetings.finish()
+            write_part(output, number, part, dtype)
+        progress.finish()
     if world.rank > 0:
         return None
-    figures = figures_of(output) if is_finished else _put_together(describer, images, files, len(done), dtype, form)
-    files.remove()
-    return Written(described_now=len(images) - before, **figures)
+    if stored is None:
+        stored = _join_parts(describer, images, output, len(done), dtype, form)
+    shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
+    dimensions = stored.descriptors.shape[1]
+    return ExtractionSummary(len(stored), dimensions, len(left_out_of(output)), len(images) - before)
 
 
 def left_out_of(output: Path) -> dict[str, str]:
-    """Images of a finished extraction that could not be described, by name, and why.
+    """Images of a finished extraction that could not be described: reason by name.
 
     Raises:
-        DistapError: what names them cannot be read.
+        DistapError: the list cannot be read.
     """
     path = output / LEFT_OUT_FILE
     try:
@@ -134,82 +171,125 @@ def left_out_of(output: Path) -> dict[str, str]:
     return {name: reason for name, _, reason in pairs}
 
 
-def _plan(
-    describer: ImageDescriber, images: ImageSet, boxes: Mapping[int, Any], dtype: DType, form: Form, size: int
-) -> dict[str, Any]:
-    return {
-        "fingerprint": images.fingerprint,
-        "images": len(images),
-        "described_by": asdict(describer.described_by),
-        "precision": describer.precision,
-        "scaled_decoding": describer.scaled,
-        "max_pixels": describer.max_pixels,
-        "boxes": hashlib.sha256(json.dumps(sorted(boxes.items())).encode()).hexdigest() if boxes else None,
-        "dtype": dtype,
-        "form": form,
-        "part_images": size,
-    }
+def write_part(output: Path, number: int, part: DescribedPart, dtype: str) -> None:
+    """Write a part atomically, or raise an UnwritableError."""
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        samples=part.samples,
+        descriptors=part.descriptors.astype(dtype, copy=False),
+        left_out=np.array(list(part.left_out), dtype=np.int64),
+        reasons=np.array(list(part.left_out.values()), dtype=np.str_),
+    )
+    write_whole(_part_path(output, number), buffer.getvalue())
 
 
-def _is_whole(output: Path) -> bool:
-    """Whether a folder holds all descriptors of an extraction, undamaged as far as sizes tell."""
+def _part_path(output: Path, number: int) -> Path:
+    return output / PARTS_FOLDER / f"{number:06d}.npz"
+
+
+def _written_parts(output: Path) -> set[int]:
+    folder = output / PARTS_FOLDER
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    return {int(match[1]) for match in map(PART_NAME.fullmatch, names) if match}
+
+
+@contextmanager
+def _open_part(output: Path, number: int) -> Iterator[Any]:
+    """Open the arrays of a part, each of which is read on access. A damaged part is removed."""
+    path = _part_path(output, number)
+    deadline = time.monotonic() + LISTING_SECONDS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)  # another host has written it
     try:
-        read_descriptors(output)
-    except DistapError:
-        return False
-    return True
+        with np.load(path, allow_pickle=False) as file:
+            yield file
+    except FileNotFoundError as error:
+        raise DistapError(
+            f"{path}: another rank has written it, but it cannot be seen here: all hosts need the same folder"
+        ) from error
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds
+        path.unlink(missing_ok=True)
+        raise DistapError(
+            f"{path}: damaged on the disk ({error}), and removed; the same command describes this part again"
+        ) from error
 
 
-def _begun(files: PartFiles, plan: dict[str, Any], is_finished: bool, world: World) -> tuple[int, list[bool]]:
-    """Images of a part, and which parts are there: what rank 0 sees, since the others may see it later."""
-    size = torch.zeros(1, dtype=torch.int64, device=world.device)
-    if world.rank == 0:
-        size.fill_(int(begin(files.output, plan)["part_images"]))
-    images_of_part = int(world.broadcast(size))
-    done = torch.zeros(-(-plan["images"] // images_of_part), dtype=torch.uint8, device=world.device)
-    if world.rank == 0:
-        there = range(len(done)) if is_finished else files.written()
-        done[[number for number in there if number < len(done)]] = 1
-    return images_of_part, world.broadcast(done).bool().tolist()
+def _begin(output: Path, plan: dict[str, Any]) -> int:
+    """Write the plan into a new or empty folder, or require that the plan there is the same.
+
+    Returns:
+        Images of a part, as the plan in the folder says.
+    Raises:
+        DistapError: something else is in the folder.
+    """
+    path = output / PLAN_FILE
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        write_whole(path, json.dumps(plan, indent=2) + "\n")
+        return int(plan["part_images"])
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        part_images = int(earlier["part_images"])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DistapError(
+            f"{output}: there is something already that is no extraction; choose another folder"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DistapError(f"{path}: not readable as the plan of an extraction: {error!r}; {REMEDY}") from error
+    if part_images < 1:
+        raise DistapError(f"{path}: part_images is {part_images}; {REMEDY}")
+    before = _flat(earlier)
+    differences = [
+        f"{name} was {before.get(name)!r} and is {value!r}"
+        for name, value in _flat(plan).items()
+        if name != "part_images" and before.get(name) != value
+    ]
+    if differences:
+        raise DistapError(
+            f"{output}: an extraction of something else was begun there: {'; '.join(differences)}; {REMEDY}"
+        )
+    return part_images
 
 
-def _put_together(
-    describer: ImageDescriber, images: ImageSet, files: PartFiles, parts: int, dtype: DType, form: Form
-) -> dict[str, int]:
-    """One array of all parts in the order of the data set, which is never in memory as a whole."""
+def _flat(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan as JSON returns it, with the fields of `described_by` on the top level."""
+    levels = json.loads(json.dumps(plan))
+    inner = levels.pop("described_by", None)
+    return {**levels, **(inner if isinstance(inner, dict) else {"described_by": inner})}
+
+
+def _join_parts(
+    describer: ImageDescriber, images: ImageSet, output: Path, parts: int, dtype: DType, form: Form
+) -> DescriptorSet:
+    """Write one array of all parts in the order of the data set, without holding it in memory."""
     left_out: dict[int, str] = {}
     present = np.zeros(len(images), dtype=bool)
-    batches = 0
     for number in range(parts):
-        samples, damaged, count = files.about(number)
-        present[samples] = True
-        left_out.update(damaged)
-        batches += count
+        with _open_part(output, number) as part:
+            present[part["samples"]] = True
+            left_out.update(zip(part["left_out"].tolist(), part["reasons"].tolist(), strict=True))
     if not present.any():
+        shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
         first = next(iter(left_out.values()), "")
-        files.remove()
         raise DistapError(f"{images.name}: none of its {len(images)} images can be described; first: {first}")
     row = np.cumsum(present) - 1
-    # Parquet is written from an array that is not to stay.
-    folder = files.output if form == "npy" else files.folder
-    array = new_descriptors(folder / DESCRIPTORS_FILE, (int(present.sum()), describer.dimensions), dtype)
+    # Parquet is written from a temporary array among the parts.
+    path = (output if form == "npy" else output / PARTS_FOLDER) / DESCRIPTORS_FILE
+    array = new_descriptors(path, (int(present.sum()), describer.dimensions), dtype)
     for number in range(parts):
-        samples, descriptors = files.descriptors(number)
-        array[row[samples]] = descriptors
+        with _open_part(output, number) as part:
+            array[row[part["samples"]]] = part["descriptors"]
     names = [(str(images.keys[sample]), reason) for sample, reason in sorted(left_out.items())]
     names += images.left_out
-    (files.output / LEFT_OUT_FILE).unlink(missing_ok=True)
+    (output / LEFT_OUT_FILE).unlink(missing_ok=True)
     if names:
-        lines = (f"{_on_a_line(name)}\t{_on_a_line(reason)}\n" for name, reason in names)
-        write_whole(files.output / LEFT_OUT_FILE, "".join(lines))
-    described = DescriptorSet(
-        array, images.keys[present], images.classes[present], describer.described_by, images.name
-    )
-    figures = {"images": len(array), "dimensions": describer.dimensions, "left_out": len(names), "batches": batches}
-    finish(files.output, figures)
-    write_descriptors(files.output, described, form)
-    return figures
+        lines = (f"{_one_line(name)}\t{_one_line(reason)}\n" for name, reason in names)
+        write_whole(output / LEFT_OUT_FILE, "".join(lines))
+    keys, classes = images.keys[present], images.classes[present]
+    joined = DescriptorSet(array, keys, classes, describer.described_by, images.name)
+    write_descriptors(output, joined, form)
+    return joined
 
 
-def _on_a_line(text: str) -> str:
+def _one_line(text: str) -> str:
     return text if text.isprintable() else text.encode("unicode_escape").decode()

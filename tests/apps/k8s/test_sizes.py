@@ -11,7 +11,7 @@ from small_trainings import recipe
 
 from distap.apps.k8s.sizes import GIB, handed_over_bytes, sizes_of
 from distap.data.images.whole_images import PREFETCH
-from distap.evaluation.extraction.parts import CHUNK, _requests
+from distap.evaluation.extraction.parts import CHUNK, worker_requests
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of
 from distap.world import World
@@ -65,7 +65,7 @@ def test_what_evaluations_hand_over_fits_whatever_their_images(tmp_path, trainin
     for side in (32, 300):
         areas = numbers.integers(side**2 // 4, side**2, 1000, endpoint=True)
         areas[::7] = side**2
-        requests = _requests(list(range(1000)), areas, batch_size * 32**2)
+        requests = worker_requests(list(range(1000)), areas, batch_size * 32**2)
         assert held >= 4 * (PREFETCH + 1) * 3 * max(areas[one].sum() for one in requests)
     assert held == 4 * (PREFETCH + 1) * 3 * max(300**2, min(CHUNK * 300**2, batch_size * 32**2))
 

@@ -3,7 +3,7 @@ import pytest
 from postprocessing_reference import clustered, expanded
 
 from distap.errors import DistapError
-from distap.retrieval.expansion import augment_gallery, expand_queries
+from distap.retrieval.refinement import Expansion
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def gallery():
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("distap.retrieval.expansion.BLOCK_NUMBERS", 300)
+    monkeypatch.setattr("distap.retrieval.refinement.BLOCK_NUMBERS", 300)
     monkeypatch.setattr("distap.retrieval.nearest.BLOCK_NUMBERS", 100)
 
 
@@ -22,7 +22,7 @@ def small_blocks(monkeypatch):
 def test_expansion_is_the_formula_of_the_paper(gallery, neighbours, power):
     queries = clustered(9, 8, 7, seed=4).descriptors  # far from most: some similarities are below zero
     expected = expanded(queries, gallery, neighbours, power, exclude_self=False)
-    actual = expand_queries(queries, gallery, neighbours, power)
+    actual = Expansion(neighbours, power).apply(queries, gallery)
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
@@ -30,15 +30,16 @@ def test_expansion_is_the_formula_of_the_paper(gallery, neighbours, power):
 def test_a_gallery_is_augmented_without_each_descriptor_itself(gallery):
     gallery[5:9] = gallery[5]  # duplicates count as neighbours, the row itself does not
     expected = expanded(gallery, gallery, 6, 2.0, exclude_self=True)
-    np.testing.assert_allclose(augment_gallery(gallery, 6, 2.0), expected, atol=1e-6)
+    np.testing.assert_allclose(Expansion(6, 2.0).apply(gallery, gallery, same=True), expected, atol=1e-6)
 
 
 def test_a_memory_map_in_half_precision_stays_so(tmp_path, gallery):
     np.save(tmp_path / "gallery.npy", gallery.astype(np.float16))
     mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
-    augmented = augment_gallery(mapped, 5)
+    augmented = Expansion(5).apply(mapped, mapped, same=True)
+    single = np.array(mapped, np.float32)
     assert augmented.dtype == np.float16 and not isinstance(augmented, np.memmap)
-    np.testing.assert_allclose(augmented, augment_gallery(np.array(mapped, np.float32), 5), atol=1e-3)
+    np.testing.assert_allclose(augmented, Expansion(5).apply(single, single, same=True), atol=1e-3)
 
 
 def test_expansion_finds_more_of_a_class():
@@ -53,13 +54,12 @@ def test_expansion_finds_more_of_a_class():
 
     values = images.descriptors
     plain = precision(values, values)
-    moved = expand_queries(values, values, 5, 2.0, exclude_self=True)
-    augmented = augment_gallery(values, 5, 2.0)
+    moved = Expansion(5).apply(values, values, same=True)
     assert precision(moved, values) > plain + 0.03
-    assert precision(augmented, augmented) > plain + 0.03
+    assert precision(moved, moved) > plain + 0.03
 
 
 @pytest.mark.parametrize(("neighbours", "power"), [(-1, 2.0), (3, -1.0), (3, float("nan")), (3, float("inf"))])
-def test_settings_that_are_no_use_are_refused(gallery, neighbours, power):
-    with pytest.raises(DistapError, match="expansion"):
-        expand_queries(gallery, gallery, neighbours, power)
+def test_settings_that_are_no_use_are_refused(neighbours, power):
+    with pytest.raises(DistapError, match="expected neighbours and power of at least 0"):
+        Expansion(neighbours, power)

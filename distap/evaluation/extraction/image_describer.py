@@ -1,0 +1,201 @@
+"""Turn the bytes of images into descriptors, in the same way for a data set and for a single image."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from distap.data.images.decoding import MAX_PIXELS, Box, DamagedImageError, EncodedImage
+from distap.data.images.whole_images import Sizing, batches_of_one_shape
+from distap.engine.precision import Precision, PrecisionName
+from distap.errors import DistapError
+from distap.model.fingerprint import fingerprint
+from distap.model.multiscale import MultiScaleNetwork, required_size
+from distap.model.network import RetrievalNetwork
+from distap.retrieval.descriptor_files import DescribedBy
+from distap.retrieval.whitening import Whitening
+from distap.stages.micro_batches import is_out_of_memory
+
+BATCH_PIXELS = 64 * 224 * 224
+SAFE_SIDE = 64  # pixels of a side that no backbone reduces to nothing
+logger = logging.getLogger("distap")
+
+
+class TooLittleMemoryError(DistapError):
+    """The device has too little memory to describe these images."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDescriber:
+    """Describes images in one way, on the network's device.
+
+    Args:
+        retrieval_network: from pixels to descriptors.
+        sizing: how an image is resized.
+        scales, power: of the generalised mean over scales, see `MultiScaleNetwork`.
+        whitening: applied after the network.
+        max_pixels: an image with more pixels, width times height, is refused without decoding.
+        precision: of convolutions and matrix products.
+        scaled: whether JPEG may be decoded at reduced scale.
+        batch_pixels: most pixels to describe at once, height times width summed over the images.
+    Raises:
+        DistapError: a setting is invalid, or does not fit the network.
+    """
+
+    retrieval_network: RetrievalNetwork
+    sizing: Sizing
+    scales: Sequence[float] = (1.0,)
+    power: float | None = None
+    whitening: Whitening | None = None
+    max_pixels: int = MAX_PIXELS
+    precision: PrecisionName = "float32"
+    scaled: bool = True
+    batch_pixels: int = BATCH_PIXELS
+
+    def __post_init__(self) -> None:
+        required, scales = required_size(self.retrieval_network), self.network.scales
+        fits = self.sizing.kind == "crop" and self.sizing.shape(1, 1) == required and scales == (1.0,)
+        if required is not None and not fits:
+            raise DistapError(
+                f"this network's backbone takes images of {required[1]} x {required[0]} pixels only, so "
+                f"`{self.sizing}` at scales {list(scales)} is not for it; use `crop {required[0]}` and the scale 1"
+            )
+        if self.batch_pixels < 1:
+            raise DistapError(f"--batch-pixels {self.batch_pixels}: expected 1 or more")
+        if self.whitening is not None:
+            refuse_foreign_whitening(self.whitening, self.described_by)
+
+    @cached_property
+    def network(self) -> MultiScaleNetwork:
+        """Pixels to descriptors at all scales, whitened."""
+        whitening = None if self.whitening is None else self.whitening.tensors
+        return MultiScaleNetwork(self.retrieval_network, self.scales, self.power, whitening)
+
+    @cached_property
+    def described_by(self) -> DescribedBy:
+        """The record to store with its descriptors. The network is hashed on first use."""
+        whitening = None if self.whitening is None else self.whitening.fingerprint
+        hashed = fingerprint(self.retrieval_network)
+        return DescribedBy(hashed, str(self.sizing), self.network.scales, self.network.power, whitening)
+
+    @property
+    def dimensions(self) -> int:
+        """D of the descriptors."""
+        return self.network.dimensions
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the network."""
+        return self.retrieval_network.mean.device
+
+    def describe(self, images: Sequence[bytes], boxes: Sequence[Box | None] | None = None) -> Tensor:
+        """Descriptors (n, D) float32 of length 1, on the CPU, of encoded images.
+
+        Several threads may call this at once if the network is in evaluation mode.
+
+        Args:
+            images: files of FORMATS.
+            boxes: the part of each image to describe, None for the whole.
+        Raises:
+            DamagedImageError: an image cannot be decoded or is too large.
+        """
+        parts = boxes or [None] * len(images)
+        pixels = (
+            self.sizing(EncodedImage(data, self.max_pixels), box, self.scaled)
+            for data, box in zip(images, parts, strict=True)
+        )
+        descriptors = torch.empty(len(images), self.dimensions)
+        with self.evaluating():
+            for rows, batch in batches_of_one_shape(enumerate(pixels), self.batch_pixels):
+                descriptors[rows] = self(batch).to("cpu", torch.float32)
+        return descriptors
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Descriptors (n, D), on the network's device, of (n, 3, height, width) uint8; call it within `evaluating`.
+
+        Raises:
+            TooLittleMemoryError: memory does not suffice.
+            DamagedImageError: the images are too small for the network.
+        """
+        try:
+            with torch.inference_mode(), Precision(self.precision, self.device.type).autocast():
+                descriptors: Tensor = self.network(pixels.to(self.device, non_blocking=True))
+        except RuntimeError as error:
+            count, _, height, width = pixels.shape
+            if is_out_of_memory(error):
+                raise TooLittleMemoryError(
+                    f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory "
+                    f"than {self.device} has: set --batch-pixels below {self.batch_pixels}, or --max-side lower"
+                ) from error
+            if min(height, width) * min(1.0, *self.network.scales) < SAFE_SIDE:
+                raise DamagedImageError(
+                    "decode_error", f"{width} x {height} pixels are too few for the network"
+                ) from error
+            raise
+        return descriptors
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Put the network into evaluation mode, and restore its mode afterwards."""
+        training = self.retrieval_network.training
+        if training or self.network.training:
+            self.network.eval()
+        try:
+            yield
+        finally:
+            if training:
+                self.retrieval_network.train()
+
+
+def describer_like(
+    described_by: DescribedBy,
+    network: RetrievalNetwork,
+    whitening: Whitening | None = None,
+    max_pixels: int = MAX_PIXELS,
+    scaled: bool = True,
+) -> ImageDescriber:
+    """A describer that repeats how stored descriptors were made. The network is put into evaluation mode.
+
+    Args:
+        described_by: the record beside the stored descriptors.
+        network: the network that made them.
+        whitening: the whitening applied to them, if any.
+        max_pixels, scaled: see `ImageDescriber`.
+    Raises:
+        DistapError: the network or the whitening is another one.
+    """
+    scales, power = described_by.scales, described_by.scale_power
+    sizing = Sizing.parse(described_by.sizing)
+    describer = ImageDescriber(network, sizing, scales, power, whitening, max_pixels, scaled=scaled)
+    found = describer.described_by
+    if found.network != described_by.network:
+        raise DistapError(
+            f"the descriptors were made by the network {described_by.network[:12]}..., this one is "
+            f"{found.network[:12]}...: name the checkpoint that they were extracted with, or extract them again"
+        )
+    if found.whitening != described_by.whitening:
+        wanted, given = (
+            "no whitening" if text is None else f"the whitening {text[:12]}..."
+            for text in (described_by.whitening, found.whitening)
+        )
+        raise DistapError(f"the descriptors were made with {wanted}, but {given} is given: name the one they had")
+    network.eval()
+    return describer
+
+
+def refuse_foreign_whitening(whitening: Whitening, described_by: DescribedBy) -> None:
+    """Raise a DistapError if the whitening was learned from another network's descriptors."""
+    learned = whitening.described_by
+    if learned.network != described_by.network:
+        raise DistapError(
+            f"the whitening was learned from {whitening.learned_from} as the network {learned.network[:12]}... "
+            f"describes it, this one is {described_by.network[:12]}...: learn it anew with `distap whiten`"
+        )
+    ways = [f"`{one.sizing}` at scales {list(one.scales)}" for one in (learned, described_by)]
+    if ways[0] != ways[1]:
+        # Common with several scales: Radenović et al. learn their whitening from one.
+        logger.warning("the whitening was learned from images of %s, and is applied to those of %s", *ways)
