@@ -77,6 +77,14 @@ def index_command(
     title = f"{len(gallery):,} descriptors of {gallery.descriptors.shape[1]} dimensions"
     queried = "held out" if asked is not None else "sampled, each without itself"
     caption = f"{figures.queries:,} queries, {queried}; their time is that of one after the other"
-    headings = ("index", f"recall@{figures.at}", "bytes", "ms a query", "build s", "factory string", "search parameters")
+    headings = (
+        "index",
+        f"recall@{figures.at}",
+        "bytes",
+        "ms a query",
+        "build s",
+        "factory string",
+        "search parameters",
+    )
     console.print(text_table(title, caption, headings, rows))
     console.print(f"{output}: {len(gallery):,} images, {chosen}", markup=False)

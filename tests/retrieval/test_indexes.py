@@ -302,7 +302,7 @@ def test_the_commands_compare_kinds_and_learn_whitenings(tmp_path, gallery):
     assert index.about["measured"]["recall"] > 0.98
     options = ("--factory", "IVF16,PQ8x4np", "--search", "nprobe=4")
     result = run("index", tmp_path / "d", tmp_path / "f", *options, "--queries", tmp_path / "d")
-    assert result.exit_code == 0 and "held-out queries" in result.output, result.exception
+    assert result.exit_code == 0 and "700 queries, held out" in result.output, result.exception
     assert read_index(tmp_path / "f").about["index"]["factory"] == "IVF16,PQ8x4np"
     assert run("whiten", tmp_path / "d", "--dimensions", 5).exit_code == 0
     whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
