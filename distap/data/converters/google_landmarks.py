@@ -22,7 +22,10 @@ def _clean(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 def _full(source: Path, file: Path) -> Iterator[ImageFile]:
-    for line in read_table(file, ("id", "url", "landmark_id"), ","):
+    columns = ["id", "url", "landmark_id"]
+    for line in read_table(file, columns, ",", heading=False):
+        if line.number == 1 and line.cells == columns:
+            continue  # a heading, which this list need not have
         yield ImageFile(_path(line, source / "train", line.cells[0]), str(line.integer(2, "landmark")))
 
 
