@@ -1,3 +1,44 @@
-"""distap trains image-retrieval descriptors by optimising Average Precision over huge batches."""
+"""distap trains image-retrieval descriptors by optimising Average Precision over huge batches.
+
+The names below are the library. Each is imported when it is first used, so `import distap` needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distap.ranking.listwise import ListwiseLoss as ListwiseLoss
+    from distap.ranking.loss import Loss as Loss
+    from distap.ranking.losses.base import DescriptorLoss as DescriptorLoss
+    from distap.ranking.losses.base import SimilarityLoss as SimilarityLoss
+    from distap.ranking.memory import CrossBatchMemory as CrossBatchMemory
+    from distap.ranking.rank import Ranking as Ranking
+    from distap.ranking.rank import rank as rank
+    from distap.stages.micro_batches import MicroBatchSizes as MicroBatchSizes
+    from distap.step import StepResult as StepResult
+    from distap.step import ThreeStageStep as ThreeStageStep
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "CrossBatchMemory": "distap.ranking.memory",
+    "DescriptorLoss": "distap.ranking.losses.base",
+    "ListwiseLoss": "distap.ranking.listwise",
+    "Loss": "distap.ranking.loss",
+    "MicroBatchSizes": "distap.stages.micro_batches",
+    "Ranking": "distap.ranking.rank",
+    "SimilarityLoss": "distap.ranking.losses.base",
+    "StepResult": "distap.step",
+    "ThreeStageStep": "distap.step",
+    "rank": "distap.ranking.rank",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'distap' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return ["__version__", *_MODULES]

@@ -52,7 +52,7 @@ def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger = logging.getLogger("distap")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logs, "origin", logs.Origin())
+    monkeypatch.setattr(logs, "origin", logs.LogOrigin())
     monkeypatch.setattr(outlets, "left_hanging", threading.Event())
     level = logger.level
     for number, handler in HEARD.items():  # a fixture of the module may have trained, and left its own

@@ -52,3 +52,13 @@ def test_a_reader_of_the_step_has_few_files_and_lines_to_read(loss):
     lines = traced_step(loss)
     assert len(lines) <= MOST_FILES_OF_A_STEP, sorted(lines)
     assert sum(map(len, lines.values())) <= MOST_LINES_OF_A_STEP
+
+
+def test_the_library_has_ten_names_and_import_needs_no_torch():
+    code = "import sys, distap; names = dir(distap); sys.exit('torch' in sys.modules or len(names) != 11)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    import distap
+
+    assert all(callable(getattr(distap, name)) for name in dir(distap) if name != "__version__")
+    with pytest.raises(AttributeError, match="no attribute 'Rank'"):
+        _ = distap.Rank

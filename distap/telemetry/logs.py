@@ -31,7 +31,7 @@ logger = logging.getLogger("distap")
 
 
 @dataclass
-class Origin:
+class LogOrigin:
     """Which process the lines come from."""
 
     run: str = ""
@@ -40,7 +40,7 @@ class Origin:
     form: LogFormat | None = None  # None: this process logs no lines
 
 
-origin = Origin()
+origin = LogOrigin()
 
 
 def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
