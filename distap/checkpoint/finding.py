@@ -6,10 +6,11 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.folder import (
@@ -32,6 +33,7 @@ from distap.world import World
 KEY = "checkpoint.store"  # of the recipe, for messages
 PROBES = ".probes"
 LISTING_SECONDS = 60.0  # during which a network file system may still show an old listing of a folder
+C = TypeVar("C")
 logger = logging.getLogger("distap")
 
 
@@ -61,34 +63,29 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
         yield find_checkpoint(Path(where), best)
         return
     url = str(where).rstrip("/")
-    run, _, name = url.rpartition(f"/{FOLDER}/")
+    base, _, name = url.rpartition(f"/{FOLDER}/")
     is_named = "." in name and NAME.fullmatch(name) is not None
-    stored = StoredRun(storage_of(parse_store(run if is_named else url), key=None), beside=beside)
-    if is_named:
-        names = [name]
-    elif best:
-        names = [chosen] if (chosen := stored.best()) is not None else []
-    else:
-        names = stored.names()[::-1]
+    stored = StoredRun(storage_of(parse_store(base if is_named else url), key=None), beside=beside)
+    best_name = stored.best() if best and not is_named else None
+    names = [name] if is_named else [best_name] if best_name else [] if best else stored.names()
     if not names:
         expected = "has been evaluated; evaluation.every does that" if best else "is there; expected the URL of a run"
         raise DistapError(f"{stored.store.base}: no checkpoint {expected}")
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
-        here = Path(temporary)
-        for chosen in names:
-            folder = here / FOLDER / f"step-{step_in_name(chosen):08d}"
+        run = Path(temporary)
+
+        def fetched(name: str) -> tuple[Checkpoint | None, str]:
+            folder = run / FOLDER / f"step-{step_in_name(name):08d}"
             folder.mkdir(parents=True)
             try:
-                checkpoint = stored.fetch(chosen, folder)
+                return stored.fetch(name, folder), ""
             except DamagedCheckpointError as error:
-                if is_named or best:
-                    raise
-                logger.warning("%s; taking the one before, if there is one", error)
-                continue
-            stored.fetch_beside(here)
-            yield checkpoint
-            return
-    raise DistapError(f"{url}: none of its checkpoints can be used")
+                return None, str(error)
+
+        checkpoint, _, _ = _newest(url, names, fetched)
+        assert checkpoint is not None
+        stored.fetch_beside(run)
+        yield checkpoint
 
 
 def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
@@ -122,20 +119,9 @@ def newest_checkpoint(folder: Path, world: World) -> tuple[Checkpoint | None, li
     Raises:
         DistapError: the ranks see different checkpoints, or all of them are damaged.
     """
-    passed_over: list[Path] = []
-    damage = ""
-    for path in reversed(_seen_by_all(folder, world)):
-        checkpoint, problem = _verified(path, world, is_shared=True)
-        if checkpoint is not None:
-            return checkpoint, passed_over
-        damage = damage or problem
-        passed_over.append(path)
-    if passed_over:
-        raise DistapError(
-            f"{folder}: none of its {len(passed_over)} checkpoints can be used; the newest: {damage}. Remove them to "
-            "start anew"
-        )
-    return None, []
+    paths = _seen_by_all(folder, world)
+    checkpoint, _, passed_over = _newest(folder, paths, lambda path: _verified(path, world, True), world.rank)
+    return checkpoint, passed_over
 
 
 @contextmanager
@@ -156,28 +142,24 @@ def newest_of_store(stored: StoredRun, folder: Path, world: World) -> Iterator[F
     local = set[str]().union(*seen).intersection(*seen)
     # At equal steps the store's, which every host can have.
     candidates = sorted([(step_in_name(n), True, n) for n in names] + [(step_in_name(n), False, n) for n in local])
-    passed_over: list[str] = []
-    damage = ""
     leaders = on_all(world, lambda: f"{UNFINISHED}fetched-{uuid.uuid4().hex[:8]}", mine=world.local_rank == 0)
     # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
     download = folder / str(leaders[world.rank - world.local_rank])
+
+    def checked(candidate: tuple[int, bool, str]) -> tuple[Checkpoint | None, str]:
+        _, is_stored, name = candidate
+        return _fetched(stored, name, download, world) if is_stored else _verified(folder / name, world, False)
+
     try:
-        for _, is_stored, name in reversed(candidates):
-            checkpoint, problem = (
-                _fetched(stored, name, download, world) if is_stored else _verified(folder / name, world, False)
-            )
-            if checkpoint is not None:
-                yield Found(checkpoint, name if is_stored else None, passed_over)
-                world.barrier()  # the other ranks of this host may still read
-                return
-            damage = damage or problem
-            passed_over += [name] if is_stored else []
-        if candidates:
-            raise DistapError(
-                f"{KEY}: {stored.store.base}: none of the {len(candidates)} checkpoints there and in {folder} can be "
-                f"used; the newest: {damage}. Remove them to start anew"
-            )
-        yield None
+        where = f"{KEY}: {stored.store.base} and {folder}"
+        checkpoint, chosen, passed_over = _newest(where, candidates, checked, world.rank)
+        if checkpoint is None or chosen is None:
+            yield None
+        else:
+            _, is_stored, name = chosen
+            damaged = [name for _, is_stored, name in passed_over if is_stored]
+            yield Found(checkpoint, name if is_stored else None, damaged)
+            world.barrier()  # the other ranks of this host may still read
     finally:
         if world.local_rank == 0:
             shutil.rmtree(download, ignore_errors=True)
@@ -203,7 +185,8 @@ def probe(stored: StoredRun, world: World) -> None:
 
     def tidy() -> None:
         others = store.sizes(PROBES).keys() - names if world.rank == 0 else ()
-        store.remove([names[world.rank], *sorted(others)])
+        for name in (names[world.rank], *sorted(others)):
+            store.remove(name)
 
     for work in (lambda: store.write(names[world.rank], b"distap"), see, tidy):
         try:
@@ -213,6 +196,35 @@ def probe(stored: StoredRun, world: World) -> None:
                 raise DistapError(f"{KEY}: {store.base}: its bucket does not exist: {error.__cause__}") from error
             kind = UnreachableError if isinstance(error, UnreachableError) else DistapError
             raise kind(f"{KEY}: {store.base}: checkpoints cannot be kept there: {error}") from error
+
+
+def _newest(
+    where: Path | str, candidates: list[C], check: Callable[[C], tuple[Checkpoint | None, str]], rank: int = 0
+) -> tuple[Checkpoint | None, C | None, list[C]]:
+    """Check candidates from the last to the first, until one is undamaged.
+
+    Args:
+        where: they are, for messages.
+        candidates: oldest first.
+        check: returns the checkpoint, or None and the damage.
+        rank: of this process; only the first one warns.
+    Returns:
+        The checkpoint, its candidate, and the candidates after it; (None, None, []) if there are no candidates.
+    """
+    problems: list[str] = []
+    for candidate in reversed(candidates):
+        checkpoint, problem = check(candidate)
+        if checkpoint is not None:
+            return checkpoint, candidate, candidates[len(candidates) - len(problems) :]
+        if rank == 0:
+            logger.warning("%s; trying the one before", problem)
+        problems.append(problem)
+    if problems:
+        raise DistapError(
+            f"{where}: none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}. "
+            "To train anew, remove them"
+        )
+    return None, None, []
 
 
 def _seen_by_all(folder: Path, world: World) -> list[Path]:
@@ -256,7 +268,7 @@ def _verified(path: Path, world: World, is_shared: bool) -> tuple[Checkpoint | N
     if all(text == answers[0][0] != "" for text, _ in answers):
         return Checkpoint(path, read_manifest(path)), ""
     damage = next((problem for _, problem in answers if problem), f"{path}: not every host has it, or the same one")
-    return None, _passed_over(damage, world)
+    return None, damage
 
 
 def _fetched(stored: StoredRun, name: str, folder: Path, world: World) -> tuple[Checkpoint | None, str]:
@@ -276,11 +288,5 @@ def _fetched(stored: StoredRun, name: str, folder: Path, world: World) -> tuple[
     found = on_all(world, fetch, mine=world.local_rank == 0)
     damage = next((problem for problem in found if problem), "")
     if damage:
-        return None, _passed_over(damage, world)
+        return None, damage
     return Checkpoint(folder, read_manifest(folder), stored.where(name)), ""
-
-
-def _passed_over(damage: str, world: World) -> str:
-    if world.rank == 0:
-        logger.warning("%s; going on from the one before, if there is one", damage)
-    return damage

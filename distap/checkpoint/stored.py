@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from distap.storage.files import Storage
 from distap.storage.remotes import MissingFileError, UnreachableError
 
 DAMAGED_MANIFEST = "damaged-manifest.json"
+DOWNLOADS = 4  # files at once
 logger = logging.getLogger("distap")
 
 
@@ -85,7 +87,7 @@ class StoredRun:
     def upload(self, name: str, folder: Path, files: Iterable[str]) -> None:
         """Send some of a checkpoint's files."""
         for file in files:
-            self.store.upload(folder / file, f"{FOLDER}/{name}/{file}")
+            self.store.upload(f"{FOLDER}/{name}/{file}", folder / file)
 
     def publish(self, name: str, manifest: Manifest) -> None:
         """Make a checkpoint exist after all its files were sent.
@@ -135,7 +137,7 @@ class StoredRun:
                 self._remove(other, files)
         folder = f"{FOLDER}/{name}"
         self.store.write(f"{folder}/{DAMAGED_MANIFEST}", self.store.read_whole(f"{folder}/{MANIFEST_FILE}"))
-        self.store.remove([f"{folder}/{MANIFEST_FILE}"])
+        self.store.remove(f"{folder}/{MANIFEST_FILE}")
 
     def fetch(self, name: str, folder: Path) -> Checkpoint:
         """Download a checkpoint into an existing folder and verify it.
@@ -150,7 +152,8 @@ class StoredRun:
         wanted = list(manifest.files)
         for attempt in (1, 2):
             try:
-                self.store.download([f"{FOLDER}/{name}/{file}" for file in wanted], folder)
+                with ThreadPoolExecutor(DOWNLOADS) as pool:
+                    list(pool.map(lambda file: self.store.download(f"{FOLDER}/{name}/{file}", folder / file), wanted))
             except MissingFileError as error:
                 raise DamagedCheckpointError(self.where(name), str(error)) from error
             wanted = [file for file in wanted if not _is_whole(folder, manifest, file)]
@@ -169,13 +172,13 @@ class StoredRun:
             try:
                 version = _version(run / name)
                 if self._sent.get(name) != version:
-                    self.store.upload(run / name, name)
+                    self.store.upload(name, run / name)
                     self._sent[name] = version
             except (FileNotFoundError, MissingFileError):
                 continue  # the training replaces its evaluations meanwhile
         # Remove only what came from here: others may use the same folder.
         for name in sorted(self._sent.keys() - here):
-            self.store.remove([name])
+            self.store.remove(name)
             del self._sent[name]
 
     def fetch_beside(self, run: Path) -> None:
@@ -222,8 +225,8 @@ class StoredRun:
 
     def _remove(self, name: str, files: set[str]) -> None:
         # The manifest first, since half a checkpoint must not be taken for a whole one.
-        ordered = sorted(files, key=lambda file: (file not in (MANIFEST_FILE, DAMAGED_MANIFEST), file))
-        self.store.remove(f"{FOLDER}/{name}/{file}" for file in ordered)
+        for file in sorted(files, key=lambda file: (file not in (MANIFEST_FILE, DAMAGED_MANIFEST), file)):
+            self.store.remove(f"{FOLDER}/{name}/{file}")
         self._manifests.pop(name, None)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distap.checkpoint.agreement import agreed
+from distap.checkpoint.agreement import on_all
 from distap.checkpoint.folder import UNFINISHED, put_in_place, remove_old, remove_unfinished
 from distap.checkpoint.manifest import METADATA_FILE, STATE_FILE, Manifest, write_manifest
 from distap.checkpoint.stored import StoredRun
@@ -170,17 +170,17 @@ class CheckpointWriter:
         # The main thread may be waiting for this one with the same time-out, so leave it some.
         stored = self.stored and self.stored.by(time.monotonic() + STORE_SHARE * self.timeout_seconds)
         # A random name: a writer on another host that was thought dead must not write into the same files.
-        attempt = agreed(self._ranks, lambda: uuid.uuid4().hex[:8], mine=is_first)[0]
+        attempt = on_all(self._ranks, lambda: uuid.uuid4().hex[:8], mine=is_first)[0]
         aside = self.folder / f"{UNFINISHED}{path.name[5:]}.tmp-{attempt}"
         is_ours = is_first if stored is None else self.world.local_rank == 0
         try:
-            agreed(self._ranks, lambda: self._make(aside), mine=is_ours)
+            on_all(self._ranks, lambda: self._make(aside), mine=is_ours)
             write_tensors(aside, job.tensors, self._ranks.group)
-            shares = agreed(self._ranks, lambda: self._finished_files(aside, job))
+            shares = on_all(self._ranks, lambda: self._finished_files(aside, job))
             files = {name: FileIdentity(**identity) for share in shares for name, identity in share.items()}
             manifest = replace(job.manifest, files=files)
             if stored is None:
-                agreed(self._ranks, lambda: self._publish(aside, path, manifest, self.keep), mine=is_first)
+                on_all(self._ranks, lambda: self._publish(aside, path, manifest, self.keep), mine=is_first)
             else:
                 job.is_on_disk = True
                 self._upload(stored, f"{path.name}.{attempt}", aside, manifest, list(shares[self.world.rank]))
@@ -226,11 +226,11 @@ class CheckpointWriter:
                 stored.send_beside(self.folder.parent)
 
         try:
-            agreed(self._ranks, send)
-            agreed(self._ranks, lambda: stored.publish(name, manifest), mine=is_first)
+            on_all(self._ranks, send)
+            on_all(self._ranks, lambda: stored.publish(name, manifest), mine=is_first)
         except DistapError as error:
             path = self.folder / name.partition(".")[0]
-            is_kept = agreed(self._ranks, lambda: self._keep_here(aside, path, manifest), mine=is_first)[0]
+            is_kept = on_all(self._ranks, lambda: self._keep_here(aside, path, manifest), mine=is_first)[0]
             kept = f"; it stays in {path} until the store has a newer one" if is_kept else ""
             raise type(error)(f"{error}{kept}") from error
 

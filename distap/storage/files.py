@@ -1,29 +1,35 @@
 """Read, write and list the files of a folder, on disk or behind a URL, with one retry policy."""
 
+import asyncio
+import errno
 import io
 import os
 import random
 import shutil
 import time
-import weakref
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Self, TypeVar, cast
 
 from distap.errors import DistapError
 from distap.storage.atomic import replacing
 from distap.storage.locations import joined, scheme_of
-from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError, answer_to_boto, is_permanent
+from distap.storage.open_files import OpenFiles
+from distap.storage.remotes import (
+    MissingFileError,
+    RemoteSettings,
+    UnreachableError,
+    answer_to_boto,
+    file_system,
+    is_permanent,
+)
 from distap.storage.traffic import Meter, Traffic
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
-DOWNLOADS = 4  # files that are downloaded at once
-OPEN_FILES = 128  # local files that a process keeps open for positioned reads
-T = TypeVar("T")
+PART = 16 * 2**20  # bytes of a large file that are sent to a bucket at once
+M = TypeVar("M", bound=Callable[..., Any])
 
 
 class About(NamedTuple):
@@ -35,146 +41,265 @@ class About(NamedTuple):
 
 def storage_of(base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> "Storage":
     """Return the storage of a folder, given by its path or URL; see `Storage` for the arguments."""
-    if scheme_of(base) in ("", "file"):
+    scheme = scheme_of(base)
+    if scheme in ("", "file"):
         return LocalStorage(base, settings, key)
-    from distap.storage.remote_files import RemoteStorage  # fsspec is slow to import
+    if scheme in ("http", "https"):
+        from distap.storage.web_files import WebStorage  # needs aiohttp
 
-    return RemoteStorage(base, settings, key)
+        return WebStorage(base, settings, key)
+    return Storage(base, settings, key)
 
 
-class Storage(ABC):
-    """The files of a folder; any thread may use it, and it can be copied into other processes.
+def retried(done: str) -> Callable[[M], M]:
+    """Decorate a method of a storage whose first argument names a file: call it until it succeeds.
 
-    Every method raises MissingFileError if the file does not exist, UnreachableError if all attempts failed for
-    reasons that may pass, and DistapError if another attempt cannot help.
+    Its errors become MissingFileError if there is no such file, DistapError if another attempt cannot help, and
+    UnreachableError if all attempts failed. `done` completes "cannot be ..." in their messages.
+    """
+
+    def decorated(method: M) -> M:
+        @wraps(method)
+        def call(self: "Storage", name: str, *args: Any, **options: Any) -> Any:
+            where, attempts = self.where(name), self.settings.attempts
+            for attempt in range(1, attempts + 1):
+                if time.monotonic() > self.deadline:
+                    raise UnreachableError(
+                        f"{where}: not {done} in time: timeout_seconds also limits a whole checkpoint"
+                    )
+                try:
+                    return method(self, name, *args, **options)
+                except DistapError:
+                    raise
+                except FileNotFoundError as error:
+                    raise MissingFileError(f"{where}: there is no such file") from error
+                except Exception as error:  # each file system raises its own
+                    reason = str(error) or str(error.__cause__ or "") or type(error).__name__
+                    if isinstance(error, TimeoutError) and not answer_to_boto(error)[0]:
+                        reason = f"no answer within {self.settings.timeout_seconds:g} s"
+                    if is_permanent(error):
+                        raise DistapError(f"{where}: cannot be {done}: {reason}") from error
+                    if attempt == attempts:
+                        hint = f"; {self.key} has the number of attempts and their time-out" if self.key else ""
+                        raise UnreachableError(
+                            f"{where}: cannot be {done}: {attempts} attempts failed, the last with: {reason}{hint}"
+                        ) from error
+                self.meter.add(Traffic(retries=1))
+                # A random part, since ranks that fail together must not come back together.
+                time.sleep(self.settings.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+            raise AssertionError("at least one attempt")
+
+        return cast(M, call)
+
+    return decorated
+
+
+class Storage:
+    """The files of a folder in a bucket, or behind another URL that fsspec has a file system for.
+
+    Any thread may use it, and it can be copied into other processes. See `retried` for the errors of its methods.
 
     Args:
-        base: path or URL of the folder.
+        base: URL of the folder; a path for a LocalStorage.
         settings: attempts, time-out, and options of the file system.
         key: where a recipe has these settings, for messages; None if they come from elsewhere.
     """
 
     def __init__(self, base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> None:
         self.base, self.settings, self.key = base, settings or RemoteSettings(), key
+        self.scheme = scheme_of(base) or "file"
         self.meter = Meter()
-        self._deadline = float("inf")
+        self.deadline = float("inf")  # nothing is begun after it; seconds of time.monotonic()
+        self._made: tuple[int, Any] | None = None  # process and its file system
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
 
     def by(self, deadline: float) -> Self:
-        """Return a copy that begins nothing after `deadline`, in seconds of time.monotonic()."""
+        """Return a copy with a deadline."""
         bounded = object.__new__(type(self))
-        bounded.__dict__ |= self.__dict__ | {"_deadline": deadline}
+        bounded.__dict__ |= self.__dict__ | {"deadline": deadline}
         return bounded
 
     def where(self, name: str) -> str:
         """Return the path or URL of a file."""
         return joined(self.base, name)
 
+    @retried("read")
     def about(self, name: str) -> About:
-        return self._retried(lambda: self._about(name), name)
+        info = self._ask("info", self._path(name))
+        if info.get("type") == "directory":
+            raise DistapError(f"{self.where(name)}: expected a file, not a folder")
+        versions = (info.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
+        return About(int(info["size"]), str(next((version for version in versions if version), "")))
 
+    @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, fewer only at the end of the file."""
-        data = self._retried(lambda: self._read(name, offset, size), name)
-        self.meter.add(Traffic(read_bytes=len(data)))
-        return data
+        if size == 0:
+            return b""
+        try:
+            data = bytes(self._ask("cat_file", self._path(name), start=offset, end=offset + size))
+        except OSError as error:
+            if error.errno != errno.EINVAL or "range" not in str(error).lower():
+                raise
+            data = b""  # beyond the end
+        # A short answer is the end of the file, or one that broke off without contradicting its headers.
+        left = size if len(data) == size else int(self._ask("info", self._path(name))["size"]) - offset
+        return self._complete(name, data, size, left)
 
+    @retried("read")
     def read_whole(self, name: str) -> bytes:
         """Return a small file."""
-        return self._retried(lambda: self._read_whole(name), name)
+        return bytes(self._ask("cat_file", self._path(name)))
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of any size. Each block is a positioned read of its own, so that it can be retried."""
         return io.BufferedReader(_Blocks(self, name), BLOCK)
 
+    @retried("listed")
     def names(self, pattern: str) -> list[str]:
         """Return the names of the files that match a glob, sorted."""
-        return self._retried(lambda: sorted(self._names(pattern)), pattern, "listed")
+        start = joined(self._path(""), "")
+        found = self._ask("glob", start + pattern, detail=True)
+        return sorted(path.removeprefix(start) for path, info in found.items() if info["type"] == "file")
 
+    @retried("listed")
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file below a folder, by name; {} if there is no such folder."""
+        start = joined(self._path(""), "")
         try:
-            return self._retried(lambda: self._sizes(folder), folder, "listed")
-        except MissingFileError:
+            found = self._ask("find", start + folder, detail=True)
+        except FileNotFoundError:
             return {}
+        sizes = {str(path).removeprefix(start): int(info["size"]) for path, info in found.items()}
+        return {name: size for name, size in sizes.items() if name.startswith(f"{folder}/")}
 
+    @retried("written")
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, which appears whole and outlasts a loss of power."""
-        self._retried(lambda: self._write(name, data), name, "written")
+        self._ask("pipe_file", self._path(name), data)
 
-    def upload(self, path: Path, name: str) -> None:
+    @retried("written")
+    def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it outlasts a loss of power."""
-        self._retried(lambda: self._upload(path, name), name, "written")
+        parts = {"chunksize": PART} if self.scheme in ("s3", "gs") else {}
+        self._transfer("put_file", str(path), self._path(name), **parts)
 
-    def download(self, names: Iterable[str], folder: Path) -> None:
-        """Copy files of any size into an existing local folder, under the last part of their names."""
+    @retried("read")
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file of any size to `path`, whose folder exists."""
+        parts = {"chunksize": PART} if self.scheme == "s3" else {}
+        self._transfer("get_file", self._path(name), str(path), **parts)
 
-        def fetch(name: str) -> None:
-            self._retried(lambda: self._download(name, folder / name.rpartition("/")[2]), name)
+    @retried("removed")
+    def remove(self, name: str) -> None:
+        """Remove a file; if it is gone already, that is no error."""
+        with suppress(FileNotFoundError):
+            self._ask("rm_file", self._path(name))
 
-        with ThreadPoolExecutor(DOWNLOADS) as pool:
-            for fetched in [pool.submit(fetch, name) for name in names]:
-                fetched.result()
+    def _complete(self, name: str, data: bytes, size: int, left: int) -> bytes:
+        """Count and return an answer if it has `size` bytes, or the `left` ones up to the end of the file."""
+        if len(data) > size:
+            raise self._ignores_ranges(name)
+        if len(data) < min(size, left):
+            raise OSError(f"the connection ended after {len(data)} bytes of {min(size, left)}")
+        self.meter.add(Traffic(read_bytes=len(data)))
+        return data
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files in the given order; a file that is gone already is no error."""
-        for name in names:
-            with suppress(MissingFileError):
-                self._retried(lambda name=name: self._remove(name), name, "removed")  # type: ignore[misc]
+    def _ignores_ranges(self, name: str) -> DistapError:
+        return DistapError(
+            f"{self.where(name)}: the server sends the whole file where a part is asked for (it ignores Range), so "
+            "images cannot be read by their offset; serve the shards with nginx, Apache or an object store, or "
+            "copy them to disk"
+        )
 
-    @abstractmethod
-    def _about(self, name: str) -> About: ...
+    @property
+    def _files(self) -> Any:
+        """The file system of this process: a fork must not use the connections of its parent."""
+        if self._made is None or self._made[0] != os.getpid():
+            self._made = os.getpid(), file_system(self.scheme, self.settings, self.key)
+        return self._made[1]
 
-    @abstractmethod
-    def _read(self, name: str, offset: int, size: int) -> bytes: ...
+    def _path(self, name: str) -> str:
+        return str(self._files._strip_protocol(self.where(name)))
 
-    @abstractmethod
-    def _read_whole(self, name: str) -> bytes: ...
+    def _ask(self, method: str | Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return what a method of the file system, or a coroutine function, answers without moving much data."""
+        if isinstance(method, str) and not self._files.async_impl:
+            return getattr(self._files, method)(*args, **options)
+        from fsspec.asyn import sync
 
-    @abstractmethod
-    def _names(self, pattern: str) -> Iterable[str]: ...
+        function = getattr(self._files, f"_{method}") if isinstance(method, str) else method
+        patience = max(min(self.settings.timeout_seconds, self.deadline - time.monotonic()), 0.001)
+        return sync(self._files.loop, function, *args, timeout=patience, **options)
 
-    @abstractmethod
-    def _sizes(self, folder: str) -> dict[str, int]: ...
+    def _transfer(self, method: str, *args: Any, **options: Any) -> None:
+        """Await a transfer for as long as bytes move: how long all of it takes depends on its size."""
+        from fsspec.asyn import sync
+        from fsspec.callbacks import Callback
 
-    @abstractmethod
-    def _write(self, name: str, data: bytes) -> None: ...
+        if not self._files.async_impl:
+            getattr(self._files, method)(*args, **options)
+            return
+        function, moved, limit = getattr(self._files, f"_{method}"), Callback(), self.settings.timeout_seconds
 
-    @abstractmethod
-    def _upload(self, path: Path, name: str) -> None: ...
-
-    @abstractmethod
-    def _download(self, name: str, path: Path) -> None: ...
-
-    @abstractmethod
-    def _remove(self, name: str) -> None: ...
-
-    def _retried(self, call: Callable[[], T], name: str, done: str = "read") -> T:
-        """Call until it succeeds, an error is permanent, or the attempts are used up."""
-        where, attempts = self.where(name), self.settings.attempts
-        for attempt in range(1, attempts + 1):
-            if time.monotonic() > self._deadline:
-                raise UnreachableError(f"{where}: not {done} in time: timeout_seconds also limits a whole checkpoint")
+        async def watched() -> None:
+            task = asyncio.ensure_future(function(*args, callback=moved, **options))
             try:
-                return call()
-            except DistapError:
-                raise
-            except FileNotFoundError as error:
-                raise MissingFileError(f"{where}: there is no such file") from error
-            except Exception as error:  # each file system raises its own
-                reason = str(error) or str(error.__cause__ or "") or type(error).__name__
-                if isinstance(error, TimeoutError) and not answer_to_boto(error)[0]:
-                    reason = f"no answer within {self.settings.timeout_seconds:g} s"
-                if is_permanent(error):
-                    raise DistapError(f"{where}: cannot be {done}: {reason}") from error
-                if attempt == attempts:
-                    hint = f"; {self.key} has the number of attempts and their time-out" if self.key else ""
-                    raise UnreachableError(
-                        f"{where}: cannot be {done}: {attempts} attempts failed, the last with: {reason}{hint}"
-                    ) from error
-            self.meter.add(Traffic(retries=1))
-            # A random part, since ranks that fail together must not come back together.
-            time.sleep(self.settings.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-        raise AssertionError("at least one attempt")
+                seen, last = 0, time.monotonic()
+                while not task.done():
+                    await asyncio.wait({task}, timeout=min(1.0, limit / 10))
+                    if moved.value != seen:
+                        seen, last = moved.value, time.monotonic()
+                    now = time.monotonic()
+                    if not task.done() and (now > self.deadline or now - last > limit):
+                        raise TimeoutError
+                task.result()
+            finally:
+                task.cancel()
+
+        sync(self._files.loop, watched)
+
+
+class LocalStorage(Storage):
+    """The files of a folder on disk or on a network file system, given as a path or a file:// URL.
+
+    Positioned reads go to the system, and writes are atomic; fsspec does the rest.
+    """
+
+    def __init__(self, base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> None:
+        super().__init__(base, settings, key)
+        self._opened = OpenFiles()
+
+    def _local(self, name: str) -> Path:
+        return Path(self.where(name).removeprefix("file://"))
+
+    @retried("read")
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        data = self._opened.read(str(self._local(name)), offset, size)
+        self.meter.add(Traffic(read_bytes=len(data)))
+        return data
+
+    @retried("listed")
+    def names(self, pattern: str) -> list[str]:
+        base = self._local("")  # its own name may hold the signs of a glob
+        return sorted(path.relative_to(base).as_posix() for path in base.glob(pattern) if path.is_file())
+
+    @retried("written")
+    def write(self, name: str, data: bytes) -> None:
+        with replacing(self._local(name)) as file:
+            file.write(data)
+
+    @retried("written")
+    def upload(self, name: str, path: Path) -> None:
+        with path.open("rb") as source, replacing(self._local(name)) as file:
+            shutil.copyfileobj(source, file, BLOCK)
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        with suppress(OSError):
+            self._local(name).parent.rmdir()  # a bucket has no empty folders either
 
 
 class _Blocks(io.RawIOBase):
@@ -191,104 +316,3 @@ class _Blocks(io.RawIOBase):
         buffer[: len(data)] = data
         self._offset += len(data)
         return len(data)
-
-
-class LocalStorage(Storage):
-    """The files of a folder on disk or on a network file system, given as a path or a file:// URL."""
-
-    def __init__(self, base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> None:
-        super().__init__(base, settings, key)
-        self._files = OpenFiles()
-
-    def _path(self, name: str) -> Path:
-        return Path(self.where(name).removeprefix("file://"))
-
-    def _about(self, name: str) -> About:
-        status = self._path(name).stat()
-        return About(status.st_size, f"{status.st_mtime_ns}")
-
-    def _read(self, name: str, offset: int, size: int) -> bytes:
-        return self._files.read(str(self._path(name)), offset, size)
-
-    def _read_whole(self, name: str) -> bytes:
-        return self._path(name).read_bytes()
-
-    def _names(self, pattern: str) -> Iterable[str]:
-        base = self._path("")
-        return (path.relative_to(base).as_posix() for path in base.glob(pattern) if path.is_file())
-
-    def _sizes(self, folder: str) -> dict[str, int]:
-        base, sizes = self._path(""), {}
-        for path in self._path(folder).rglob("*"):
-            with suppress(FileNotFoundError):  # another process may remove files meanwhile
-                if path.is_file():
-                    sizes[path.relative_to(base).as_posix()] = path.stat().st_size
-        return sizes
-
-    def _write(self, name: str, data: bytes) -> None:
-        with replacing(self._path(name)) as file:
-            file.write(data)
-
-    def _upload(self, path: Path, name: str) -> None:
-        with path.open("rb") as source, replacing(self._path(name)) as file:
-            shutil.copyfileobj(source, file, BLOCK)
-
-    def _download(self, name: str, path: Path) -> None:
-        shutil.copyfile(self._path(name), path)
-
-    def _remove(self, name: str) -> None:
-        path = self._path(name)
-        try:
-            path.unlink()
-        finally:
-            with suppress(OSError):
-                path.parent.rmdir()  # a bucket has no empty folders either
-
-
-class OpenFiles:
-    """Keep the local files that were read last open; a copy in another process opens its own."""
-
-    def __init__(self, limit: int = OPEN_FILES) -> None:
-        self.limit = limit
-        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
-
-    def __reduce__(self) -> tuple[type["OpenFiles"], tuple[int]]:
-        return OpenFiles, (self.limit,)
-
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`, fewer only at the end of the file."""
-        file, parts = self._file(path), []
-        try:
-            while size > 0 and (part := os.pread(file.number, size, offset)):
-                parts.append(part)
-                offset, size = offset + len(part), size - len(part)
-        except OSError:
-            self.close(path)  # a stale handle is mended by opening the file again
-            raise
-        return b"".join(parts)
-
-    def size(self, path: str) -> int:
-        """Return the bytes of the open file, which may no longer be the one at `path`."""
-        return os.fstat(self._file(path).number).st_size
-
-    def is_at(self, path: str) -> bool:
-        """Return whether the open file is still the one at `path`. Raises OSError if nothing is there."""
-        return os.path.samestat(os.fstat(self._file(path).number), Path(path).stat())
-
-    def close(self, path: str) -> None:
-        self._files.pop(path, None)
-
-    def _file(self, path: str) -> "_OpenFile":
-        file = self._files.pop(path, None) or _OpenFile(path)
-        self._files[path] = file
-        if len(self._files) > self.limit:
-            self._files.popitem(last=False)
-        return file
-
-
-class _OpenFile:
-    """A file descriptor that is closed when nothing refers to it any more, a read in another thread included."""
-
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.number)

@@ -1,8 +1,10 @@
-"""Settings for retries and remote file systems, and which errors another attempt may mend."""
+"""Settings of remote file systems, how to make one with fsspec, and which errors another attempt may mend."""
 
 import errno
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, TypeVar
 
 from distap.errors import FAILED, DistapError
@@ -98,3 +100,38 @@ def answer_to_boto(error: Exception) -> tuple[str, int | None]:
     if not isinstance(answer, dict):
         return "", None
     return str(answer.get("Error", {}).get("Code", "")), answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+
+
+def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
+    """Make an fsspec file system with connections of its own, which retries nothing itself.
+
+    Raises:
+        DistapError: its package is not installed, or an option is wrong; `key` names the settings in messages.
+    """
+    import fsspec  # slow
+
+    options = {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in settings.options.get(scheme, {}).items()
+    }
+    if scheme == "s3":
+        # One attempt of boto's is one of ours; that of s3fs itself is set below.
+        client = {"retries": {"total_max_attempts": 1}, "read_timeout": settings.timeout_seconds}
+        options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
+    if scheme == "gs":
+        # gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    try:
+        files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
+    except ImportError as error:
+        remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
+        raise DistapError(f"{scheme}:// needs a package that is not installed ({error}){remedy}") from error
+    except Exception as error:
+        where = f"{key}.options.{scheme}" if key else f"{scheme}://"
+        raise DistapError(f"{where}: {error}; see fsspec's file system for what it takes") from error
+    if scheme == "s3":
+        files.retries = 1
+    if scheme == "gs":
+        # gcsfs wraps six attempts with pauses around each request, and no option takes them away.
+        files._request = MethodType(type(files)._request.__wrapped__, files)
+    return files

@@ -172,7 +172,7 @@ def test_when_all_are_damaged_training_does_not_start_anew(tmp_path):
     save(tmp_path, 1, 2)
     for path in list_checkpoints(tmp_path):
         (path / "manifest.json").unlink()
-    with pytest.raises(DistapError, match=r"none of its 2 checkpoints can be used.*step-00000002.*manifest\.json"):
+    with pytest.raises(DistapError, match=r"none of the 2 checkpoints can be used.*step-00000002.*manifest\.json"):
         newest_checkpoint(tmp_path, World())
 
 

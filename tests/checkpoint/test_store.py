@@ -61,8 +61,8 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3):
         settings = RemoteSettings(attempts=2, timeout_seconds=0.3, backoff_seconds=0, options=options)
         store = storage_of("s3://shards/run", settings)
         for call in (
-            lambda: store.upload(tmp_path / "file", "file"),
-            lambda: store.download(["file"], tmp_path),
+            lambda: store.upload("file", tmp_path / "file"),
+            lambda: store.download("file", tmp_path / "fetched"),
             lambda: store.sizes("folder"),
         ):
             with pytest.raises(UnreachableError, match=r"2 attempts failed, the last with: no answer within 0\.3 s"):
@@ -102,7 +102,7 @@ def test_a_folder_is_on_the_disk_with_the_names_of_all_folders_that_were_made(tm
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
     for name, send in (
-        ("a/b/sent", lambda name: store.upload(tmp_path / "file", name)),
+        ("a/b/sent", lambda name: store.upload(name, tmp_path / "file")),
         ("c/d/written", lambda name: store.write(name, b"data")),
     ):
         send(name)

@@ -90,7 +90,7 @@ def test_a_damaged_file_is_found_and_the_checkpoint_before_is_used(tmp_path, sto
 
 def test_a_missing_file_is_found(tmp_path, stored):
     save(stored, tmp_path / "run", 1, 2)
-    stored.store.remove([f"checkpoints/{stored.names()[1]}/state.json"])
+    stored.store.remove(f"checkpoints/{stored.names()[1]}/state.json")
     assert newest(stored, tmp_path / "run")[0] == 1
 
 
@@ -106,11 +106,11 @@ def test_what_arrives_damaged_is_downloaded_once_more(tmp_path, stored, monkeypa
     save(stored, tmp_path / "run", 1)
     download, broken = Storage.download, ["__0_0.distcp"]
 
-    def break_once(store, names, folder):
-        download(store, names, folder)
-        for name in broken:
-            (folder / name).write_bytes((folder / name).read_bytes()[:-1])
-        broken.clear()
+    def break_once(store, name, path):
+        download(store, name, path)
+        if path.name in broken:
+            broken.remove(path.name)
+            path.write_bytes(path.read_bytes()[:-1])
 
     monkeypatch.setattr(Storage, "download", break_once)
     assert newest(stored, tmp_path / "run")[0] == 1
@@ -121,8 +121,8 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(tm
     save(stored, tmp_path / "run", 1, 2)
     newer = stored.names()[1]
 
-    def unreachable(store, names, folder):
-        raise UnreachableError(f"{store.where(names[0])}: the network is down")
+    def unreachable(store, name, path):
+        raise UnreachableError(f"{store.where(name)}: the network is down")
 
     monkeypatch.setattr(Storage, "download", unreachable)
     with pytest.raises(UnreachableError, match=f"{newer}.*the network is down"):
@@ -176,13 +176,7 @@ def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch):
     stored = stored_at(f"file://{tmp_path}/store", keep=1)
     save(stored, tmp_path / "run", 1)
     removed, remove = [], Storage.remove
-
-    def watched(store, names):
-        names = list(names)
-        removed.extend(names)
-        remove(store, names)
-
-    monkeypatch.setattr(Storage, "remove", watched)
+    monkeypatch.setattr(Storage, "remove", lambda store, name: (removed.append(name), remove(store, name)))
     save(stored, tmp_path / "run", 2)
     assert [Path(name).name for name in removed] == ["manifest.json", ".metadata", "__0_0.distcp", "state.json"]
 

@@ -16,8 +16,9 @@ from distap.data.settings import CacheSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
-from distap.storage.files import LocalStorage, OpenFiles, storage_of
+from distap.storage.files import LocalStorage, storage_of
 from distap.storage.locations import parse_source
+from distap.storage.open_files import OpenFiles
 from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
 
 QUICK = RemoteSettings(attempts=3, timeout_seconds=20, backoff_seconds=0)
@@ -326,7 +327,7 @@ def test_a_scan_whose_index_could_not_be_written_is_not_done_again(s3, shards, h
         raise DistapError(f"{storage.where(name)}: cannot be written: Access Denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr("distap.storage.remote_files.RemoteStorage.write", refuse)
+        patch.setattr("distap.storage.files.Storage.write", refuse)
         with pytest.raises(DistapError, match="Access Denied"):
             index_shards(url, remote=remote)
     monkeypatch.setattr("distap.data.shards.indexing.read_samples", None)

@@ -27,7 +27,8 @@ from typing import Any
 from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
-from distap.storage.files import BLOCK, OpenFiles, Storage, storage_of
+from distap.storage.files import BLOCK, Storage, storage_of
+from distap.storage.open_files import OpenFiles
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter
 
