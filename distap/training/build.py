@@ -45,18 +45,18 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
     """The recipe's images for this rank, from the source that it chooses (`data.reading`)."""
     data = recipe.data
     job = LoadingJob(
-        data.train_source,
-        recipe.sampling,
-        recipe.seed,
-        data.augmentation.transform(data.image_size, data.scaled_decoding),
-        data.image_size,
-        recipe.loader_chunk,
-        data.workers,
-        data.prefetch,
-        data.pixels,
-        data.max_pixels,
-        data.remote,
-        data.cache,
+        source=data.train_source,
+        sampling=recipe.sampling,
+        seed=recipe.seed,
+        transform=data.augmentation.transform(data.image_size, data.scaled_decoding),
+        image_size=data.image_size,
+        chunk=recipe.loader_chunk,
+        workers=data.workers,
+        prefetch=data.prefetch,
+        pixels=data.pixels,
+        max_pixels=data.max_pixels,
+        remote=data.remote,
+        cache=data.cache,
     )
     images: TrainingImages = data.reading.open(job, world, stopwatch)
     return images

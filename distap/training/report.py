@@ -122,7 +122,7 @@ class RunReport:
             if name not in self.damaged:
                 logger.warning("step %d: %s left out", step, name)
             self.damaged.add(name)
-        self.metrics.observe_reading(share.traffic, share.spool_size_bytes, share.spool_limit_bytes)
+        self.metrics.observe_reading(share.traffic, share.held.spool_size_bytes, share.held.spool_limit_bytes)
 
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
         """A step was not applied, since its loss or gradient is not finite; `keys` name its images, on rank 0."""

@@ -190,8 +190,8 @@ def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path
     for limit, spooled in ((bytes_of_share, 0), (bytes_of_share - 1, bytes_of_share)):
         settings = PixelSettings(memory_bytes=limit, spool_folder=tmp_path)
         share = next(shares_of(shards, World(), "auto", pixels=settings, batch=9))
-        assert share.spool_size_bytes == spooled
-        assert (share.spool_limit_bytes > spooled) == bool(spooled)
+        assert share.held.spool_size_bytes == spooled
+        assert (share.held.spool_limit_bytes > spooled) == bool(spooled)
     assert not list(tmp_path.glob("distap-spool-*"))  # the file has no name
 
 

@@ -10,16 +10,7 @@ from torch.utils.data import Dataset
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reading import Reader
-from distap.data.loading.training import (
-    NO_SAMPLE,
-    Chunk,
-    Failure,
-    Loaded,
-    LoadingJob,
-    ShareOfBatch,
-    chunk_of,
-    shares_of,
-)
+from distap.data.loading.training import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.plan import Classes, Plan
 from distap.data.shards.index import Index, load_index
@@ -75,7 +66,7 @@ class IndexedImages:
         pass
 
 
-class SlotImages(Dataset[Loaded]):
+class SlotImages(Dataset[tuple[Tensor, Loaded]]):
     """Images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
     An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.
@@ -84,7 +75,7 @@ class SlotImages(Dataset[Loaded]):
     def __init__(self, job: LoadingJob, reader: Reader, plan: Plan) -> None:
         self.job, self.reader, self.plan = job, reader, plan
 
-    def __getitem__(self, request: tuple[int, int, int]) -> Loaded:
+    def __getitem__(self, request: tuple[int, int, int]) -> tuple[Tensor, Loaded]:
         step, slot, sample = request
         failures: list[Failure] = []
         for candidate in self._candidates(step, slot, sample):
@@ -94,14 +85,15 @@ class SlotImages(Dataset[Loaded]):
             except DamagedImageError as error:
                 failures.append(Failure(name, error.reason))
             else:
-                return Loaded(pixels, candidate, int(self.plan.classes.labels[candidate]), name, failures)
+                return pixels, Loaded(candidate, int(self.plan.classes.labels[candidate]), name, failures)
         blank = torch.zeros(3, self.job.image_size, self.job.image_size, dtype=torch.uint8)
-        return Loaded(blank, NO_SAMPLE, -1, self.reader.where(sample), failures)
+        return blank, Loaded(NO_SAMPLE, -1, self.reader.where(sample), failures)
 
     def _candidates(self, step: int, slot: int, sample: int) -> Iterator[int]:
         yield sample
         yield from self.plan.stand_ins(step, slot).tolist()
 
 
-def _collated(reader: Reader, loaded: list[Loaded]) -> Chunk:
-    return chunk_of(loaded, reader.take_traffic())
+def _collated(reader: Reader, loaded: list[tuple[Tensor, Loaded]]) -> Chunk:
+    pixels, images = zip(*loaded, strict=True)
+    return Chunk(torch.stack(pixels), list(images), reader.take_traffic())

@@ -8,7 +8,6 @@ import os
 import tempfile
 import weakref
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,29 +21,6 @@ from distap.errors import DistapError
 WITHOUT_RESERVATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # answers of file systems that cannot reserve
 FULL = (errno.ENOSPC, errno.EDQUOT)
 ZEROS = 4 * 2**20  # bytes written at once to reserve space by writing
-
-
-class HeldPixels(ABC):
-    """The pixels of a rank's share of one step, by row."""
-
-    spool_size_bytes = 0  # of the spool file, where there is one
-
-    @property
-    def spool_limit_bytes(self) -> int:
-        """Bytes that the spool file could take: its size, and what its file system has left."""
-        return 0
-
-    @abstractmethod
-    def keep(self, start: int, pixels: Tensor) -> Tensor:
-        """Take the next rows, which begin with `start`, and return them as the network is to get them."""
-
-    @abstractmethod
-    def rows(self, rows: slice | Tensor) -> Tensor:
-        """(n, 3, size, size) uint8 of rows that were kept, valid until the next are asked for."""
-
-    @abstractmethod
-    def blank(self, rows: list[int]) -> None:
-        """Make these rows black."""
 
 
 def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) -> "PixelsInMemory | Spool | None":
@@ -66,24 +42,31 @@ def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) ->
     return None
 
 
-class PixelsInMemory(HeldPixels):
+class PixelsInMemory:
     """Pixels that stay in memory; the arguments are those of `held_pixels`."""
+
+    spool_size_bytes = spool_limit_bytes = 0
 
     def __init__(self, count: int, size: int, pinned: bool) -> None:
         self._pixels = torch.empty(count, 3, size, size, dtype=torch.uint8, pin_memory=pinned)
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
+        """Take the next rows, which begin with `start`, and return them as the network is to get them."""
         return self._pixels[start : start + len(pixels)].copy_(pixels)
 
     def rows(self, rows: slice | Tensor) -> Tensor:
+        """(n, 3, size, size) uint8 of rows that were kept, valid until the next are asked for."""
         return self._pixels[rows]
 
     def blank(self, rows: list[int]) -> None:
+        """Make these rows black."""
         self._pixels[rows] = 0
 
 
-class Spool(HeldPixels):
+class Spool:
     """Pixels that wait in a file without a name, whose space is reserved before the first row is written.
+
+    The methods are those of `PixelsInMemory`.
 
     The rows written last are still in the page cache when replay begins to read, as far as memory allows.
 
@@ -106,6 +89,7 @@ class Spool(HeldPixels):
 
     @property
     def spool_limit_bytes(self) -> int:
+        """Bytes that the file could take: its size, and what its file system has left."""
         return self.spool_size_bytes + _free_bytes(self._file)
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
@@ -162,7 +146,7 @@ class Spool(HeldPixels):
             ) from error
 
 
-class Reread(HeldPixels):
+class Reread:
     """Pixels that are not kept: each image is read, decoded and augmented again, once and in order.
 
     Only checksums are kept, so that no image that has changed meanwhile trains the network.
@@ -171,6 +155,8 @@ class Reread(HeldPixels):
         again: reads the next rows again, any number at once.
         name: gives the shard and key of the image in a row.
     """
+
+    spool_size_bytes = spool_limit_bytes = 0
 
     def __init__(self, again: Callable[[], Tensor], name: Callable[[int], str]) -> None:
         self._again, self._name = again, name
@@ -225,6 +211,9 @@ class Reread(HeldPixels):
         if self._first is None:
             self._first = pixels[:1].clone()
         self._done += len(pixels)
+
+
+HeldPixels = PixelsInMemory | Spool | Reread
 
 
 def _unlinked_file(folder: Path) -> int:

@@ -3,8 +3,6 @@
 import zlib
 from pathlib import Path
 
-from PIL import Image
-
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.loading.shard_cache import ShardCache
 from distap.data.settings import CacheSettings
@@ -43,18 +41,13 @@ class Reader:
         self.storage = storage_of(self.source.base, remote)
         self.cache = ShardCache(cache, index, self.source.base, remote, self.storage.meter) if cache else None
 
-    def image(self, sample: int) -> Image.Image:
-        """The decoded image, upright and RGB.
+    def encoded(self, sample: int) -> EncodedImage:
+        """The image before it is decoded.
 
         Raises:
-            DamagedImageError: its bytes have changed since they were indexed, or cannot be decoded.
-            OutOfMemoryError: memory does not suffice.
+            DamagedImageError: its bytes have changed since they were indexed, or are no image.
             DistapError: the shard cannot be read at all.
         """
-        return self.encoded(sample).whole()
-
-    def encoded(self, sample: int) -> EncodedImage:
-        """The image before it is decoded; raises the same errors as `image`."""
         return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
 
     def data(self, sample: int) -> bytes:

@@ -35,7 +35,7 @@ from webdataset.utils import identity
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.loading.streams import Cursor, Members, Stream, StreamedShards, number_of
-from distap.data.loading.training import Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, chunk_of, shares_of
+from distap.data.loading.training import Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.sampling.streams import StreamsSampling
 from distap.data.shards.index import Index, load_index
@@ -230,9 +230,11 @@ class StreamImages(IterableDataset[Chunk]):
             for start in range(0, len(slots), chunk):
                 rows = range(start, min(start + chunk, len(slots)))
                 loaded = [self._loaded(streams[row % len(streams)], step, slots[row]) for row in rows]
-                yield chunk_of(loaded, self.shards.take_traffic(), [stream.cursor for stream in streams])
+                pixels, images = zip(*loaded, strict=True)
+                cursors: list[tuple[int, ...]] = [stream.cursor for stream in streams]
+                yield Chunk(torch.stack(pixels), list(images), self.shards.take_traffic(), cursors)
 
-    def _loaded(self, stream: Stream, step: int, slot: int) -> Loaded:
+    def _loaded(self, stream: Stream, step: int, slot: int) -> tuple[Tensor, Loaded]:
         failures: list[Failure] = []
         for name, key, members in stream.candidates():
             try:
@@ -242,18 +244,16 @@ class StreamImages(IterableDataset[Chunk]):
                 failures.append(Failure(name, error.reason))
             else:
                 stream.in_batch.add(name)
-                return Loaded(pixels, number_of(name), label, name, failures)
+                return pixels, Loaded(number_of(name), label, name, failures)
         raise AssertionError("candidates end with an error")
 
 
 def _interleaved(parts: list[Chunk]) -> Chunk:
     """The chunks of all workers, which have equal numbers of rows and of streams, as one of the rank."""
-    if len(parts) == 1:
-        return parts[0]
-    pixels = torch.stack([part.pixels for part in parts], 1).flatten(0, 1)
-    samples, labels, names, cursors = (
-        list(chain(*zip(*(getattr(part, field) for part in parts), strict=True)))
-        for field in ("samples", "labels", "names", "cursors")
+    pixels, images, traffic, cursors = zip(*parts, strict=True)
+    return Chunk(
+        torch.stack(pixels, 1).flatten(0, 1) if len(parts) > 1 else pixels[0],
+        list(chain(*zip(*images, strict=True))),
+        reduce(Traffic.plus, traffic),
+        list(chain(*zip(*cursors, strict=True))),
     )
-    failures = list(chain(*(part.failures for part in parts)))
-    return Chunk(pixels, samples, labels, names, failures, reduce(Traffic.plus, (p.traffic for p in parts)), cursors)

@@ -27,6 +27,7 @@ from distap.storage.traffic import Meter, Traffic
 SHARDS, SHUFFLE = 18, 19  # first words of the keys that orders of shards, and of samples within one, are drawn with
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
+Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
 
 
 def number_of(name: str) -> int:
@@ -90,14 +91,6 @@ class Cursor(NamedTuple):
     sample: int = 0  # samples of the shard, in its shuffled order, that are done
 
 
-class StreamedSample(NamedTuple):
-    """A sample that is not decoded yet."""
-
-    name: str  # shard and key
-    key: str
-    members: Members
-
-
 class Stream:
     """One of the streams of a data set, see `StreamsSampling`.
 
@@ -116,7 +109,7 @@ class Stream:
         self._shards, self._sampling, self._seed, self._number = shards, sampling, seed, number
         self._walked = self._walk(cursor)
 
-    def candidates(self) -> Iterator[StreamedSample]:
+    def candidates(self) -> Iterator[Found]:
         """The next samples that the batch has not got yet, to be tried until one can be used.
 
         Raises:
@@ -127,7 +120,7 @@ class Stream:
             self.cursor, sample = next(self._walked)
             if sample is None:
                 ends += 1
-            elif sample.name not in self.in_batch:
+            elif sample[0] not in self.in_batch:
                 yield sample
         sampling, images = self._sampling, len(self.in_batch)
         raise DistapError(
@@ -136,7 +129,7 @@ class Stream:
             "sampling.batch_size lower, or sampling.streams"
         )
 
-    def _walk(self, cursor: Cursor) -> Iterator[tuple[Cursor, StreamedSample | None]]:
+    def _walk(self, cursor: Cursor) -> Iterator[tuple[Cursor, Found | None]]:
         """Endlessly, pass after pass: each sample, and None at the end of a pass, with the cursor behind it."""
         first, begin, skip = cursor
         names, streams = self._shards.names, self._sampling.streams
@@ -148,7 +141,7 @@ class Stream:
                 seed = seed_for(SHUFFLE, self._seed, turn, shard)
                 for number, (key, members) in enumerate(self._shards.samples(shard, self._sampling.shuffle, seed), 1):
                     if number > skip:
-                        yield Cursor(turn, place, number), StreamedSample(f"{names[shard]}:{key}", key, members)
+                        yield Cursor(turn, place, number), (f"{names[shard]}:{key}", key, members)
                 if number < skip:
                     raise DistapError(
                         f"{names[shard]}: it has {number} samples, but the run had already used {skip} of them; data "

@@ -1,6 +1,6 @@
 """The images of a training as its loop sees them, whichever source reads them, and one rank's share of a batch."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -99,32 +99,21 @@ class Failure(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """An image that was read, or that could not be."""
+    """An image that was read, beside its pixels."""
 
-    pixels: Tensor
-    sample: int
-    label: int
-    name: str
-    failures: list[Failure]
+    sample: int  # number of the image, NO_SAMPLE for a missing one
+    label: int  # its class, -1 for a missing image
+    name: str  # its shard and key; of the damaged image if nothing stands in for it
+    failures: list[Failure]  # the image, and those that were to stand in for it, as far as they could not be used
 
 
 class Chunk(NamedTuple):
     """Some images as a worker hands them over."""
 
     pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image
-    samples: list[int]  # numbers of the images, NO_SAMPLE for a missing one
-    labels: list[int]  # classes, -1 for a missing image
-    names: list[str]  # shards and keys; of the damaged image if nothing stands in for it
-    failures: list[Failure]
+    images: list[Loaded]
     traffic: Traffic  # of reading them
-    cursors: Sequence[tuple[int, ...]] = ()  # positions of the worker's streams behind them, if it has any
-
-
-def chunk_of(loaded: list[Loaded], traffic: Traffic, cursors: Sequence[tuple[int, ...]] = ()) -> Chunk:
-    """Put images together that a worker hands over at once."""
-    pixels, samples, labels, names, failures = zip(*loaded, strict=True)
-    together = list(samples), list(labels), list(names), list(chain(*failures))
-    return Chunk(torch.stack(pixels), *together, traffic, cursors)
+    cursors: list[tuple[int, ...]] = []  # noqa: RUF012 - positions of the worker's streams behind them, if it has any
 
 
 class ShareOfBatch:
@@ -133,7 +122,7 @@ class ShareOfBatch:
     Args:
         step: the number of the batch.
         total: B, images of the global batch.
-        held: where the pixels wait; None reads them again, and `chunks` then holds each share twice.
+        held: where the pixels wait; None reads them again, for which `chunks` has each share twice.
         chunks: the images of this share; other shares may follow.
         stopwatch: counts the seconds of waiting as `data_wait`.
     """
@@ -151,7 +140,7 @@ class ShareOfBatch:
         self._chunks = chunks
         self._recent: list[tuple[int, Tensor]] = []  # first row and pixels of the chunks that were read last
         self._again = 0  # rows that have been read again
-        self._held: HeldPixels = held or Reread(self._read_again, self.names.__getitem__)
+        self.held: HeldPixels = held or Reread(self._read_again, self.names.__getitem__)
         self._stopwatch = stopwatch
 
     @property
@@ -164,16 +153,6 @@ class ShareOfBatch:
         """(b,) bool, False for a missing image."""
         return torch.tensor([sample != NO_SAMPLE for sample in self.samples])
 
-    @property
-    def spool_size_bytes(self) -> int:
-        """Size of this rank's spool file; 0 without one."""
-        return self._held.spool_size_bytes
-
-    @property
-    def spool_limit_bytes(self) -> int:
-        """Bytes that the spool file could take: its size and what the file system has left; 0 without one."""
-        return self._held.spool_limit_bytes
-
     def images(self, rows: slice | Tensor) -> Tensor:
         """(n, 3, size, size) uint8 pixels of some of the share's images, valid until others are asked for.
 
@@ -182,12 +161,12 @@ class ShareOfBatch:
         """
         with self._stopwatch.stage("data_wait"):
             if not isinstance(rows, slice):
-                return self._held.rows(rows)
+                return self.held.rows(rows)
             self._recent = [part for part in self._recent if part[0] + len(part[1]) > rows.start]
             while len(self.samples) < rows.stop:
                 self._read()
             if not self._recent or self._recent[0][0] > rows.start:
-                return self._held.rows(rows)
+                return self.held.rows(rows)
             # Describe reads row after row: what it asks for has just come from the workers.
             parts = [
                 pixels[max(rows.start - first, 0) : rows.stop - first]
@@ -199,35 +178,35 @@ class ShareOfBatch:
     def blank(self, rows: Tensor) -> None:
         """Make these images black."""
         self._recent = []
-        self._held.blank(rows.tolist())
+        self.held.blank(rows.tolist())
 
     def finish(self) -> None:
         """Read on until the next share's images come."""
-        if isinstance(self._held, Reread):
-            self._held.finish()
+        if isinstance(self.held, Reread):
+            self.held.finish()
 
     def _read(self) -> None:
         chunk = next(self._chunks)
         first = len(self.samples)
-        self._recent.append((first, self._held.keep(first, chunk.pixels)))
-        self.samples += chunk.samples
-        self.names += chunk.names
-        self._labels += chunk.labels
-        self.failures += chunk.failures
+        self._recent.append((first, self.held.keep(first, chunk.pixels)))
+        self.samples += [image.sample for image in chunk.images]
+        self.names += [image.name for image in chunk.images]
+        self._labels += [image.label for image in chunk.images]
+        self.failures += chain(*(image.failures for image in chunk.images))
         self.traffic = self.traffic.plus(chunk.traffic)
 
     def _read_again(self) -> Tensor:
         chunk = next(self._chunks)
         self.traffic = self.traffic.plus(chunk.traffic)
-        for row, sample in enumerate(chunk.samples, self._again):
-            if sample != self.samples[row]:
-                reasons = ", ".join(f"{failure.where}: {failure.reason}" for failure in chunk.failures)
+        for row, image in enumerate(chunk.images, self._again):
+            if image.sample != self.samples[row]:
+                reasons = ", ".join(f"{failure.where}: {failure.reason}" for failure in image.failures)
                 raise DistapError(
                     f"{self.names[row]}: this image could be read for describe but cannot be read again for replay "
                     f"({reasons or 'or the other way round'}); data must not change during a training. Mend its "
                     "storage, or set data.pixels.hold to spool, which reads once"
                 )
-        self._again += len(chunk.samples)
+        self._again += len(chunk.images)
         return chunk.pixels
 
 
