@@ -23,8 +23,8 @@ class Hashed:
     """Wrap a file that is read or written once from start to end, and hash the bytes on their way."""
 
     def __init__(self, file: Any) -> None:
-        self._digest = hashlib.sha256()
-        self._file = file
+        self._file, self._digest = file, hashlib.sha256()
+        self.position = 0  # bytes so far
 
     @property
     def sha256(self) -> str:
@@ -32,10 +32,13 @@ class Hashed:
         return self._digest.hexdigest()
 
     def read(self, size: int) -> bytes:
-        data: bytes = self._file.read(size)
-        self._digest.update(data)
-        return data
+        return self._add(self._file.read(size))
 
     def write(self, data: bytes) -> int:
+        self._file.write(self._add(data))
+        return len(data)
+
+    def _add(self, data: bytes) -> bytes:
         self._digest.update(data)
-        return int(self._file.write(data))
+        self.position += len(data)
+        return data

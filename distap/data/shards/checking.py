@@ -16,10 +16,11 @@ from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, OutOfMemo
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.samples import read_samples
-from distap.data.shards.tar import DamagedShardError, Hashed
+from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
+from distap.storage.hashing import Hashed
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import MissingFileError, RemoteSettings
 

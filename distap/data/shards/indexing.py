@@ -15,10 +15,11 @@ from distap.data.shards.columns import read_columns
 from distap.data.shards.index import SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index
 from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.samples import Sample, Skipped, read_samples
-from distap.data.shards.tar import DamagedShardError, Hashed, Readable
+from distap.data.shards.tar import DamagedShardError, Readable
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
+from distap.storage.hashing import Hashed
 from distap.storage.locations import LISTABLE, Source, joined, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
 

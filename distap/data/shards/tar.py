@@ -5,11 +5,10 @@ archive, accepts two different checksums, and allows a member to be a link, to h
 index has to know every sample, so here tarfile only parses headers, and this module decides what may follow them.
 """
 
-import hashlib
 import re
 import tarfile
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from distap.errors import DistapError
 
@@ -37,33 +36,6 @@ class TarMember(NamedTuple):
     name: str
     offset: int  # of its first byte within the archive
     data: bytes
-
-
-class Hashed:
-    """A file that is read or written once from its first byte on, with the SHA-256 of the bytes so far."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._digest = file, hashlib.sha256()
-        self.position = 0
-
-    @property
-    def sha256(self) -> str:
-        """Hexadecimal digest."""
-        return self._digest.hexdigest()
-
-    def read(self, size: int) -> bytes:
-        """Return the next `size` bytes; fewer only at the end."""
-        return self._add(self._file.read(size))
-
-    def write(self, data: bytes) -> int:
-        """Append bytes."""
-        self._file.write(self._add(data))
-        return len(data)
-
-    def _add(self, data: bytes) -> bytes:
-        self._digest.update(data)
-        self.position += len(data)
-        return data
 
 
 def read_members(file: Readable, length: int | None, where: str) -> Iterator[TarMember]:

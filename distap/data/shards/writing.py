@@ -14,9 +14,10 @@ from distap.data.shards.image_files import IMAGE_SUFFIXES, ImageFile, suffix_of
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import scan_shard
 from distap.data.shards.samples import LABEL_FIELD, Skipped
-from distap.data.shards.tar import DamagedShardError, Hashed
+from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.hashing import Hashed
 
 
 class Entry(NamedTuple):
