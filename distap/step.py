@@ -12,8 +12,6 @@ The result is the gradient of the whole batch, not an approximation, because
 - a descriptor depends on its image and the random state alone, and both are the same in describe and replay. What
   this rests on (frozen BatchNorm, restored randomness) is watched as the replay drift;
 - `engine.accumulating` encloses everything that leads to the gradients, so ranks communicate once a step.
-
-If there is memory for it, the last micro-batches of describe keep their graph and need no second forward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,6 +36,7 @@ from distap.stopwatch import Stopwatch
 from distap.world import World
 
 DROPOUT = 1  # first word of the key that seeds dropout
+Forward = Callable[[Tensor], Tensor]  # images to descriptors
 
 
 @dataclass(frozen=True)
@@ -69,39 +68,27 @@ class Described:
 class ThreeStageStep:
     """Describe, gather, rank, replay, update.
 
-    Args:
-        engine: the network over the ranks, and its optimiser.
-        loss: the listwise loss over the global batch.
-        world: the ranks.
-        seed: seed of the training; with the step and the slot it determines dropout.
-        sizes: images in a micro-batch of each stage. Sizes that do not fit in memory are halved.
-        mode: `sharded` ranks on all ranks, `central` on rank 0.
-        memory_bytes: bytes that ranking may use beside the descriptors; None chooses by the device.
-        memory: descriptors of earlier steps to rank against, from step `memory_after` on.
-        max_drift: greatest tolerated difference between the two descriptors of an image.
-        skip_below: skip the replay of images whose descriptor gradient is no longer than this times the longest; 0
-            skips only those without any gradient.
-        describer: describes the images of stage one instead of the engine, for example with folded BatchNorm; its
-            method `refresh` takes over the network's present parameters.
-        overlap: gather and count descriptors while the network goes on describing.
     Raises:
         DistapError: the network or the engine does not allow these sizes.
     """
 
-    engine: Engine
+    engine: Engine  # the network over the ranks, and its optimiser
     loss: Loss
     world: World
-    seed: int
-    sizes: MicroBatchSizes
-    mode: Mode = "sharded"
-    memory_bytes: int | None = None
-    memory: CrossBatchMemory = field(default_factory=lambda: CrossBatchMemory(0))
-    memory_after: int = 0
-    max_drift: float = 1e-3
+    seed: int  # with the step and the slot it determines dropout
+    sizes: MicroBatchSizes  # of each stage; sizes that do not fit in memory are halved
+    mode: Mode = "sharded"  # `sharded` ranks on all ranks, `central` on rank 0
+    memory_bytes: int | None = None  # for ranking, beside the descriptors; None chooses by the device
+    memory: CrossBatchMemory = field(default_factory=lambda: CrossBatchMemory(0))  # descriptors of earlier steps
+    memory_after: int = 0  # the first step that is ranked against the memory
+    max_drift: float = 1e-3  # greatest tolerated difference between the two descriptors of an image
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
-    describer: Callable[[Tensor], Tensor] | None = None
-    overlap: bool = True
+    # Describes in stage one instead of the engine, such as with folded BatchNorm; its method `refresh` takes over the
+    # network's present parameters.
+    describer: Forward | None = None
+    overlap: bool = True  # gather and count descriptors while the network goes on describing
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.engine.network)
@@ -113,15 +100,13 @@ class ThreeStageStep:
     def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
         """Train on one global batch; every rank calls it with its own share.
 
-        Raises:
-            DistapError: on all ranks, if no image has a positive or the replay drift is too large; on one rank, if
-                its memory does not suffice.
+        It raises a DistapError on all ranks if no image has a positive or the replay drift is too large, and on one
+        rank if its memory does not suffice.
         """
         described = self.describe(batch)
         gathered, not_finite = self.gather(described, batch)
         ranking = self.rank(described.gathering, gathered, batch.step)
-        worst = norm = float("nan")
-        replayed = kept = 0
+        worst, norm, replayed, kept = float("nan"), float("nan"), 0, 0
         if ranking.is_finite:
             worst, replayed, kept = self.replay(batch, described, ranking)
             norm = self.update(batch.step, learning_rate)
@@ -134,9 +119,7 @@ class ThreeStageStep:
         share, start = len(self.world.slots(batch.total)), 0
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
-        parts: list[Tensor] = []
-        kept: dict[int, Tensor] = {}
-        cheap = self.describer or self.engine.describe
+        parts, kept, cheap = list[Tensor](), dict[int, Tensor](), self.describer or self.engine.describe
         with self._stage("describe", batch.step), self.engine.describing():
             self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)  # some engines gather parameters first
             if self.describer is not None and hasattr(self.describer, "refresh"):
@@ -190,15 +173,14 @@ class ThreeStageStep:
     def replay(self, batch: Batch, described: Described, ranking: Ranking) -> tuple[float, int, int]:
         """Stage three: describe again, with a graph, and send each descriptor's gradient back.
 
-        Returns:
-            The drift, and how many images were described again and how many had kept their graph.
+        Returns the drift, and how many images were described again and how many had kept their graph.
         """
         with self._stage("replay", batch.step):
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.engine.lockstep else None
             while True:
-                limit, regroup = self.skip_below * longest, self._mixing is None
-                passes = backward_passes(ranking.gradient, described.kept, self.sizes.replay, limit, regroup, others)
+                cutting = self.sizes.replay, self.skip_below * longest, self._mixing is None, others
+                passes = backward_passes(ranking.gradient, described.kept, *cutting)
                 try:
                     worst, counts = self._send_back(batch, described, passes)
                     break
@@ -240,12 +222,10 @@ class ThreeStageStep:
             self._reducing = False
         return worst, counts
 
-    def _forward(
-        self, batch: Batch, rows: Rows, forward: Callable[[Tensor], Tensor], keeps_graph: bool = False
-    ) -> Float[Tensor, "n C"]:
+    def _forward(self, batch: Batch, rows: Rows, forward: Forward, keeps: bool = False) -> Float[Tensor, "n C"]:
         """Describe a micro-batch; (seed, step, slot) seeds its dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
-        if keeps_graph:  # it may need the pixels after the batch has overwritten their memory
+        if keeps:  # the graph may need the pixels after the batch has overwritten their memory
             images = images.clone()
         slot = self.world.slots(batch.total)[first_of(rows)]
         with self.stopwatch.stage("network", part_of_outer=True):
