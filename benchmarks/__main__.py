@@ -59,7 +59,7 @@ def bench_step(
 
     from benchmarks.step import measure
     from benchmarks.step_results import Setting, as_json, table
-    from distap.engine import PrecisionName
+    from distap.engine.settings import PrecisionName
     from distap.telemetry.terminal import console
 
     if "RANK" in os.environ:

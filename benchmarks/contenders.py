@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.materialised import materialised_loss
-from distap.engine import DDPEngine, Precision
-from distap.engine.optimizer import GroupSettings, build_optimizer
+from distap.engine.ddp import DDPEngine
+from distap.engine.precision import Precision
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
 from distap.step import ThreeStageStep
@@ -227,7 +227,7 @@ Contender = Floor | ThreeStages | CachedGradients | FullBatch
 
 
 def _optimizer(network: nn.Module) -> Optimizer:
-    return build_optimizer("adam", {"network": (network, GroupSettings())})
+    return torch.optim.Adam(network.parameters(), lr=0.0)
 
 
 def _replicas(network: nn.Module, world: World) -> nn.Module:

@@ -9,9 +9,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from distap.engine import DDPEngine
-from distap.engine.optimizer import GroupSettings, build_optimizer
-from distap.model import build_network
+from distap.engine.ddp import DDPEngine
+from distap.model.backbone import TimmBackbone
+from distap.model.network import build_network
+from distap.model.pooling import GeMPooling
+from distap.model.weights import RandomWeights
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes, Rows
 from distap.step import ThreeStageStep
@@ -68,8 +70,8 @@ def one_step(batch_size: int, image_size: int, micro_batch: int, backbone: str) 
     """Do one step in this process; bytes of its peak memory, of the pixels and of the descriptors; seconds."""
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
-    network = build_network(backbone, {"name": "random"}, {"name": "gem"}).train()
-    optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
+    network = build_network(TimmBackbone(backbone), RandomWeights(), GeMPooling()).train()
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
     step = ThreeStageStep(
         DDPEngine(network, lambda: optimizer, World()), QuantizedAP(), World(), 0, MicroBatchSizes(micro_batch)
     )

@@ -20,11 +20,14 @@ from torch.nn.functional import cosine_similarity
 from benchmarks.arithmetic import graph_bytes
 from benchmarks.contenders import SeededBatch
 from benchmarks.gradients import Recorded, relative_difference
-from distap.engine import DDPEngine
-from distap.engine.optimizer import GroupSettings, build_optimizer
+from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
-from distap.model import Describer, RetrievalNetwork, activation_checkpointing, build_network, compile_backbone
-from distap.model.weights import weights_source
+from distap.model.backbone import TimmBackbone
+from distap.model.network import RetrievalNetwork, build_network
+from distap.model.pooling import GeMPooling
+from distap.model.speed.compiling import compile_backbone
+from distap.model.speed.folding import Describer
+from distap.model.weights import weights_from
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
@@ -100,7 +103,7 @@ def _channels_first(network: RetrievalNetwork, _: Setting) -> None:
 
 
 def _checkpointed(network: RetrievalNetwork, _: Setting) -> None:
-    activation_checkpointing(network)
+    network.checkpoint_activations()
 
 
 def _compiled(network: RetrievalNetwork, setting: Setting) -> None:
@@ -145,7 +148,7 @@ class Candidate:
         self._batch = batch
         self._network = copy.deepcopy(network)
         describer = saving(self._network, setting)
-        self._optimizer = build_optimizer("adam", {"network": (self._network, GroupSettings())})
+        self._optimizer = torch.optim.Adam(self._network.parameters(), lr=0.0)
         self._step = ThreeStageStep(
             DDPEngine(self._network, lambda: self._optimizer, world),
             QuantizedAP(),
@@ -186,7 +189,7 @@ def measure(setting: Setting) -> tuple[list[Figures], dict[str, str]]:
     with joined_world() as world:
         torch.set_num_threads(setting.threads)
         torch.manual_seed(0)
-        network = build_network(setting.backbone, weights_source(setting.weights), {"name": "gem"}).train()
+        network = build_network(TimmBackbone(setting.backbone), weights_from(setting.weights), GeMPooling()).train()
         network.to(world.device)
         batch = SeededBatch(setting.batch, setting.image_size, setting.images_a_class, world)
         images = batch.images(slice(setting.micro_batch)).to(world.device)

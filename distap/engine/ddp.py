@@ -1,29 +1,27 @@
-"""DistributedDataParallel: each rank holds the whole network; gradients are all-reduced once a step."""
+"""DistributedDataParallel: each rank holds the whole network, and gradients are all-reduced once a step."""
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from distap.engine.precision import Precision
 from distap.engine.protocol import BuildOptimizer
-from distap.engine.updating import Updater, network_tensors
+from distap.engine.updating import TorchEngine
 from distap.world import World
 
-# Buffers are frozen, or each rank's own. torch 2.15 renames the option that says so.
-_NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
-}
+# Buffers are frozen, or each rank has its own. torch 2.15 renames the option that turns their broadcast off.
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+_BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
 
 
 @dataclass(frozen=True)
@@ -31,33 +29,31 @@ class DDPSettings:
     """DistributedDataParallel.
 
     Args:
-        bucket_megabytes: gradients are all-reduced in parts of about this size, each as soon as the last backward
-            pass has it; None reduces them at once, which is the fewest messages, behind that pass.
+        bucket_megabytes: all-reduce gradients in parts of about this size, each as soon as the last backward pass
+            has computed it; None reduces all of them in one message after that pass.
     """
 
-    name: Literal["ddp"] = "ddp"
-    bucket_megabytes: float | None = None
+    bucket_megabytes: PositiveFloat | None = None
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
+    def build(
+        self,
+        network: nn.Module,
+        build_optimizer: BuildOptimizer,
+        world: World,
+        clip_norm: float | None = None,
+        precision: Precision | None = None,
+    ) -> "DDPEngine":
+        return DDPEngine(network, build_optimizer, world, self, clip_norm, precision)
 
-    def __post_init__(self) -> None:
-        if self.bucket_megabytes is not None and self.bucket_megabytes <= 0:
-            raise ValueError(f"bucket_megabytes is {self.bucket_megabytes}; expected more than 0")
 
-
-class DDPEngine:
-    """One whole copy of the network a rank, one all-reduce a step.
+class DDPEngine(TorchEngine):
+    """One whole copy of the network on each rank.
 
     Args:
-        network: on its device already, its parameters the same on every rank or to be taken from rank 0.
-        build_optimizer: gives the optimiser over the network's parameters; a group's `factor` multiplies its rate.
-        world: the ranks.
-        settings: of this engine.
-        clip_norm: the gradient's norm is clipped to it; None leaves it alone.
-        precision: what the network computes in.
+        network: on its device already; ranks take the parameters of rank 0.
+        build_optimizer: returns the optimiser over the network's parameters.
+        world, settings, clip_norm, precision: see TorchEngine and DDPSettings.
     """
-
-    lockstep, keeps_graphs = False, True
 
     def __init__(
         self,
@@ -68,55 +64,25 @@ class DDPEngine:
         clip_norm: float | None = None,
         precision: Precision | None = None,
     ) -> None:
-        self.network = network
-        self._world = world
-        self._precision = precision or Precision()
-        self._updater = Updater(network, build_optimizer(), clip_norm, self._precision.scaler())
-        self._reductions = _Reductions(world.group)
-        self._reduce_seconds = 0.0
-        self._reduces = False  # in the backward that comes next
+        super().__init__(network, build_optimizer(), world, clip_norm, precision)
+        self.reduce_seconds = 0.0
+        self._reduces = False  # in the next backward pass
+        self._sum = _SumOverRanks(world.group)
         self._replicas: DistributedDataParallel | None = None
         if world.size > 1:
-            # Room for all of them is one bucket, so one all-reduce.
-            megabytes = (settings or DDPSettings()).bucket_megabytes or _megabytes(network) + 1
+            trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+            megabytes = sum(p.numel() * p.element_size() for p in trained) // 2**20 + 1  # room for all in one bucket
+            options: dict[str, Any] = {
+                "bucket_cap_mb": (settings or DDPSettings()).bucket_megabytes or megabytes,
+                "gradient_as_bucket_view": True,
+                _BUFFER_SYNC: False,
+            }
             with world.collective("broadcast of the parameters"):
-                self._replicas = DistributedDataParallel(
-                    _Announced(network),
-                    process_group=world.group,
-                    bucket_cap_mb=megabytes,
-                    gradient_as_bucket_view=True,
-                    **_NO_BUFFER_SYNC,
-                )
-            self._replicas.register_comm_hook(None, self._reductions.sum_over_ranks)
-
-    @property
-    def reductions(self) -> int:
-        """All-reduces of parameters' gradients so far."""
-        return self._reductions.count
-
-    @property
-    def reduce_seconds(self) -> float:
-        """Seconds that backward passes waited for them so far."""
-        return self._reduce_seconds
-
-    def describing(self) -> AbstractContextManager[None]:
-        """Nothing to do: parameters are always whole."""
-        return nullcontext()
-
-    def describe(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of a micro-batch, without a graph."""
-        with torch.no_grad():
-            return self.forward(images)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of a micro-batch, with a graph."""
-        with self._precision.autocast():
-            descriptors: Tensor = self.network(images)
-        return descriptors
+                self._replicas = DistributedDataParallel(_PassThrough(network), process_group=world.group, **options)
+            self._replicas.register_comm_hook(None, self._sum.all_reduce)
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
-        """Encloses the backward passes; the last one reduces."""
         self._reduces = is_last and self._replicas is not None
         try:
             yield
@@ -124,40 +90,21 @@ class DDPEngine:
             self._reduces = False
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
-        """Add the parameter gradients that dL/d descriptors leads to; on the last micro-batch, reduce them."""
-        gradient = self._updater.scaled(gradient)
+        gradient = gradient * self._scale.scale
         if not self._reduces or self._replicas is None:
             torch.autograd.backward(descriptors, gradient)
             return
-        with self._world.collective("all_reduce of the gradients"):
+        with self.world.collective("all_reduce of the gradients"):
             torch.autograd.backward(self._replicas(descriptors), gradient)
-        # All gradients were there when the last reduction began.
-        self._reduce_seconds += time.perf_counter() - self._reductions.last_started
-
-    def update(self, learning_rate: float) -> float:
-        """One optimiser step along the summed gradient, unless it is not finite; returns its norm."""
-        return self._updater.update(learning_rate)
-
-    def discard(self) -> None:
-        """Forget the gradients."""
-        self._updater.discard()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Network and optimiser by the names of their parameters, the same on every rank."""
-        network = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
-        return network | self._updater.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` of any engine gave."""
-        self.network.load_state_dict(network_tensors(state))
-        self._updater.load_state_dict(state)
+        # When the last all-reduce started, this rank had computed all its gradients.
+        self.reduce_seconds += time.perf_counter() - self._sum.last_started
 
 
-class _Announced(nn.Module):
-    """What DDP wraps. It reduces in the backward pass that follows a forward pass through it, and no other.
+class _PassThrough(nn.Module):
+    """The module that DDP wraps; DDP reduces only in a backward pass that follows a forward pass through it.
 
-    So only the descriptors of the last micro-batch go through it, whose graph may be one that was kept since
-    stage one: a forward pass of the network through DDP would have to be the last one before the backward pass.
+    Only the descriptors of the last micro-batch go through it, and their graph may have been kept since stage one.
+    If the network itself went through DDP, its last forward pass would have to be the one before the reduction.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -168,25 +115,18 @@ class _Announced(nn.Module):
         return descriptors
 
 
-class _Reductions:
-    """DDP's communication hook, which counts the reductions.
+class _SumOverRanks:
+    """DDP's communication hook, without DDP's division by W.
 
-    It knows nothing of the engine: DDP holds its hook where Python's garbage collector cannot look, so a way back
-    to DDP would keep network and process group for ever, with threads that outlive the interpreter.
+    It holds no reference to the engine: DDP keeps its hook where Python's garbage collector cannot look, so a cycle
+    through it would keep the network and the process group for ever.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self.count = 0
         self.last_started = 0.0
 
-    def sum_over_ranks(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's reduction without its division by W: the loss is a mean over all ranks' queries already."""
+    def all_reduce(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self.last_started = time.perf_counter()
-        self.count += 1
         work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
-
-
-def _megabytes(network: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad) // 2**20

@@ -1,8 +1,8 @@
-"""FSDP2 (`fully_shard`): parameters, gradients and the optimiser's state are shared out among the ranks.
+"""FSDP2 (`fully_shard`): ranks share out parameters, gradients and the optimiser's state.
 
 A step gathers the parameters once, before its first description, and reduces their gradients once, in its last
-backward pass, whatever the number of micro-batches between. Where that is too much memory, they are gathered and
-reduced with every micro-batch instead.
+backward pass, whatever the number of micro-batches. With `reshard`, which needs less memory, every micro-batch
+gathers and reduces.
 """
 
 import time
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from distap.engine.precision import Precision
 from distap.engine.protocol import BuildOptimizer
-from distap.engine.updating import Updater, network_tensors, sharded_like
+from distap.engine.updating import TorchEngine
 from distap.errors import DistapError
 from distap.world import World
 
-SMALLEST_UNIT = 0.01  # of the parameters: what is less is not worth a message of its own
+SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth messages of its own
 
 
 @dataclass(frozen=True)
@@ -32,38 +32,41 @@ class FSDPSettings:
     """FSDP2.
 
     Args:
-        units: what is gathered and reduced at once. `network` takes the fewest messages, one of each kind a step;
-            with `blocks`, those of a block travel while the next one computes. None chooses `blocks` for `reshard`.
-        reshard: whether a block's parameters are whole in stage three only while it computes, at the price of
-            messages in every micro-batch. For networks whose parameters and gradients leave too little room; in
-            stage one, which has neither gradients nor graphs, they are whole all the same.
+        units: what is gathered and reduced together. `network` takes the fewest messages, one of each kind a step;
+            with `blocks`, the messages of one block overlap with the arithmetic of the next. None means `blocks`
+            with `reshard` and `network` without.
+        reshard: in stage three, keep a block's parameters only while it computes, at the price of messages in every
+            micro-batch. It is for networks whose parameters and gradients leave too little memory. In stage one,
+            which has neither gradients nor graphs, all parameters are whole.
     """
 
-    name: Literal["fsdp"] = "fsdp"
     units: Literal["network", "blocks"] | None = None
     reshard: bool = False
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
 
     def __post_init__(self) -> None:
         if self.reshard and self.units == "network":
             raise ValueError("reshard frees a unit while others compute, so it needs units: blocks")
 
+    def build(
+        self,
+        network: nn.Module,
+        build_optimizer: BuildOptimizer,
+        world: World,
+        clip_norm: float | None = None,
+        precision: Precision | None = None,
+    ) -> "FSDPEngine":
+        return FSDPEngine(network, build_optimizer, world, self, clip_norm, precision)
 
-class FSDPEngine:
-    """A share of every parameter on each rank; the whole of them during a step, or of a block while it computes.
 
-    A world of one has nothing to share out, so there the network is left as it is.
+class FSDPEngine(TorchEngine):
+    """A share of every parameter on each rank; a single rank keeps the network as it is.
 
     Args:
-        network: on its device already; its parameters and buffers are taken from rank 0.
-        build_optimizer: gives the optimiser over the network's parameters; a group's `factor` multiplies its rate.
-        world: the ranks.
-        settings: of this engine.
-        clip_norm: the gradient's norm is clipped to it; None leaves it alone.
-        precision: what the network computes in.
+        network: on its device already; ranks take the parameters and buffers of rank 0.
+        build_optimizer: returns the optimiser over the network's parameters, which are shards by then.
+        world, settings, clip_norm, precision: see TorchEngine and FSDPSettings.
     Raises:
-        DistapError: trained parameters are of several dtypes.
+        DistapError: trained parameters have several dtypes.
     """
 
     def __init__(
@@ -76,37 +79,31 @@ class FSDPEngine:
         precision: Precision | None = None,
     ) -> None:
         settings = settings or FSDPSettings()
-        self.network = network
         self.lockstep = settings.reshard and world.size > 1
         self.keeps_graphs = not self.lockstep
-        self._world = world
-        self._precision = precision or Precision()
-        self._reductions = _Reductions()
-        self._reduces = False  # in the backward that comes next
-        self._units: list[FSDPModule] = []  # the whole network is the last of them
+        self._reduce_scatter = _ReduceScatter()
+        self._reduces = False  # in the next backward pass
+        self._units: list[FSDPModule] = []  # the last one is the whole network
         self._scalars: set[str] = set()
         if world.size > 1:
             self._scalars = _make_shardable(network)
             with world.collective("broadcast of the parameters"):
-                _take_from_first(network, world)
+                for tensor in (*network.parameters(), *network.buffers()):
+                    dist.broadcast(tensor.data, group=world.group, group_src=0)
             by_block = settings.reshard if settings.units is None else settings.units == "blocks"
-            self._units = _shard([*(blocks(network) if by_block else ()), network], world, self._reductions)
+            parts = [*(blocks(network) if by_block else ()), network]
+            self._units = _shard(parts, world, self._reduce_scatter)
             self._set_reshard(settings.reshard)
-        self._updater = Updater(network, build_optimizer(), clip_norm, self._precision.scaler())
-
-    @property
-    def reductions(self) -> int:
-        """Reductions of parameters' gradients so far, one for each unit in a step."""
-        return self._reductions.count
+        super().__init__(network, build_optimizer(), world, clip_norm, precision)
 
     @property
     def reduce_seconds(self) -> float:
-        """Seconds that this rank waited for them, and for parameters to be gathered; on a GPU, of the host alone."""
-        return self._reductions.seconds
+        """Seconds of gathering and reducing so far; on a GPU only those of the host."""
+        return self._reduce_scatter.seconds
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Gathers the parameters, once; they stay until the last backward pass, unless they are freed each time."""
+        """Gather the parameters. They stay until the last backward pass, except with `reshard`."""
         self._gather()
         if not self.lockstep:
             yield
@@ -118,24 +115,13 @@ class FSDPEngine:
             self._set_reshard(True)
             self._reshard()
 
-    def describe(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of a micro-batch, without a graph."""
-        with torch.no_grad():
-            return self._described(images)
-
     def forward(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of a micro-batch, with a graph."""
-        with self._world.collective("forward pass") if self.lockstep else nullcontext():
-            return self._described(images)
-
-    def _described(self, images: Tensor) -> Tensor:
-        with self._precision.autocast():
-            descriptors: Tensor = self.network(images)
-        return descriptors
+        communicates = self.lockstep and torch.is_grad_enabled()
+        with self.world.collective("forward pass") if communicates else nullcontext():
+            return super().forward(images)
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
-        """Encloses forward and backward; the last one reduces, or every one where parameters are freed each time."""
         if not self._units:
             yield
             return
@@ -150,78 +136,64 @@ class FSDPEngine:
             self._reshard()
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
-        """Add the parameter gradients that dL/d descriptors leads to; on the last micro-batch, reduce them."""
-        with self._world.collective("reduction of the gradients") if self._reduces else nullcontext():
+        with self.world.collective("reduction of the gradients") if self._reduces else nullcontext():
             try:
-                torch.autograd.backward(descriptors, self._updater.scaled(gradient))
+                torch.autograd.backward(descriptors, gradient * self._scale.scale)
             except RuntimeError:
                 self._leave_backward()
                 raise
 
     def update(self, learning_rate: float) -> float:
-        """One optimiser step along the summed gradient, unless it is not finite; returns its norm."""
-        with self._world.collective("norm of the gradient"):
-            return self._updater.update(learning_rate)
-
-    def discard(self) -> None:
-        """Forget the gradients."""
-        for parameter in self.network.parameters():  # whole ones, beside the shards that the optimiser knows
-            parameter.grad = None
-        self._updater.discard()
+        with self.world.collective("norm of the gradient"):
+            return super().update(learning_rate)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Network and optimiser by the names of their parameters, this rank's shards of them."""
+        """Return this rank's shards, and parameters without dimensions whole."""
         self._reshard()
-        network = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
-        state = network | self._updater.state_dict()
-        of_scalars = {name for name, tensor in state.items() if self._is_of_scalar(name, tensor)}
-        with self._world.collective("all_gather of scalars"):
-            return {name: _scalar(tensor) if name in of_scalars else tensor for name, tensor in state.items()}
+        state = super().state_dict()
+        with self.world.collective("all_gather of scalars"):
+            for name, tensor in state.items():
+                named = name.removeprefix("network.").removeprefix("optimizer.state.")
+                of_scalar = named in self._scalars or named.rpartition(".")[0] in self._scalars
+                if of_scalar and isinstance(tensor, DTensor):
+                    state[name] = tensor.full_tensor().reshape(())
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` of any engine gave; whole tensors are the same on every rank."""
         self._reshard()
-        present = self.network.state_dict()
-        given = network_tensors(state)
-        self.network.load_state_dict({name: sharded_like(present.get(name), given[name]) for name in given})
-        self._updater.load_state_dict(state)
-
-    def _is_of_scalar(self, name: str, tensor: Tensor) -> bool:
-        named = name.removeprefix("network.").removeprefix("optimizer.state.")
-        is_its_own = named in self._scalars or named.rpartition(".")[0] in self._scalars
-        return is_its_own and isinstance(tensor, DTensor)
+        super().load_state_dict(state)
 
     def _gather(self) -> None:
-        """Make the parameters whole, where they are not: the next unit travels while one is put in place."""
+        """Make sharded parameters whole; one unit travels while the one before it is copied into place."""
         if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
             return
         started = time.perf_counter()
-        with self._world.collective("all_gather of the parameters"):
+        with self.world.collective("all_gather of the parameters"):
             arriving: list[Any] = []
             for unit in self._units:
                 arriving.append(unit.unshard(async_op=True))
                 if len(arriving) > 1:
                     arriving.pop(0).wait()
             arriving.pop().wait()
-        self._reductions.seconds += time.perf_counter() - started
+        self._reduce_scatter.seconds += time.perf_counter() - started
 
     def _reshard(self) -> None:
         for unit in self._units:
             unit.reshard()
 
     def _set_reshard(self, reshards: bool) -> None:
-        """Whether a unit is freed behind each of its passes; the network itself stays between its two."""
+        """Choose whether a unit is freed after each pass; the network itself stays between its two passes."""
         for unit in self._units:
             unit.set_reshard_after_forward(reshards and unit is not self._units[-1], recurse=False)
             unit.set_reshard_after_backward(reshards, recurse=False)
-            # A unit that is still whole has nothing to fetch; one that fetches ahead may fetch what is done with.
+            # A unit that stays whole has nothing to prefetch; by default it might prefetch one that is done.
             unit.set_modules_to_backward_prefetch([] if reshards else [unit])
 
     def _leave_backward(self) -> None:
-        """After a pass that failed within, such as for want of memory: the next one is a pass like any other.
+        """Reset FSDP's state after a backward pass that failed, for example because memory ran out.
 
-        torch does so in a callback that a failed pass does not come to; its own way back, reset_iter_state, would
-        make the other ranks wait for this one to gather.
+        torch resets it in a callback that a failed pass does not reach. Its own remedy, reset_iter_state, would make
+        the other ranks wait for this one to gather.
         """
         if self._units and not self._reduces:
             state = self._units[-1]._get_fsdp_state()
@@ -230,9 +202,9 @@ class FSDPEngine:
 
 
 def blocks(network: nn.Module) -> list[nn.Module]:
-    """Parts of a network that are called one by one, as residual blocks are: members of its lists of modules.
+    """Return the parts that a network calls one by one, such as residual blocks: the members of its module lists.
 
-    Those with less than a hundredth of the parameters are left to the whole.
+    Blocks with less than a hundredth of the parameters are left out.
     """
     enough = SMALLEST_UNIT * _count(network)
     return [block for block in _members(network) if _count(block) > enough]
@@ -252,7 +224,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _make_shardable(network: nn.Module) -> set[str]:
-    """Give parameters a first dimension and their memory its order; returns the names of those that had none."""
+    """Make every parameter contiguous and at least one-dimensional; return the names of those without dimensions."""
     trained = {parameter.dtype for parameter in network.parameters() if parameter.requires_grad}
     if len(trained) > 1:
         raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces those of one dtype")
@@ -262,38 +234,33 @@ def _make_shardable(network: nn.Module) -> set[str]:
             if parameter.ndim == 0:
                 scalars.add(f"{path}.{name}" if path else name)
                 setattr(module, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
-            else:  # convolutions of a network that is channels-last
+            else:  # kernels of a channels-last network
                 parameter.data = parameter.data.contiguous()
     return scalars
 
 
-def _take_from_first(network: nn.Module, world: World) -> None:
-    for tensor in [*network.parameters(), *network.buffers()]:
-        dist.broadcast(tensor.data, group=world.group, group_src=0)
-
-
-def _shard(modules: Sequence[nn.Module], world: World, reductions: "_Reductions") -> list[FSDPModule]:
-    """Each module with the parameters that are in none of those before it."""
+def _shard(modules: Sequence[nn.Module], world: World, reduce_scatter: "_ReduceScatter") -> list[FSDPModule]:
+    """Make each module a unit that holds the parameters which no earlier one holds."""
     group = world.group or dist.group.WORLD
     assert group is not None
     mesh = DeviceMesh.from_group(group, world.device.type)
     units = []
     for module in modules:
         unit = fully_shard(module, mesh=mesh)
-        # The loss is a mean over all ranks' queries already.
+        # Sum over ranks: stage two has divided by the global number of queries already.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         module.register_forward_pre_hook(_keep_layout)
-        unit.set_custom_reduce_scatter(reductions)  # type: ignore[arg-type]  # torch does not export its base class
+        unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # torch hides its base class
         units.append(unit)
     return units
 
 
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs of a unit as they were before torch took a view of them, in passes with a graph only.
+    """Restore the memory layout of a unit's inputs, which FSDP replaces by views in passes with a graph.
 
-    A view of a single image that is channels-last no longer counts as such, so convolutions would go on in another
-    layout, and dropout, which draws in the order of memory, would drop something else than in stage one.
+    The view of a single channels-last image no longer counts as channels-last. Convolutions would continue in
+    another layout, and dropout, which draws in memory order, would drop other elements than in stage one.
     """
     return tuple(
         one.clone(memory_format=torch.channels_last) if isinstance(one, Tensor) and _has_lost_layout(one) else one
@@ -306,27 +273,19 @@ def _has_lost_layout(tensor: Tensor) -> bool:
     return is_single and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def _scalar(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.reshape(())
-
-
-class _Reductions:
-    """torch's way of reducing, counted and timed; knows nothing of the engine, which it shall not keep alive."""
+class _ReduceScatter:
+    """torch's reduction, timed. It holds no reference to the engine, which it would keep alive."""
 
     def __init__(self) -> None:
-        self.count = 0
         self.seconds = 0.0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent or received."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         started = time.perf_counter()
-        self.count += 1
         work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         self.seconds += time.perf_counter() - started
         return work

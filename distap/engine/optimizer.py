@@ -1,74 +1,68 @@
-"""The optimiser, its parameter groups, and the learning rate of each step."""
+"""Optimisers of timm, and the parameter groups that they move."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from torch import nn
 from torch.optim import Optimizer
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+from distap.engine.settings import GroupSettings
 
 
 @dataclass(frozen=True)
-class LinearDecay:
-    """The learning rate rises linearly over the warm-up and falls linearly to zero, as Revaud et al. train.
+class TimmOptimizer:
+    """An optimiser of timm; None leaves an option at the optimiser's own default.
 
     Args:
-        learning_rate: its greatest value.
-        warmup: steps of the rise.
-        steps: of the whole training.
+        name: timm's name of it: `adam`, `adamw`, `sgd` (with Nesterov's momentum), `lion` and so on.
+        betas: decay rates of the running averages.
+        momentum: of `sgd`, `momentum`, `rmsprop` and `lars`; timm's default is 0.9.
+        eps: added to denominators.
     """
 
-    learning_rate: float
-    warmup: int
-    steps: int
+    name: str = "adam"
+    betas: tuple[float, float] | None = None
+    momentum: float | None = None
+    eps: float | None = None
 
-    def at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0; positive for all of them."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        return self.learning_rate * (self.steps - step) / max(self.steps - self.warmup, 1)
+    def __post_init__(self) -> None:
+        about = get_optimizer_info(self.name)
+        for option in self._options():
+            if not getattr(about, f"has_{option}"):
+                raise ValueError(f"{option} is set, but the optimiser {self.name} has no {option}")
+
+    def build(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Return the optimiser over parameter groups.
+
+        Args:
+            groups: `params`, and if need be `weight_decay`, `factor` of the learning rate, and `name`.
+        """
+        options = self._options()
+        if self.name == "lamb":
+            options["max_grad_norm"] = None  # timm's would clip at 1; optimizer.clip_norm decides instead
+        # Not fused: on a CPU a fused step reads the moments in memory order, and the order of a restored moment may
+        # differ from that of its channels-last parameter. The engine sets the rate of each step.
+        return create_optimizer_v2(groups, self.name, lr=0.0, weight_decay=0.0, **options)
+
+    def _options(self) -> dict[str, Any]:
+        options = {"betas": self.betas, "momentum": self.momentum, "eps": self.eps}
+        return {name: value for name, value in options.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class GroupSettings:
-    """How one part of the network learns.
+def parameter_groups(parts: dict[str, tuple[nn.Module, GroupSettings]]) -> list[dict[str, Any]]:
+    """Return one group for the matrices and kernels of each part, and one for its vectors, which never decay.
 
     Args:
-        factor: multiplies the learning rate; 0 keeps the part as it is.
-        weight_decay: of its matrices and kernels; biases, scales and the pooling's power have none.
-    """
-
-    factor: float = 1.0
-    weight_decay: float = 0.0
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-
-def build_optimizer(
-    name: Literal["adam", "adamw"],
-    parts: dict[str, tuple[nn.Module, GroupSettings]],
-    betas: tuple[float, float] = (0.9, 0.999),
-) -> Optimizer:
-    """Adam or AdamW with a parameter group for each part of the network and kind of parameter.
-
-    Args:
-        name: `adam` adds weight decay to the gradient, `adamw` shrinks the weights instead.
-        parts: part's name -> (module, how it learns).
-        betas: Adam's.
+        parts: name of a part of the network -> (module, how it learns).
     """
     groups: list[dict[str, Any]] = []
     for part, (module, settings) in parts.items():
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        for suffix, decay, chosen in (
-            ("", settings.weight_decay, [p for p in parameters if p.ndim > 1]),
-            (".vectors", 0.0, [p for p in parameters if p.ndim <= 1]),
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for name, decay, chosen in (
+            (part, settings.weight_decay, [p for p in trained if p.ndim > 1]),
+            (f"{part}.vectors", 0.0, [p for p in trained if p.ndim <= 1]),
         ):
             if chosen:
-                groups.append(
-                    {"name": part + suffix, "params": chosen, "factor": settings.factor, "weight_decay": decay}
-                )
-    # Not fused: on a CPU that takes a moment's elements in the order of memory, which in a state that was read again
-    # need not be that of a parameter that is channels-last.
-    return OPTIMIZERS[name](groups, lr=0.0, betas=betas)  # type: ignore[call-arg]
+                groups.append({"name": name, "params": chosen, "factor": settings.factor, "weight_decay": decay})
+    return groups

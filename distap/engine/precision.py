@@ -1,25 +1,24 @@
-"""Mixed precision: what the network computes in, and the scale that float16 needs."""
+"""Mixed precision: autocast regions, and the loss scale of float16."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch import Tensor
 
-PrecisionName = Literal["float32", "bf16", "fp16"]
-# Not torch's 65536: half of the steps that look for the right scale would be skipped, and descriptors' gradients of
-# a batch of thousands are some 1e-4 long.
-FIRST_SCALE = 1024.0
+from distap.engine.settings import PrecisionName
+
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GROWS_AFTER = 2000  # finite steps in a row, as in torch's GradScaler
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What convolutions and matrix products are computed in; parameters, descriptors and gradients stay float32.
+    """The dtype of convolutions and matrix products; parameters, descriptors and gradients stay float32.
 
     Args:
-        name: `float32` changes nothing: a network in float64 stays so.
+        name: `float32` changes nothing, so a float64 network stays float64.
         device_type: `cpu` or `cuda`.
     """
 
@@ -27,12 +26,47 @@ class Precision:
     device_type: str = "cpu"
 
     def autocast(self) -> AbstractContextManager[None]:
-        """A fresh region: casts of weights that it remembers are stale after the next update."""
-        region: AbstractContextManager[None] = torch.autocast(
-            self.device_type, DTYPES[self.name] if self.name != "float32" else None, enabled=self.name != "float32"
-        )
+        """Return a new autocast region: a region caches casts of weights, which are stale after the next update."""
+        dtype = None if self.name == "float32" else DTYPES[self.name]
+        region: AbstractContextManager[None] = torch.autocast(self.device_type, dtype, enabled=dtype is not None)
         return region
 
-    def scaler(self) -> GradScaler | None:
-        """What keeps the small gradients of float16 from vanishing; the other precisions need none."""
-        return GradScaler(self.device_type, FIRST_SCALE) if self.name == "fp16" else None
+
+@dataclass
+class LossScale:
+    """The factor on gradients that keeps small float16 ones from vanishing; in other precisions it stays 1.
+
+    torch's GradScaler looks at the gradients of one rank. Here the norm of the whole gradient decides, so the scale
+    is the same on every rank and under every engine.
+    """
+
+    precision: PrecisionName
+    # torch starts at 65536, and half of the first steps would be skipped while it searches; the descriptor gradients
+    # of a batch of thousands are about 1e-4 long.
+    scale: float = 1024.0
+    growth: int = 0
+
+    def __post_init__(self) -> None:
+        if self.precision != "fp16":
+            self.scale = 1.0
+
+    def update(self, is_finite: bool) -> None:
+        """Halve the scale after a step that was not finite, double it after many that were."""
+        if self.precision != "fp16":
+            return
+        self.growth = self.growth + 1 if is_finite else 0
+        if not is_finite:
+            self.scale /= 2
+        elif self.growth == GROWS_AFTER:
+            self.scale, self.growth = 2 * self.scale, 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self.precision != "fp16":
+            return {}
+        scale = torch.tensor(self.scale, dtype=torch.float64)
+        return {"scaler.scale": scale, "scaler.growth": torch.tensor(self.growth)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with the scale of a checkpoint; a checkpoint of another precision has none."""
+        if self.precision == "fp16" and "scaler.scale" in state:
+            self.scale, self.growth = float(state["scaler.scale"]), int(state["scaler.growth"])

@@ -1,4 +1,4 @@
-"""What the three stages ask of an engine."""
+"""The contract between the three stages and an engine."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Called once the parameters are those to be trained: an engine may replace a network's by its shards.
+# An engine may replace the network's parameters by shards, so it calls this when the final ones are in place.
 BuildOptimizer = Callable[[], Optimizer]
 
 
@@ -15,15 +15,15 @@ BuildOptimizer = Callable[[], Optimizer]
 class Engine(Protocol):
     """A network spread over the ranks, and its optimiser.
 
-    Parameters move along the sum over ranks of what `backward` was given: stage two has divided by the global
-    number of queries already. Every engine is held to that by the same test.
+    Parameters move along the sum over ranks of what `backward` was given, because stage two has already divided by
+    the global number of queries.
     """
 
     network: nn.Module
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks must replay the same number of micro-batches, since each of them communicates."""
+        """Whether all ranks must replay the same number of micro-batches, because each one communicates."""
         ...
 
     @property
@@ -32,57 +32,52 @@ class Engine(Protocol):
         ...
 
     @property
-    def reductions(self) -> int:
-        """Collectives over parameters' gradients so far."""
-        ...
-
-    @property
     def reduce_seconds(self) -> float:
-        """Seconds that this rank waited for other ranks' parameters and gradients so far."""
+        """Seconds that this rank has waited for other ranks' parameters and gradients so far."""
         ...
 
     def describing(self) -> AbstractContextManager[None]:
-        """Encloses stage one, and evaluation: parameters are whole meanwhile, so that a rank describes by itself."""
+        """Enclose stage one or an evaluation: parameters are whole inside, so each rank describes on its own."""
         ...
 
     def describe(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of a micro-batch, float32 or wider, without a graph; inside `describing`."""
+        """Return descriptors (n, C), float32 or wider, without a graph; call it inside `describing`."""
         ...
 
     def forward(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of a micro-batch, float32 or wider, with a graph.
+        """Return descriptors (n, C), float32 or wider, with a graph.
 
-        Inside `accumulating`; or, of an engine that keeps graphs, inside `describing`.
+        Call it inside `accumulating`; an engine that keeps graphs also allows it inside `describing`.
         """
         ...
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Encloses forward and backward of a micro-batch, or the backward of a kept graph.
+        """Enclose the forward and backward pass of a micro-batch, or the backward pass of a kept graph.
 
-        Ranks reduce gradients in the last one of a step only, unless the engine is one in lockstep.
+        Ranks reduce gradients only in the last one of a step, unless the engine works in lockstep.
         """
         ...
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
-        """Add the parameter gradients that `gradient` (n, C), dL/d descriptors, leads to."""
+        """Add the parameter gradients that follow from dL/d descriptors, `gradient` (n, C)."""
         ...
 
     def update(self, learning_rate: float) -> float:
-        """Move the parameters and forget the gradients.
+        """Move the parameters and clear the gradients.
 
         Returns:
-            The norm of the whole gradient before clipping; where it is not finite, nothing has moved.
+            The norm of the whole gradient before clipping. If it is not finite, nothing has moved.
         """
         ...
 
     def discard(self) -> None:
-        """Forget the gradients: the step is skipped, or its replay begins anew."""
+        """Clear the gradients, because the step is skipped or its replay starts again."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors of `network.`, `optimizer.` and `scaler.`, named so that any engine can go on from them."""
+        """Return tensors `network.*`, `optimizer.*` and `scaler.*`, named the same by every engine."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave, on any number of ranks."""
+        """Continue from the `state_dict` of any engine on any number of ranks."""
         ...

@@ -1,44 +1,68 @@
-"""The retrieval network."""
+"""The retrieval network: a backbone, pooling, an optional projection, and L2 normalisation."""
 
-import difflib
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import timm
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.model.pooling import POOLING
-from distap.model.weights import load_weights
+from distap.model.backbone import architecture_of
 
 BatchNormMode = Literal["frozen", "batch"]
+
+
+@runtime_checkable
+class BackboneSettings(Protocol):
+    """The type of a recipe's `model.backbone`."""
+
+    def build(self, drop_rate: float, drop_path_rate: float) -> nn.Module:
+        """Return a module with `num_features` that gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C)."""
+        ...
+
+
+@runtime_checkable
+class WeightsSettings(Protocol):
+    """The type of a recipe's `model.weights`."""
+
+    def load(self, backbone: nn.Module) -> None: ...
+
+
+@runtime_checkable
+class PoolingSettings(Protocol):
+    """The type of a recipe's `model.pooling`."""
+
+    def build(self) -> nn.Module:
+        """Return a module that turns maps (n, C, h, w) into (n, C)."""
+        ...
 
 
 class RetrievalNetwork(nn.Module):
     """Images to descriptors of length 1.
 
-    BatchNorm is frozen by default: it stays in evaluation mode, its scale and shift still learn. Multistage
-    backpropagation needs that an image's descriptor does not depend on the images beside it. With `batch`, it
-    normalises by the micro-batch, and forwards without a graph leave its running statistics alone, so that a
-    step, which describes every image twice, updates them once.
+    Multistage backpropagation needs an image's descriptor not to depend on the other images of its micro-batch, so
+    BatchNorm is frozen by default: it stays in evaluation mode, and only its scale and shift learn. With `batch`, it
+    normalises by the micro-batch. Passes without a graph then leave the running statistics alone, so a step, which
+    describes every image twice, updates them once.
 
-    Whatever the autocast around it, pooling, head and normalisation are computed in float32: ranking compares
-    descriptors that differ by little.
+    Pooling, head and normalisation compute in float32 even under autocast, because ranking compares descriptors
+    that differ by little.
 
     Attributes:
-        compiled: runs the backbone while training, where it is set (see `compile_backbone`).
-        memory_format: of the pixels that the backbone is given.
+        compiled: runs the backbone in training mode if it is set (see `compile_backbone`).
+        memory_format: of the pixels that the backbone gets.
 
     Args:
-        backbone: gives feature maps (n, C, h, w), (n, h, w, C) or tokens (n, tokens, C).
+        backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
         pooling: turns (n, C, h, w) into (n, C).
         projection: dimensions of a linear layer before normalisation; None for no layer.
         batchnorm: `frozen` or `batch`.
-        mean, std: of the pixels the backbone was trained with, in units of 255.
+        mean, std: of the pixels that the backbone was trained with, 1 being white.
     """
 
     mean: Tensor
@@ -54,7 +78,7 @@ class RetrievalNetwork(nn.Module):
         std: tuple[float, float, float] = (0.5, 0.5, 0.5),
     ) -> None:
         super().__init__()
-        # In some backbones (mobilenetv3) a head widens the features after the last stage.
+        # Some backbones (mobilenetv3) have a head that widens the features after the last stage.
         self.features = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
         self.dimensions = projection or self.features
         self.batchnorm = batchnorm
@@ -69,22 +93,41 @@ class RetrievalNetwork(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
     def train(self, mode: bool = True) -> "RetrievalNetwork":
-        """Set training mode, in which frozen BatchNorm stays as it is in evaluation."""
+        """Set training mode; frozen BatchNorm stays in evaluation mode."""
         super().train(mode)
         if self.batchnorm == "frozen":
             for normaliser in self._normalisers:
                 normaliser.eval()
         return self
 
+    def checkpoint_activations(self) -> None:
+        """Compute activations again in the backward pass instead of keeping them: less memory, slower.
+
+        Raises:
+            DistapError: the backbone does not offer it, or BatchNorm would update its statistics in both passes.
+        """
+        if self.batchnorm != "frozen":
+            raise DistapError(
+                "step.activation_checkpointing needs frozen BatchNorm (model.batchnorm: frozen): `batch` would "
+                "update its statistics in both forward passes"
+            )
+        try:
+            self.backbone.set_grad_checkpointing(True)
+        except (AttributeError, AssertionError, TypeError, NotImplementedError) as error:
+            raise DistapError(
+                f"step.activation_checkpointing: {architecture_of(self.backbone)} does not offer it; set it to false "
+                "and reduce replay.size, or choose another backbone"
+            ) from error
+
     def running_statistics(self) -> list[Tensor]:
-        """Statistics of BatchNorm that training moves: none where it is frozen."""
+        """Return the statistics of BatchNorm that training changes: none if it is frozen."""
         moving = self._normalisers if self.batchnorm == "batch" else []
         return [s for m in moving for s in (m.running_mean, m.running_var) if s is not None]
 
     def forward(
         self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
     ) -> Float[Tensor, "n C"]:
-        """Descriptors of length 1, float32 or wider, of images whose values are 0 to 255."""
+        """Return descriptors of length 1, float32 or wider, of images with values from 0 to 255."""
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
             features = self._features(pixels)
@@ -106,7 +149,7 @@ class RetrievalNetwork(nn.Module):
 
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Without a graph, normalise by the micro-batch but leave the running statistics alone."""
+        """In a pass without a graph, normalise by the micro-batch but leave the running statistics alone."""
         touched = [] if torch.is_grad_enabled() else [m for m in self._normalisers if m.training]
         for normaliser in touched:
             normaliser.track_running_stats = False
@@ -118,65 +161,55 @@ class RetrievalNetwork(nn.Module):
 
 
 def build_network(
-    backbone: str,
-    weights: dict[str, Any],
-    pooling: dict[str, Any],
+    backbone: BackboneSettings,
+    weights: WeightsSettings,
+    pooling: PoolingSettings,
     projection: int | None = None,
     batchnorm: BatchNormMode = "frozen",
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
 ) -> RetrievalNetwork:
-    """A retrieval network over any timm backbone.
+    """Put a network together from what a recipe names.
 
-    Args:
-        backbone: timm's name of it.
-        weights: where its weights come from: `name` is `timm`, `random`, `file` (with `path`) or `package` (with
-            `package`).
-        pooling: `name` of the pooling and its settings.
-        projection: dimensions of a linear layer after pooling, or None.
-        batchnorm: `frozen` or `batch`.
-        drop_rate, drop_path_rate: dropout and stochastic depth, as timm understands them.
     Raises:
-        DistapError: the backbone is unknown or cannot be built without its classifier, or the weights do not fit.
+        DistapError: the backbone cannot be built, or the weights do not fit it.
     """
-    if not timm.is_model(backbone.split(".")[0]):
-        close = difflib.get_close_matches(backbone, timm.list_models(), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "; timm.list_models() lists them"
-        raise DistapError(f"model.backbone: timm knows no network named {backbone!r}{hint}")
-    # A rate of zero is not passed on, since not every backbone of timm takes it.
-    rates = {"drop_rate": drop_rate, "drop_path_rate": drop_path_rate}
-    options: dict[str, Any] = {
-        "num_classes": 0,
-        "global_pool": "",
-        **{name: rate for name, rate in rates.items() if rate},
+    network = backbone.build(drop_rate, drop_path_rate)
+    weights.load(network)
+    about = getattr(network, "pretrained_cfg", None) or {}
+    pixels = {name: tuple(about[name]) for name in ("mean", "std") if name in about}
+    return RetrievalNetwork(network, pooling.build(), projection, batchnorm, **pixels).to(
+        memory_format=torch.channels_last
+    )
+
+
+def fingerprint(network: RetrievalNetwork) -> str:
+    """Return the SHA-256, in hexadecimal, of all that decides a network's descriptors.
+
+    It covers the architecture's name, the pooling and its settings, and the name, dtype, shape and bytes of every
+    parameter and buffer, including the mean and deviation of pixels. The device and memory layout do not count.
+    """
+    pooling = network.pooling
+    about = {
+        "architecture": architecture_of(network.backbone),
+        "pooling": type(pooling).__name__,
+        "settings": {name: value for name, value in vars(pooling).items() if _is_setting(name, value)},
     }
-    try:
-        network = timm.create_model(backbone, weights["name"] == "timm", **options)
-    except Exception as error:  # the hub's client has exceptions of its own
-        raise DistapError(
-            f"model.backbone: timm could not build {backbone!r} with {options}: {error}{_offline_hint(weights)}"
-        ) from error
-    load_weights(network, backbone, weights)
-    settings = {key: value for key, value in pooling.items() if key != "name"}
-    data: dict[str, Any] = network.pretrained_cfg  # type: ignore[assignment]
-    return RetrievalNetwork(
-        network,
-        POOLING[pooling["name"]](**settings),
-        projection,
-        batchnorm,
-        mean=data.get("mean", (0.5, 0.5, 0.5)),
-        std=data.get("std", (0.5, 0.5, 0.5)),
-    ).to(memory_format=torch.channels_last)
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    tensors = {**network.state_dict(), **dict(network.named_buffers())}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
-def _offline_hint(weights: dict[str, Any]) -> str:
-    if weights["name"] != "timm":
-        return ""
-    return " (its pretrained weights come from a hub; model.weights can also name a file or a package)"
+def _is_setting(name: str, value: object) -> bool:
+    return name != "training" and not name.startswith("_") and isinstance(value, bool | int | float | str)
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Within an autocast region, one in which there is none; elsewhere nothing, which torch.export can write down."""
+    """Turn autocast off inside an autocast region; elsewhere do nothing, because torch.export cannot trace that."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

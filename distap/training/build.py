@@ -12,24 +12,20 @@ from torch.optim import Optimizer
 from distap.checkpoint.finding import opened_checkpoint
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
-from distap.config.sections import RandomWeights
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.training import LoadingJob, TrainingImages
-from distap.engine import DTYPES, ENGINES, Engine, Precision
-from distap.engine.optimizer import build_optimizer
+from distap.engine.optimizer import parameter_groups
+from distap.engine.precision import DTYPES, Precision
+from distap.engine.protocol import Engine
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import EvaluationSet, open_set
-from distap.model import (
-    Describer,
-    RetrievalNetwork,
-    activation_checkpointing,
-    build_network,
-    compile_backbone,
-)
+from distap.model.network import RetrievalNetwork, build_network
+from distap.model.speed.compiling import compile_backbone
+from distap.model.speed.folding import Describer
+from distap.model.weights import RandomWeights
 from distap.ranking.memory import CrossBatchMemory
-from distap.registry import name_of
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images
 from distap.stages.sizes import Fitting
@@ -68,8 +64,8 @@ def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
     torch.manual_seed(recipe.seed)
     return build_network(
         model.backbone,
-        model.weights.model_dump(),
-        model.pooling.model_dump(),
+        model.weights,
+        model.pooling,
         model.projection,
         model.batchnorm,
         model.drop_rate,
@@ -165,14 +161,14 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
 
     def build() -> Optimizer:
         parts = {part: (getattr(network, part), getattr(optimizer, part)) for part in PARTS}
-        return build_optimizer(optimizer.name, parts, optimizer.betas)
+        built: Optimizer = optimizer.chosen.build(parameter_groups(parts))
+        return built
 
     if recipe.step.activation_checkpointing:
-        activation_checkpointing(network)
+        network.checkpoint_activations()
     precision = Precision(recipe.precision, world.device.type)
-    return ENGINES[name_of("engine", recipe.engine)](
-        network, build, world, recipe.engine, optimizer.clip_norm, precision
-    )
+    engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, precision)
+    return engine
 
 
 def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:

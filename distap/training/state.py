@@ -1,6 +1,5 @@
 """What survives an interruption of a run: saving its state, and going on from it."""
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -21,19 +20,18 @@ from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
-from distap.engine import Engine
-from distap.engine.optimizer import LinearDecay
+from distap.engine.protocol import Engine
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.ranking.memory import CrossBatchMemory
 from distap.storage.files import storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
-from distap.training.build import PARTS
 from distap.world import World
 
 # What goes to a store with checkpoints, beside them.
 BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 BESIDE_SECONDS = 30.0  # for that alone, where a training fails
+MAY_CHANGE = ("learning_rate", "clip_norm")  # of the optimiser's section
 logger = logging.getLogger("distap")
 
 
@@ -46,7 +44,6 @@ class RunState:
         images: of the training.
         engine: network and optimiser.
         memory: descriptors of earlier steps.
-        schedule: of the learning rate.
     """
 
     def __init__(
@@ -56,10 +53,9 @@ class RunState:
         images: TrainingImages,
         engine: Engine,
         memory: CrossBatchMemory,
-        schedule: LinearDecay,
     ) -> None:
         self.recipe, self.world, self.images = recipe, world, images
-        self.engine, self.memory, self.schedule = engine, memory, schedule
+        self.engine, self.memory = engine, memory
         self.folder = recipe.run / "checkpoints"
         # Highest validation mAP of a checkpoint, and that without the last one, which may yet fail.
         self.best = self._best_before = float("-inf")
@@ -223,8 +219,8 @@ class RunState:
             "sampling": recipe["sampling"],
             "model": recipe["model"],
             "loss": recipe["loss"],
-            # The optimiser's state brings these along; rate, warm-up and steps may change.
-            **{f"optimizer.{key}": recipe["optimizer"][key] for key in ("name", "betas", *PARTS)},
+            # The optimiser's state depends on these; rate, clipping, schedule and steps may change.
+            **{f"optimizer.{key}": recipe["optimizer"][key] for key in recipe["optimizer"].keys() - set(MAY_CHANGE)},
         }
 
     def _may_change(self) -> dict[str, Any]:
@@ -232,7 +228,8 @@ class RunState:
         recipe = self.recipe.model_dump(mode="json")
         data = recipe["data"]
         return {
-            "schedule": dataclasses.asdict(self.schedule),
+            "schedule": recipe["schedule"] | {"steps": recipe["steps"]},
+            **{f"optimizer.{key}": recipe["optimizer"][key] for key in MAY_CHANGE},
             "precision": recipe["precision"],
             **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
         }

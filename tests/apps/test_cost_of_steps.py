@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from networks import random_network
 from ranks import on_ranks
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +26,6 @@ from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.engine.precision import Precision
 from distap.errors import DistapError
-from distap.model import build_network
 from distap.world import World
 
 SIZE = 64
@@ -53,7 +53,7 @@ def recipe(**changes) -> Recipe:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_arithmetic_and_activations_are_counted_as_pytorch_does_without_computing(precision):
     cost = network_cost(recipe(precision=precision))
-    trained = build_network("resnet10t", {"name": "random"}, {"name": "gem"}).train()
+    trained = random_network("resnet10t").train()
     images = torch.zeros(3, 3, SIZE, SIZE, dtype=torch.uint8)
     with Precision(precision).autocast(), FlopCounterMode(display=False) as forward:
         assert cost.graph(3) == pytest.approx(3 * graph_bytes(trained, images))

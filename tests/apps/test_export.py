@@ -14,6 +14,7 @@ import timm
 import torch
 import yaml
 from commands import distap
+from networks import random_network
 from PIL import Image
 from safetensors import safe_open
 from small_trainings import train
@@ -25,12 +26,13 @@ from distap.apps.export.checking import agreement, cases_of, onnx_describer, pro
 from distap.apps.export.origin import origin_of
 from distap.apps.export.programs import exportable, program_of, save_onnx, save_program, size_ranges
 from distap.checkpoint.finding import find_checkpoint
-from distap.config.sections import TimmWeights
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation
-from distap.model import MultiScaleNetwork, build_network
+from distap.model.backbone import TimmBackbone
+from distap.model.multiscale import MultiScaleNetwork
+from distap.model.weights import TimmWeights
 from distap.retrieval.descriptor_files import DescriptorSet
 from distap.retrieval.whitening import load_whitening, save_whitening
 from distap.retrieval.whitening_learning import learn_pca
@@ -43,8 +45,7 @@ SIZE = 48
 
 
 def network(backbone="resnet10t", projection=16, seed=0):
-    torch.manual_seed(seed)
-    return build_network(backbone, {"name": "random"}, {"name": "gem"}, projection).eval()
+    return random_network(backbone, projection, seed).eval()
 
 
 def whitening_tensors(dimensions=16):
@@ -197,7 +198,8 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
 
 def test_a_card_names_the_weights_that_training_began_with(exported):
     origin = origin_of(find_checkpoint(exported.run), exported.recipe)
-    model = exported.recipe.model.model_copy(update={"backbone": "resnet50.a1_in1k", "weights": TimmWeights()})
+    changes = {"backbone": TimmBackbone("resnet50.a1_in1k"), "weights": TimmWeights()}
+    model = exported.recipe.model.model_copy(update=changes)
     began = replace(origin, recipe=exported.recipe.model_copy(update={"model": model}))
     card = Card(exported.describer, began, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None).text()
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"

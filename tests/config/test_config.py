@@ -38,6 +38,14 @@ def test_overrides_change_values_deep_down(recipe):
     assert load_recipe(recipe, ["sampling={name: random, batch_size: 8}"]).sampling == RandomSampling(batch_size=8)
 
 
+def test_a_recipe_in_a_checkpoint_is_read_again_as_the_same(recipe):
+    loaded = load_recipe(recipe, ["optimizer={name: lion, betas: [0.9, 0.99]}", "schedule=cosine", "engine=fsdp"])
+    again = recipe_from(loaded.model_dump(mode="json"), "checkpoint")
+    assert again == loaded
+    assert loaded.model_dump()["model"]["backbone"] == loaded.model.architecture == "resnet50"
+    assert loaded.model_dump()["optimizer"]["name"] == "lion"
+
+
 @pytest.mark.parametrize(
     ("text", "loss"),
     [
@@ -75,9 +83,16 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("loss={sup_ap: many}", "loss.sup_ap.weight: 'many': input should be a valid number"),
         ("loss={name: ap_t, form: complete}", "loss.form: 'complete': input should be 'simplified' or 'full'"),
         ("memory.sise=3", "memory.sise: unknown key; did you mean size"),
+        ("optimizer.learning_rat=1", "optimizer.learning_rat: unknown key; did you mean learning_rate"),
+        ("optimizer.betaz=[0.9, 0.99]", "optimizer.betaz: unknown key; did you mean betas"),
+        ("optimizer={name: adan}", "optimizer 'adan' is unknown; did you mean adam"),
+        ("optimizer.momentum=0.9", "optimizer: momentum is set, but the optimiser adam has no momentum"),
+        ("schedule=liner", "schedule 'liner' is unknown; did you mean linear"),
+        ("schedule={name: step}", "schedule: the schedule step needs every"),
+        ("model.pooling={name: gem, power: 0}", "model.pooling.power: 0: input should be greater than 0"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: -1: input should be greater than 0"),
         ("sampling.name=foo", "sampling 'foo' is unknown; expected one of random, classes, p_by_k"),
-        ("model.weights.name=file", "model.weights.path: missing"),
+        ("model.weights={name: file}", "model.weights.path: missing"),
         ("data.augmentation.crop=0", "crop is 0"),
         ("evaluation.every=2", "data.validation names no data set"),
         ("engine=horovod", "engine 'horovod' is unknown; expected one of ddp, fsdp, deepspeed"),

@@ -15,7 +15,7 @@ from distap.data.loading.training import NO_SAMPLE
 from distap.data.settings import PixelSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
-from distap.engine import DDPEngine
+from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes

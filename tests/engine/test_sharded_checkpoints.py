@@ -10,14 +10,14 @@ from torch.nn.functional import normalize
 
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.writer import CheckpointWriter
-from distap.engine import DDPEngine
-from distap.engine.fsdp import FSDPEngine, FSDPSettings
+from distap.engine.ddp import DDPSettings
+from distap.engine.fsdp import FSDPSettings
 from distap.world import World
 
 ENGINES = {
-    "ddp": (DDPEngine, None),
-    "fsdp": (FSDPEngine, None),
-    "fsdp by blocks": (FSDPEngine, FSDPSettings(units="blocks")),
+    "ddp": DDPSettings(),
+    "fsdp": FSDPSettings(),
+    "fsdp by blocks": FSDPSettings(units="blocks"),
 }
 
 
@@ -38,12 +38,11 @@ class Network(nn.Module):
 def engine_named(name, world, seed=0):
     torch.manual_seed(seed)
     network = Network().double().eval()
-    engine, settings = ENGINES[name]
 
     def build():
         return torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=0.0)
 
-    return engine(network, build, world, settings)
+    return ENGINES[name].build(network, build, world)
 
 
 def train(engine, world, steps):

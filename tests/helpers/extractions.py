@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from networks import random_network
 from PIL import Image
 
 from benchmarks.photos import photo
@@ -12,7 +13,6 @@ from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.to_folder import extract_to_folder
-from distap.model import build_network
 from distap.world import World
 
 SHAPES = [(40, 32), (32, 40), (40, 40), (40, 32), (48, 33), (32, 40)]  # width and height
@@ -20,8 +20,7 @@ ORIENTATION = 0x0112
 
 
 def network(seed=0, backbone="resnet10t", projection=16):
-    torch.manual_seed(seed)
-    return build_network(backbone, {"name": "random"}, {"name": "gem"}, projection)
+    return random_network(backbone, projection, seed)
 
 
 def describer(sizing="crop 32", seed=0, **settings):

@@ -2,18 +2,16 @@ import copy
 
 import pytest
 import torch
+from networks import noise, random_network
 from torch import nn
 
 from distap.errors import DistapError
-from distap.model import Describer, FoldedNetwork, RetrievalNetwork, build_network
+from distap.model.network import RetrievalNetwork
+from distap.model.speed.folding import Describer
 
-GEM, RANDOM = {"name": "gem"}, {"name": "random"}
 
-
-def images(count=2, size=64):
-    return torch.randint(
-        0, 256, (count, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+def folded(network):
+    return Describer(network, fold_batchnorm=True)
 
 
 def trained_a_little(network, seed=0):
@@ -35,21 +33,20 @@ def trained_a_little(network, seed=0):
 def largest_difference(network, other, seed=5):
     with torch.no_grad():
         torch.manual_seed(seed)
-        expected = network(images())
+        expected = network(noise())
         torch.manual_seed(seed)
-        return (other(images()) - expected).abs().max()
+        return (other(noise()) - expected).abs().max()
 
 
 # Convolution and BatchNorm, BatchNorm with its activation, `same` padding, groups.
 @pytest.mark.parametrize(
-    ("backbone", "folded"),
+    ("backbone", "folds"),
     [("resnet10t", 14), ("tf_efficientnet_lite0", 49), ("mobilenetv3_small_050", 34)],
 )
-def test_folded_descriptors_are_the_networks_to_rounding(backbone, folded):
-    torch.manual_seed(0)
-    network = trained_a_little(build_network(backbone, RANDOM, GEM, projection=16)).train()
-    twin = FoldedNetwork(network)
-    assert len(twin.folds) == folded
+def test_folded_descriptors_are_the_networks_to_rounding(backbone, folds):
+    network = trained_a_little(random_network(backbone, projection=16)).train()
+    twin = folded(network)
+    assert len(twin.folds) == folds
     assert largest_difference(network, twin) < 1e-5
     trained_a_little(network, seed=1)
     assert largest_difference(network, twin) > 1e-3
@@ -58,9 +55,8 @@ def test_folded_descriptors_are_the_networks_to_rounding(backbone, folded):
 
 
 def test_a_refresh_takes_over_every_weight_without_taking_memory():
-    torch.manual_seed(0)
-    network = build_network("resnet10t", RANDOM, GEM, projection=16).train()
-    twin = FoldedNetwork(network)
+    network = random_network("resnet10t", projection=16).train()
+    twin = folded(network)
     places = [fold.folded.weight.data_ptr() for fold in twin.folds]
     with torch.no_grad():
         for parameter in network.parameters():
@@ -69,32 +65,27 @@ def test_a_refresh_takes_over_every_weight_without_taking_memory():
     twin.refresh()
     assert largest_difference(network, twin) < 1e-5
     assert places == [fold.folded.weight.data_ptr() for fold in twin.folds]
-    assert twin.network.pooling.power is network.pooling.power
 
 
 def test_a_folded_network_drops_what_the_network_drops():
-    torch.manual_seed(0)
-    network = trained_a_little(
-        build_network("mobilenetv3_small_050", RANDOM, GEM, drop_rate=0.3, drop_path_rate=0.5)
-    ).train()
-    twin = FoldedNetwork(network)
+    network = trained_a_little(random_network("mobilenetv3_small_050", drop_rate=0.3, drop_path_rate=0.5)).train()
+    twin = folded(network)
     assert largest_difference(network, twin) < 1e-5
-    assert (twin(images()) - twin(images())).abs().max() > 1e-3
+    assert (twin(noise()) - twin(noise())).abs().max() > 1e-3
     network.eval()
     twin.refresh()
     assert largest_difference(network, twin, 1) == largest_difference(network, twin, 2) < 1e-5
 
 
 def test_folding_leaves_the_network_as_it_was():
-    torch.manual_seed(0)
-    network = build_network("resnet10t", RANDOM, GEM).train()
+    network = random_network("resnet10t").train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    twin = FoldedNetwork(network)
-    assert not twin(images()).requires_grad
+    twin = folded(network)
+    assert not twin(noise()).requires_grad
     after = network.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    network(images()).sum().backward()
+    network(noise()).sum().backward()
     assert all(parameter.grad is not None for parameter in network.parameters())
 
 
@@ -128,46 +119,43 @@ class Shared(Branching):
 
 def test_a_convolution_whose_output_is_used_elsewhere_is_refused():
     with pytest.raises(DistapError, match="folding 1 BatchNorm layers of Branching changes its features"):
-        FoldedNetwork(RetrievalNetwork(Branching(), nn.AdaptiveAvgPool2d(1)))
+        folded(RetrievalNetwork(Branching(), nn.AdaptiveAvgPool2d(1)))
 
 
 @pytest.mark.parametrize("backbone", [Rectified, Shared])
 def test_what_is_no_pair_is_not_folded(backbone):
     with pytest.raises(DistapError, match=f"{backbone.__name__} has no BatchNorm right behind a convolution"):
-        FoldedNetwork(RetrievalNetwork(backbone(), nn.AdaptiveAvgPool2d(1)))
+        folded(RetrievalNetwork(backbone(), nn.AdaptiveAvgPool2d(1)))
 
 
 def test_networks_that_cannot_be_folded_are_refused_with_the_reason():
     with pytest.raises(DistapError, match="ConvNeXt has no BatchNorm right behind a convolution"):
-        FoldedNetwork(build_network("convnext_atto", RANDOM, GEM))
+        folded(random_network("convnext_atto"))
     with pytest.raises(DistapError, match="needs frozen BatchNorm"):
-        FoldedNetwork(build_network("resnet10t", RANDOM, GEM, batchnorm="batch"))
+        folded(random_network("resnet10t", batchnorm="batch"))
 
 
 @pytest.mark.parametrize("fold", [False, True])
 def test_describing_in_bfloat16_gives_float32_descriptors_close_to_the_networks(fold):
-    torch.manual_seed(0)
-    network = trained_a_little(build_network("resnet10t", RANDOM, GEM)).train()
+    network = trained_a_little(random_network("resnet10t")).train()
     describe = Describer(network, torch.bfloat16, fold_batchnorm=fold)
-    described = describe(images())
+    described = describe(noise())
     assert described.dtype == torch.float32 and not described.requires_grad
     assert 0 < largest_difference(network, describe) < 0.02
 
 
 def test_a_describer_follows_the_network_after_its_refresh():
-    torch.manual_seed(0)
-    network = trained_a_little(build_network("resnet10t", RANDOM, GEM)).train()
-    plain, folded = Describer(network), Describer(network, torch.float32, fold_batchnorm=True)
+    network = trained_a_little(random_network("resnet10t")).train()
+    describers = Describer(network), Describer(network, torch.float32, fold_batchnorm=True)
     trained_a_little(network, seed=1)
-    for describe in (plain, folded):
+    for describe in describers:
         describe.refresh()
         assert largest_difference(network, describe) < 1e-5
 
 
 def test_a_folded_network_may_be_copied_with_the_network():
-    torch.manual_seed(0)
-    network = trained_a_little(build_network("resnet10t", RANDOM, GEM)).train()
-    other, twin = copy.deepcopy((network, FoldedNetwork(network)))
+    network = trained_a_little(random_network("resnet10t")).train()
+    other, twin = copy.deepcopy((network, folded(network)))
     trained_a_little(other, seed=1)
     twin.refresh()
     assert largest_difference(other, twin) < 1e-5

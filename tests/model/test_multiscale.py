@@ -2,26 +2,23 @@ import copy
 
 import pytest
 import torch
+from networks import noise, random_network
 from torch import nn
 from torch.export import Dim, export
 from torch.nn.functional import interpolate, normalize
 
 from distap.errors import DistapError
-from distap.model import GeM, MultiScaleNetwork, RetrievalNetwork, build_network
-from distap.model.fingerprint import fingerprint
-from distap.model.multiscale import default_power, required_size
-
-GEM, RANDOM = {"name": "gem"}, {"name": "random"}
+from distap.model.multiscale import MultiScaleNetwork, default_power, required_size
+from distap.model.network import RetrievalNetwork, fingerprint
+from distap.model.pooling import GeM, MeanPooling
 
 
-def network(projection=None, seed=0, backbone="resnet10t", pooling=GEM):
-    torch.manual_seed(seed)
-    return build_network(backbone, RANDOM, pooling, projection).eval()
+def network(projection=None, **options):
+    return random_network(projection=projection, **options).eval()
 
 
 def images(count=2, height=64, width=80):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+    return noise(count, height, width)
 
 
 def plain(network, images, scales, power):
@@ -108,8 +105,8 @@ def test_an_export_scales_each_image_by_its_own_size():
     [
         ({"scales": ()}, "expected numbers above 0"),
         ({"scales": (1.0, 0.0)}, "expected numbers above 0"),
-        ({"scales": (100.0,)}, "of 8 at most"),
-        ({"scales": (1.0, 1.0)}, "stands there twice"),
+        ({"scales": (100.0,)}, "at most 8"),
+        ({"scales": (1.0, 1.0)}, "one appears twice"),
         ({"power": 0.0}, "scale power 0"),
         ({"power": float("nan")}, "scale power nan"),
         (
@@ -128,7 +125,7 @@ def test_the_mean_over_scales_has_the_power_of_gem_where_nothing_is_negative():
     with torch.no_grad():
         inner.pooling.power.fill_(2.5)
     assert default_power(inner) == 2.5
-    assert default_power(network(projection=8)) == default_power(network(pooling={"name": "mean"})) == 1
+    assert default_power(network(projection=8)) == default_power(network(pooling=MeanPooling())) == 1
 
 
 def test_a_backbone_of_one_size_is_known():
@@ -167,6 +164,6 @@ def test_whatever_changes_descriptors_changes_the_fingerprint():
 
 
 def test_a_pooling_without_tensors_counts_by_its_name():
-    inner, other = network(pooling={"name": "mean"}), network(pooling={"name": "mean"})
+    inner, other = network(pooling=MeanPooling()), network(pooling=MeanPooling())
     other.pooling = type("Other", (nn.Module,), {})()
     assert fingerprint(inner) != fingerprint(other)

@@ -7,7 +7,7 @@ import torch
 from batches import small_network
 from torch import nn
 
-from distap.engine import DDPEngine
+from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
 from distap.stages.sizes import Fitting, SavedBytes, free_memory
 from distap.world import World
@@ -18,7 +18,7 @@ import json, resource, torch
 from torch import nn
 from benchmarks.memory import SyntheticBatch
 from distap.world import World
-from distap.engine import DDPEngine
+from distap.engine.ddp import DDPEngine
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distap.apps.export.checking import TOLERANCE
 from distap.errors import DistapError
-from distap.model import RetrievalNetwork
+from distap.model.network import RetrievalNetwork
 
 UNPOOLED = 'num_classes=0, global_pool=""'
 

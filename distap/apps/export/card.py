@@ -16,6 +16,7 @@ from distap.apps.export.origin import Origin
 from distap.apps.export.programs import Range
 from distap.apps.export.snippets import ONNX, PIXELS, PROGRAM, TIMM
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.registry import name_of
 from distap.retrieval.whitening import Whitening
 from distap.storage.redact import without_secrets
 
@@ -65,7 +66,7 @@ class Card:
 
     @property
     def _name(self) -> str:
-        return f"{self.origin.recipe.model.backbone} for image retrieval"
+        return f"{self.origin.recipe.model.architecture} for image retrieval"
 
     @property
     def _size(self) -> int:
@@ -110,7 +111,7 @@ class Card:
     def _pretrained(self) -> dict[str, Any]:
         """What timm says of the weights that training began with, where they were timm's."""
         model = self.origin.recipe.model
-        config = timm.get_pretrained_cfg(model.backbone) if model.weights.name == "timm" else None
+        config = timm.get_pretrained_cfg(model.architecture) if name_of("weights", model.weights) == "timm" else None
         return {} if config is None else dict(config.to_dict())
 
     def _what_it_is(self) -> str:
@@ -137,7 +138,7 @@ class Card:
         if self._takes_other_sizes:
             size += f"; others too, height {_limits(*self.sizes[0])}, width {_limits(*self.sizes[1])}"
         facts = {
-            "backbone": f"`{model.backbone}` of timm",
+            "backbone": f"`{model.architecture}` of timm",
             "pooling": repr(network.network.pooling),
             "projection": "none" if model.projection is None else f"linear, {model.projection} dimensions",
             "input": f"(n, 3, height, width) uint8, RGB; {size}",
@@ -176,7 +177,10 @@ class Card:
                 ),
                 _code(
                     TIMM.format(
-                        name=self.origin.recipe.model.backbone, arguments=self.backbone.arguments, mean=mean, std=std
+                        name=self.origin.recipe.model.architecture,
+                        arguments=self.backbone.arguments,
+                        mean=mean,
+                        std=std,
                     )
                 ),
             ]
@@ -188,7 +192,7 @@ class Card:
             "random": "random weights",
             "file": "a file of weights, named in the recipe",
             "package": "the weights of a package, named in the recipe",
-        }.get(model.weights.name, f"timm's `{pretrained.get('hf_hub_id') or model.backbone}`")
+        }.get(name_of("weights", model.weights), f"timm's `{pretrained.get('hf_hub_id') or model.architecture}`")
         if pretrained.get("license"):
             begun += f", which timm says to be under {pretrained['license']}"
         return _table(

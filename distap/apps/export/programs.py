@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from distap.errors import DistapError
-from distap.model import MultiScaleNetwork
+from distap.model.multiscale import MultiScaleNetwork
 
 Format = Literal["pt2", "onnx", "safetensors"]
 Range = tuple[int, int | None]  # smallest and largest, None for no limit

@@ -44,8 +44,8 @@ from distap.config.recipe import Recipe
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.model import RetrievalNetwork
 from distap.model.multiscale import required_size
+from distap.model.network import RetrievalNetwork
 from distap.retrieval.whitening import Whitening, load_whitening
 from distap.storage.atomic import UnwritableError, sync_path
 from distap.storage.hashing import file_identity
@@ -147,7 +147,7 @@ def write_export(
     image_size = settings.image_size or recipe.data.image_size
     if settings.dynamic_size and (required := required_size(network)) is not None:
         raise DistapError(
-            f"--dynamic-size: {recipe.model.backbone} takes images of {required[1]} x {required[0]} pixels only"
+            f"--dynamic-size: {recipe.model.architecture} takes images of {required[1]} x {required[0]} pixels only"
         )
     sizing = Sizing("crop", image_size)
     describer = ImageDescriber(network, sizing, settings.scales, settings.scale_power, whitening)
@@ -178,7 +178,7 @@ def write_export(
     backbone = None
     if "safetensors" in settings.formats:
         images = example_images(2, (image_size, image_size))
-        backbone = save_backbone(network, recipe.model.backbone, folder / BACKBONE_FILE, images, about)
+        backbone = save_backbone(network, recipe.model.architecture, folder / BACKBONE_FILE, images, about)
     exported = Exported(describer, programs, backbone, sizes)
     (folder / CARD_FILE).write_text(Card(describer, origin, programs, backbone, sizes, whitening).text(), "utf-8")
     (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")

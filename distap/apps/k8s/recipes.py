@@ -153,7 +153,7 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, index in (("data.train_index", data.train_index), ("data.validation_index", data.validation_index)):
         if index is not None:
             yield key, str(index)
-    if recipe.model.weights.name == "file":
+    if name_of("weights", recipe.model.weights) == "file":
         yield "model.weights.path", str(recipe.model.weights.path)
     for name, other in recipe.evaluation.also.items():
         yield f"evaluation.also.{name}.data", other.data

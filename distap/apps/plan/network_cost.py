@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from distap.config.recipe import Recipe
-from distap.config.sections import RandomWeights
 from distap.engine.precision import Precision
-from distap.model import activation_checkpointing
+from distap.model.weights import RandomWeights
 from distap.stages.sizes import SavedBytes
 from distap.training.build import network_of
 from distap.world import World
@@ -56,7 +55,7 @@ def network_cost(recipe: Recipe) -> NetworkCost:
     with torch.device("meta"):
         network = network_of(without_weights(recipe), World(device=torch.device("meta"))).train()
         if recipe.step.activation_checkpointing:
-            activation_checkpointing(network)
+            network.checkpoint_activations()
     with FakeTensorMode():
         _move_to_fake_cpu(network)
         _counts(network, recipe, FEW)  # PyTorch fills caches in the first pass, which is not counted

@@ -47,7 +47,7 @@ def cost_plan(
         tried = "measured" if world.size > 1 else "not measured: start several ranks by torchrun to measure it"
         basis = f"this machine, the medians of {rounds} rounds; the link inside a host is {tried}"
     steps = [StepCost(recipe, batch, network, machine, count) for count in ranks]
-    described = f"{recipe.model.backbone} at {recipe.data.image_size} px in {recipe.precision}, B = {batch:,}"
+    described = f"{recipe.model.architecture} at {recipe.data.image_size} px in {recipe.precision}, B = {batch:,}"
     return {
         "network": f"{described}, {recipe.steps:,} steps, engine {name_of('engine', recipe.engine)}",
         "assumptions": [basis, *_assumptions(steps[0])],

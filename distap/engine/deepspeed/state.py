@@ -1,4 +1,4 @@
-"""The state of DeepSpeed's optimiser by the names of the parameters, as every engine reads and writes it."""
+"""Read and write the state of DeepSpeed's optimiser by the names of the parameters, as other engines do."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distap.engine.updating import network_tensors
+from distap.engine.updating import without_prefix
 
 PREFIX = "optimizer.state."
 
 
 def zero_state(zero: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Tensors `optimizer.state.NAME.KEY`, whole; a collective of all ranks.
+    """Return whole tensors `optimizer.state.NAME.KEY`; all ranks must call it together.
 
     Args:
         zero: DeepSpeed's optimiser, of any stage.
@@ -21,19 +21,17 @@ def zero_state(zero: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
     from deepspeed.utils import safe_get_full_optimizer_state
 
     states = list(zero.optimizer.state.items())
-    if not states:  # none before the first update
+    if not states:  # before the first update
         return {}
     _link(zero)
     flat, entry = states[0]
-    tensors = {}
-    for key, value in entry.items():
-        for name, parameter in trained.items():
-            of_parameter = f"{PREFIX}{name}.{key}"
-            if value.shape == flat.shape:
-                tensors[of_parameter] = safe_get_full_optimizer_state(parameter, key).cpu()
-            else:
-                tensors[of_parameter] = value.detach().clone()
-    return tensors
+    return {
+        f"{PREFIX}{name}.{key}": safe_get_full_optimizer_state(parameter, key).cpu()
+        if value.shape == flat.shape
+        else value.detach().clone()
+        for key, value in entry.items()
+        for name, parameter in trained.items()
+    }
 
 
 def load_zero_state(
@@ -43,69 +41,58 @@ def load_zero_state(
     state: Mapping[str, Tensor],
     scalars: Collection[str],
 ) -> None:
-    """Take over what any engine's `state_dict` gave, whole tensors; a collective of all ranks.
+    """Load whole tensors that any engine's `state_dict` returned; all ranks must call it together.
 
-    Without a state of the optimiser it stays as it is. `scalars` are the parameters that DeepSpeed has as vectors.
+    If they hold no state of the optimiser, it stays as it is. `scalars` are parameters without dimensions, which
+    DeepSpeed holds as vectors.
     """
     import deepspeed
 
     shared = [parameter for parameter in network.parameters() if hasattr(parameter, "ds_id")]
-    # Stage 3 takes the values of rank 0; with the other stages there is nothing to gather.
+    # Stage 3 takes the values of rank 0; the other stages have nothing to gather.
     with deepspeed.zero.GatheredParameters(shared, modifier_rank=0, enabled=bool(shared)):
-        tensors = network_tensors(state)
+        tensors = without_prefix("network.", state)
         network.load_state_dict(tensors | {name: tensors[name].reshape(1) for name in scalars if name in tensors})
     for name, parameter in trained.items():
         _set(parameter, state[f"network.{name}"], None)
-    moments = _by_key(state, trained)
-    flats = zero.fp32_partitioned_groups_flat if shared else zero.single_partition_of_fp32_groups
-    for key, values in moments.items():
-        by_parameter = any(value.ndim for value in values.values())
-        for flat in flats:
-            entry = zero.optimizer.state[flat]
-            if not by_parameter:  # the number of steps, which is the same for all
+    moments: dict[str, dict[str, Tensor]] = {}  # key -> name of a parameter -> tensor
+    for of_parameter, tensor in without_prefix(PREFIX, state).items():
+        name, _, key = of_parameter.rpartition(".")
+        if name in trained:
+            moments.setdefault(key, {})[name] = tensor
+    by_parameter = {key for key, values in moments.items() if any(value.ndim for value in values.values())}
+    for flat in zero.fp32_partitioned_groups_flat if shared else zero.single_partition_of_fp32_groups:
+        entry = zero.optimizer.state[flat]
+        for key, values in moments.items():
+            if key not in by_parameter:  # the number of steps, the same for all
                 entry[key] = next(iter(values.values())).detach().clone()
             elif key not in entry:
                 entry[key] = torch.zeros_like(flat)
     if moments:
         _link(zero)
-    for key, values in moments.items():
-        if any(value.ndim for value in values.values()):
-            for name, value in values.items():
-                _set(trained[name], value, key)
+    for key in by_parameter:
+        for name, value in moments[key].items():
+            _set(trained[name], value, key)
 
 
 def _link(zero: Any) -> None:
-    """Let the parameters know their state, which DeepSpeed does behind an update of the first of several groups."""
+    """Give the parameters access to their state; DeepSpeed does so only after an update of the first group."""
     if hasattr(zero, "_hp_optimizer_states_linked"):  # stages 1 and 2
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
 
 
 def _set(parameter: Any, value: Tensor, key: str | None) -> None:
-    """Fill this rank's part of a parameter's master copy, or of its state `key`, from the whole of it."""
+    """Fill this rank's part of a parameter's float32 copy, or of its state `key`, from the whole tensor."""
     from deepspeed import utils
 
     value = value.detach().to(parameter.device)
-    if hasattr(parameter, "ds_id"):
+    kind = "local" if hasattr(parameter, "ds_id") else "full"
+    if kind == "local":  # stage 3 holds slices of the same size, the last one padded
         size, rank = parameter.ds_tensor.numel(), parameter.ds_process_group.rank()
-        part = value.new_zeros(size)
         mine = value.flatten()[rank * size : (rank + 1) * size]
-        part[: len(mine)] = mine
-        if key is None:
-            utils.safe_set_local_fp32_param(parameter, part)
-        else:
-            utils.safe_set_local_optimizer_state(parameter, part, key)
-    elif key is None:
-        utils.safe_set_full_fp32_param(parameter, value)
+        value = torch.cat([mine, mine.new_zeros(size - len(mine))])
+    if key is None:
+        getattr(utils, f"safe_set_{kind}_fp32_param")(parameter, value)
     else:
-        utils.safe_set_full_optimizer_state(parameter, value, key)
-
-
-def _by_key(state: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
-    """key -> name of a parameter -> tensor, of the parameters that are trained."""
-    by_key: dict[str, dict[str, Tensor]] = {}
-    for of_parameter, tensor in state.items():
-        name, _, key = of_parameter.removeprefix(PREFIX).rpartition(".")
-        if of_parameter.startswith(PREFIX) and name in trained:
-            by_key.setdefault(key, {})[name] = tensor
-    return by_key
+        getattr(utils, f"safe_set_{kind}_optimizer_state")(parameter, value, key)

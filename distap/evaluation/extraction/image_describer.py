@@ -11,11 +11,11 @@ from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, Box, DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Sizing, batches_of_one_shape
-from distap.engine.precision import Precision, PrecisionName
+from distap.engine.precision import Precision
+from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
-from distap.model.fingerprint import fingerprint
 from distap.model.multiscale import MultiScaleNetwork, required_size
-from distap.model.network import RetrievalNetwork
+from distap.model.network import RetrievalNetwork, fingerprint
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.whitening import Whitening
 from distap.stages.micro_batches import is_out_of_memory

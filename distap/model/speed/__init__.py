@@ -1,1 +1,1 @@
-"""Faster forward and backward passes: folded BatchNorm, torch.compile, activation checkpointing."""
+"""Faster forward passes: compiled backbones, and folded BatchNorm for stage one."""

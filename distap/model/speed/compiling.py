@@ -13,28 +13,27 @@ from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 
 MOST_GRAPHS = 64
-# What several networks in a process may have together, since PyTorch counts them by function.
-_NO_LIMIT = 2**16
+_NO_LIMIT = 2**16  # torch counts the graphs of all networks in a process together
 
 
 def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
-    """From now on a compiled backbone runs in training mode; in evaluation mode the network is as it was.
+    """Run a compiled backbone in training mode from now on; evaluation mode stays uncompiled.
 
-    Names of parameters stay, and an engine may wrap the network before or after. Each graph is compiled when it is
-    first needed, which takes minutes for a large network. Once it is there, what would need another one for the
-    same micro-batches is an error, and does not silently run uncompiled.
+    Parameters keep their names, and an engine may wrap the network before or after. Each graph is compiled when it
+    is first needed, which takes minutes for a large network. If the same kind of micro-batch would later need
+    another graph, an error is raised; torch would silently run uncompiled.
 
     Args:
-        network: BatchNorm frozen.
-        sizes: images of the full micro-batches. Other micro-batches are padded to one of them, or to a half, a
-            quarter and so on of one, so their number does not grow.
+        network: with frozen BatchNorm.
+        sizes: images of the full micro-batches. Others are padded to one of these sizes, or to a half, a quarter and
+            so on of one, so that there are few graphs.
     Raises:
         DistapError: the network normalises by the micro-batch, or there is no compiler.
     """
     if network.batchnorm != "frozen":
         raise DistapError(
-            "step.compile needs frozen BatchNorm (model.batchnorm: frozen), since images are added to a micro-batch "
-            "that is not full, and `batch` would normalise by them too"
+            "step.compile needs frozen BatchNorm (model.batchnorm: frozen): micro-batches are padded with images, "
+            "and `batch` would normalise by them too"
         )
     compiler = os.environ.get("CXX", "g++")
     if network.mean.device.type == "cpu" and not any(map(shutil.which, (compiler, "clang++", "c++"))):
@@ -43,31 +42,24 @@ def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
 
 
 class CompiledBackbone:
-    """Runs backbones compiled, a graph for each size of micro-batch, with and without gradients.
+    """Runs backbones compiled, with a graph for each size of micro-batch, with and without gradients.
 
-    Randomness is drawn by PyTorch's own functions: what the compiler would draw instead depends on the graph, so
-    describe and replay would drop different parts.
-
-    Args:
-        sizes: images of the full micro-batches.
-    Raises:
-        DistapError: there are none.
+    Random numbers come from torch's own functions. The compiler's would depend on the graph, so describe and replay
+    would drop different elements.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        if not sizes or min(sizes) < 1:
-            raise DistapError(f"step.compile needs sizes of micro-batches, at least 1 each, not {list(sizes)}")
-        # Graphs are bound to this setting too, which reads the same but is another before it is first set; and
-        # ranking sets it for a while.
+        # Graphs depend on this setting, which ranking changes for a while. Before it is first set, it reads the same
+        # but counts as another one.
         torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
-        # No function of this module, since what checks shapes in the tests would be compiled with it.
+        # A function of this module would be compiled together with the shape checks of the tests.
         call = lambda backbone, pixels: backbone(pixels)  # noqa: E731
         self._function = torch.compile(call, dynamic=False, options={"fallback_random": True})
         self._sizes = sorted({size >> halvings for size in sizes for halvings in range(size.bit_length())})
         self._warm: set[tuple[Any, ...]] = set()
 
     def __call__(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
-        """What `backbone` gives for `pixels`.
+        """Return `backbone(pixels)`.
 
         Raises:
             DistapError: it cannot be compiled, or would have to be compiled again.
@@ -75,7 +67,7 @@ class CompiledBackbone:
         n = len(pixels)
         padded = self.padded_size(n)
         if padded > n:
-            # Images that are there already: others might bring numbers that the network cannot bear.
+            # Repeat real images, because made-up ones might overflow.
             pixels = pixels[torch.arange(padded, device=pixels.device) % n]
         kind = _kind(pixels)
         if kind in self._warm:
@@ -86,7 +78,7 @@ class CompiledBackbone:
         return features[:n]
 
     def padded_size(self, images: int) -> int:
-        """To how many images a micro-batch is padded."""
+        """Return the number of images that a micro-batch is padded to."""
         return next((size for size in self._sizes if size >= images), images)
 
     def _run(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
@@ -106,8 +98,9 @@ class CompiledBackbone:
     def _compile(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
         if len(self._warm) >= MOST_GRAPHS:
             raise DistapError(
-                f"the backbone has been compiled {MOST_GRAPHS} times, for as many kinds of micro-batches, and now "
-                f"comes one of {tuple(pixels.shape)}; set step.compile to false, or let all images have one size"
+                f"the backbone has been compiled {MOST_GRAPHS} times, for as many kinds of micro-batches; "
+                f"a micro-batch of {tuple(pixels.shape)} needs another graph; set step.compile to false, or give all "
+                "images one size"
             )
         try:
             with torch._dynamo.config.patch(
@@ -121,7 +114,7 @@ class CompiledBackbone:
 
 
 def _kind(pixels: Tensor) -> tuple[Any, ...]:
-    """What a graph is for."""
+    """Return everything that a graph depends on."""
     device = pixels.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     settings = (autocast, torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision())

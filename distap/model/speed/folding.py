@@ -1,8 +1,14 @@
-"""Frozen BatchNorm folded into the convolutions before it, for forward passes without a graph."""
+"""A cheaper stage one: lower precision, and frozen BatchNorm folded into the convolutions before it.
+
+With frozen statistics, BatchNorm multiplies each channel by a number and adds another. So does a convolution with
+other weights, and stage one needs no graph, so a twin of the network can do both at once:
+
+    convolution(x, w, b) -> BatchNorm      becomes      convolution(x, scale * w, scale * (b - mean) + shift)
+"""
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -15,78 +21,90 @@ from torch import Tensor, nn
 
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
+from distap.model.speed.compiling import compile_backbone
 
-# Exactly these: a subclass may use its weight in another way, such as standardised.
+# Exactly these types: a subclass may use its weight in another way, for example standardise it.
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, Conv2dSame)
 NORMALISERS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, BatchNormAct2d)
-TOLERANCE = 1e-6  # of features in float64, relative: a wrong pair is wrong in the first digits
-EXAMPLE_SIZE = 64  # pixels, where a backbone says nothing of its own
+TOLERANCE = 1e-6  # of features in float64, relative; a wrong pair changes the first digits
 
 
-class FoldedNetwork:
-    """A network's twin without BatchNorm: convolutions carry its scale and shift.
+class Describer:
+    """Describes images without a graph; the difference to replay is the replay drift.
 
-    Every other tensor is the network's own, so the twin takes the memory of the folded convolutions. Descriptors
-    are the network's to rounding, which is tried at the start on a copy with other statistics.
+    Folding leaves the network as it is. Its twin shares every tensor except the folded convolutions.
 
     Attributes:
-        network: the twin.
-        folds: convolutions with BatchNorm behind them that were folded.
+        folds: the folded convolutions.
 
     Args:
-        network: BatchNorm frozen; no engine has wrapped it yet.
-        dtype: of the folded convolutions, where forward passes run under an autocast to it; None keeps theirs.
+        network: the one that is trained; to fold BatchNorm, before an engine wraps it.
+        dtype: of convolutions and matrix products; None keeps that of the parameters.
+        fold_batchnorm: fold frozen BatchNorm.
     Raises:
         DistapError: BatchNorm is not frozen, none follows a convolution, or folding changes the descriptors.
     """
 
-    def __init__(self, network: RetrievalNetwork, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, network: RetrievalNetwork, dtype: torch.dtype | None = None, fold_batchnorm: bool = False
+    ) -> None:
+        self._dtype = dtype if dtype != torch.float32 else None
+        self._source = self._network = network
+        self.folds: list[Fold] = []
+        if not fold_batchnorm:
+            return
         if network.batchnorm != "frozen":
             raise DistapError(
                 "describe.fold_batchnorm needs frozen BatchNorm (model.batchnorm: frozen): with `batch` its scale "
                 "and shift depend on the micro-batch"
             )
-        self._source = network
         pairs = _checked_pairs(network.backbone)
-        self.network = cast(RetrievalNetwork, _twin(network))
-        self.folds = _fold(network.backbone, self.network.backbone, pairs, dtype)
+        self._network = cast(RetrievalNetwork, _twin(network))
+        self.folds = _fold(network.backbone, self._network.backbone, pairs, self._dtype)
         folded = {id(fold.folded) for fold in self.folds}
         live = dict(network.named_modules())
         self._shared = [
             (module, live[name])
-            for name, module in self.network.named_modules()
+            for name, module in self._network.named_modules()
             if id(module) not in folded and name in live
         ]
         self.refresh()
 
     def refresh(self) -> None:
-        """Fold the network's present weights; to be called once a step, where its parameters are whole."""
-        if self.network.training != self._source.training:
-            self.network.train(self._source.training)
+        """Take over the network's present weights; call it once a step, while the parameters are whole."""
+        if not self.folds:
+            return
+        if self._network.training != self._source.training:
+            self._network.train(self._source.training)
         for module, source in self._shared:
             for own, its in ((module._parameters, source._parameters), (module._buffers, source._buffers)):
                 own.update((name, its[name]) for name in own if own[name] is not its[name])
-        with torch.no_grad():
-            for fold in self.folds:
-                fold.refresh()
+        for fold in self.folds:
+            fold.refresh()
+
+    def compile(self, sizes: Sequence[int]) -> None:
+        """Run the backbone compiled, see `compile_backbone`; without folding it is the network's own."""
+        compile_backbone(self._network, sizes)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Descriptors (n, C) of images, without a graph."""
-        with torch.no_grad():
-            descriptors: Tensor = self.network(images)
+        """Return descriptors (n, C) of a micro-batch, float32 or wider."""
+        # A new region each time: it caches casts of weights, which are stale after the next update.
+        with torch.no_grad(), torch.autocast(images.device.type, self._dtype, enabled=self._dtype is not None):
+            descriptors: Tensor = self._network(images)
         return descriptors
 
 
 @dataclass(frozen=True)
 class Fold:
-    """A convolution, the BatchNorm behind it, and the convolution that does the work of both."""
+    """A convolution, the BatchNorm behind it, and the convolution that replaces both."""
 
     convolution: nn.Conv2d
     normaliser: nn.BatchNorm2d
     folded: nn.Conv2d
 
+    @torch.no_grad()
     def refresh(self) -> None:
-        """With frozen statistics, BatchNorm is x times `scale` plus a shift, and so is each output channel."""
+        """Compute the folded weights from the present ones."""
         normaliser, folded = self.normaliser, self.folded
         assert normaliser.running_mean is not None and normaliser.running_var is not None
         assert folded.bias is not None
@@ -104,17 +122,23 @@ class Fold:
 
 
 def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
-    """Names of the convolutions and of the BatchNorm that alone consumes what each gives.
+    """Return the names of convolutions and of the BatchNorm that alone reads the output of each.
 
     Raises:
-        DistapError: there are none, or folding them changes what the backbone gives.
+        DistapError: there are none, or folding them changes the output of a copy with other statistics.
     """
     name = type(backbone).__name__
     trial = copy.deepcopy(backbone).double().eval()
-    example = _example(trial)
-    # The statistics of an untrained network are 0 and 1, which would hide any mistake.
-    _randomise(trial, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    size = (getattr(trial, "pretrained_cfg", None) or {}).get("input_size") or (3, 64, 64)
+    example = torch.randn(1, *size, generator=generator).to(next(trial.parameters()))
     with torch.no_grad():
+        # An untrained network has means of 0 and variances of 1, which would hide any mistake.
+        for module in trial.modules():
+            if type(module) in NORMALISERS:
+                for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
+                    if isinstance(tensor, Tensor):
+                        tensor.mul_(0.5 + torch.rand(tensor.shape, generator=generator).to(tensor)).add_(0.1)
         with _observed(trial) as pairs:
             expected = trial(example)
         if not pairs:
@@ -135,34 +159,33 @@ def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
 
 @contextmanager
 def _observed(backbone: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """While it is entered, one forward pass finds which BatchNorm is given what which convolution made."""
+    """Find which BatchNorm reads the output of which convolution, by watching one forward pass."""
     found: list[tuple[str, str]] = []
     calls: Counter[str] = Counter()
-    made: dict[int, tuple[str, Tensor, int]] = {}  # the tensors are held, so that no other takes their place
-    handles = []
+    made: dict[int, tuple[str, Tensor, int]] = {}  # holding the tensors keeps an id from being used twice
 
-    def watch_convolution(name: str, module: nn.Module) -> None:
-        def after(_: nn.Module, __: Any, output: Tensor) -> None:
+    def after_convolution(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
             calls[name] += 1
             made[id(output)] = (name, output, output._version)
 
-        handles.append(module.register_forward_hook(after))
+        return hook
 
-    def watch_normaliser(name: str, module: nn.Module) -> None:
-        def before(_: nn.Module, inputs: tuple[Tensor]) -> None:
+    def before_normaliser(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor]) -> None:
             calls[name] += 1
             convolution, _tensor, version = made.get(id(inputs[0]), ("", None, 0))
-            # What has been written to since is not what the convolution gave.
-            if convolution and inputs[0]._version == version:
+            if convolution and inputs[0]._version == version:  # not changed in place since
                 found.append((convolution, name))
 
-        handles.append(module.register_forward_pre_hook(before))
+        return hook
 
+    handles = []
     for name, module in backbone.named_modules():
         if type(module) in CONVOLUTIONS:
-            watch_convolution(name, module)
+            handles.append(module.register_forward_hook(after_convolution(name)))
         elif type(module) in NORMALISERS and module.running_mean is not None:
-            watch_normaliser(name, module)
+            handles.append(module.register_forward_pre_hook(before_normaliser(name)))
     pairs: list[tuple[str, str]] = []
     try:
         yield pairs
@@ -174,12 +197,12 @@ def _observed(backbone: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A copy of the modules with the same tensors in them."""
+    """Copy the modules, but not their tensors."""
     return copy.deepcopy(module, {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())})
 
 
 def _fold(source: nn.Module, twin: nn.Module, pairs: list[tuple[str, str]], dtype: torch.dtype | None) -> list[Fold]:
-    """Replace the pairs in `twin`; their weights are still to be computed."""
+    """Replace the pairs in `twin` by convolutions whose weights are still to be computed."""
     folds = []
     for convolution_name, normaliser_name in pairs:
         convolution, normaliser = source.get_submodule(convolution_name), source.get_submodule(normaliser_name)
@@ -189,35 +212,8 @@ def _fold(source: nn.Module, twin: nn.Module, pairs: list[tuple[str, str]], dtyp
         weight = torch.empty_like(convolution.weight, dtype=dtype)
         folded.weight = nn.Parameter(weight, requires_grad=False)
         folded.bias = nn.Parameter(weight.new_empty(len(weight)), requires_grad=False)
-        twin.set_submodule(normaliser_name, _behind(twin.get_submodule(normaliser_name)))
+        replaced = twin.get_submodule(normaliser_name)
+        rest = nn.Sequential(replaced.drop, replaced.act) if isinstance(replaced, BatchNormAct2d) else nn.Identity()
+        twin.set_submodule(normaliser_name, rest)
         folds.append(Fold(convolution, normaliser, folded))
     return folds
-
-
-def _behind(normaliser: nn.Module) -> nn.Module:
-    """What is left of a BatchNorm layer once its arithmetic is done elsewhere."""
-    if isinstance(normaliser, BatchNormAct2d):
-        return nn.Sequential(normaliser.drop, normaliser.act)
-    return nn.Identity()
-
-
-def _randomise(backbone: nn.Module, generator: torch.Generator) -> None:
-    with torch.no_grad():
-        for module in backbone.modules():
-            if type(module) in NORMALISERS and module.running_mean is not None:
-                assert isinstance(module, nn.BatchNorm2d) and module.running_var is not None
-                for tensor, low, high in (
-                    (module.running_mean, -0.1, 0.1),
-                    (module.running_var, 0.5, 2.0),
-                    (module.weight, 0.5, 1.5),
-                    (module.bias, -0.1, 0.1),
-                ):
-                    if tensor is not None:
-                        tensor.copy_(torch.rand(tensor.shape, generator=generator) * (high - low) + low)
-
-
-def _example(backbone: nn.Module) -> Tensor:
-    """An image of noise (1, 3, height, width), of the size that the backbone was made for."""
-    given = (getattr(backbone, "pretrained_cfg", None) or {}).get("input_size") or (3, EXAMPLE_SIZE, EXAMPLE_SIZE)
-    first = next(backbone.parameters())
-    return torch.randn(1, *given, generator=torch.Generator().manual_seed(0)).to(first)

@@ -1,0 +1,79 @@
+"""Schedules of the learning rate, from timm."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from torch import nn
+
+# Name -> the options that it takes beside `warmup`.
+_OPTIONS: dict[str, set[str]] = {
+    "constant": set(),
+    "linear": set(),
+    "cosine": set(),
+    "step": {"every", "decay"},
+    "multistep": {"milestones", "decay"},
+}
+
+
+@dataclass(frozen=True)
+class TimmSchedule:
+    """How the learning rate changes over a training: it rises over the warm-up, then follows the schedule `name`.
+
+    Args:
+        name: `constant`; `linear` (to zero at the end, as Revaud et al. train); `cosine` (half a wave to zero);
+            `step` (times `decay` after every so many steps); `multistep` (times `decay` at each milestone).
+        warmup: steps of a linear rise, in which step 1 has 1/warmup of the rate. Later options count from its end.
+        every: of `step`, the number of steps at one rate.
+        milestones: of `multistep`, the numbers of the first steps with a lower rate, counted from 1.
+        decay: of `step` and `multistep`, the factor each time; 0.1 by default.
+    """
+
+    name: str = "linear"
+    warmup: NonNegativeInt = 0
+    every: PositiveInt | None = None
+    milestones: tuple[int, ...] | None = None
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in _OPTIONS:
+            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(_OPTIONS)}")
+        for option in ("every", "milestones", "decay"):
+            given, known = getattr(self, option) is not None, option in _OPTIONS[self.name]
+            if given and not known:
+                raise ValueError(f"{option} is set, but the schedule {self.name} does not use it")
+            if known and not given and option != "decay":
+                raise ValueError(f"the schedule {self.name} needs {option}")
+        if list(self.milestones or ()) != sorted(self.milestones or ()):
+            raise ValueError(f"milestones are {list(self.milestones or ())}; expected them in ascending order")
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return what the learning rate is multiplied with in a step.
+
+        Args:
+            step: counted from 0.
+            steps: of the whole training.
+        """
+        if step < self.warmup:  # timm's warm-up is one step behind: its first rate is 0
+            return (step + 1) / self.warmup
+        scheduler = _scheduler(self, steps)
+        scheduler.step(step - self.warmup)
+        return float(scheduler.optimizer.param_groups[0]["lr"])
+
+
+@lru_cache
+def _scheduler(schedule: TimmSchedule, steps: int) -> Scheduler:
+    """Build timm's scheduler over an optimiser without use, whose rate it writes."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    length = max(steps - schedule.warmup, 2)  # one step has factor 1 whatever the length; timm warns about length 1
+    decay = 0.1 if schedule.decay is None else schedule.decay
+    if schedule.name == "linear":
+        return PolyLRScheduler(optimizer, t_initial=length, power=1.0)
+    if schedule.name == "cosine":
+        return CosineLRScheduler(optimizer, t_initial=length)
+    if schedule.every is not None:
+        return StepLRScheduler(optimizer, decay_t=schedule.every, decay_rate=decay)
+    return MultiStepLRScheduler(optimizer, decay_t=list(schedule.milestones or ()), decay_rate=decay)  # or constant

@@ -1,0 +1,216 @@
+"""The contract of the engines. Two ranks try all engines of a family, and the tests look at the answers."""
+
+import gc
+
+import engine_checks as checks
+import pytest
+import torch
+from engine_checks import ENGINES, OPTIMIZERS, TRAININGS, is_exact
+from ranks import on_ranks
+from torch import nn
+
+from distap.engine.deepspeed.config import DeepSpeedSettings
+from distap.engine.fsdp import FSDPSettings, blocks
+from distap.errors import DistapError
+from distap.world import World
+
+
+def of(engines):
+    """Parameters of a test; DeepSpeed's ranks start slowly."""
+    return [name if is_exact(name) else pytest.param(name, marks=pytest.mark.slow) for name in engines]
+
+
+WHOLE_CHECKS = of(name for name in ENGINES if name != "ddp, small buckets")
+
+
+def alone(exact):
+    """An engine of a lone process, after one step."""
+    network, groups = checks.network_and_groups(exact)
+    engine = ENGINES["ddp"].build(network, lambda: checks.ADAM.build(groups()), World())
+    checks.three_stages(World(), engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def saved():
+    return {exact: checks.whole(alone(exact)) for exact in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory, saved):
+    """What came of a family of engines on each rank; a family is started when it is first asked for."""
+    found = {}
+
+    def answers(exact):
+        if exact not in found:
+            names = [name for name in ENGINES if is_exact(name) == exact]
+            found[exact] = on_ranks(checks.RANKS, checks.everything, names, tmp_path_factory.mktemp("ranks"), saved)
+        return found[exact]
+
+    return answers
+
+
+@pytest.fixture
+def on_two_ranks(families):
+    def answers(check, name):
+        if not is_exact(name):
+            pytest.importorskip("deepspeed")
+        return [found[check, name] for found in families(is_exact(name))]
+
+    return answers
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+@pytest.mark.parametrize("name", of(ENGINES))
+def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(on_two_ranks, name, clip_norm):
+    network, groups = checks.network_and_groups(is_exact(name))
+    before = {key: tensor.detach().clone() for key, tensor in network.named_parameters()}
+    for rank in range(checks.RANKS):
+        checks.replay(World(rank=rank, size=checks.RANKS), checks.Plain(network))
+    norm = float(nn.utils.clip_grad_norm_(network.parameters(), clip_norm or float("inf")))
+    optimizer = checks.PLAIN.build(groups())
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("factor", 1.0)
+    optimizer.step()
+    exactness = {"rtol": 1e-9, "atol": 1e-12} if is_exact(name) else {"rtol": 1e-4, "atol": 1e-6}
+    assert norm > 1e-2
+    for moved, same_norm in (found[clip_norm] for found in on_two_ranks("moved", name)):
+        assert same_norm == pytest.approx(norm, rel=1e-9 if is_exact(name) else 1e-5)
+        for key, parameter in network.named_parameters():
+            expected = (before[key] - parameter).detach()
+            torch.testing.assert_close(moved[f"network.{key}"], expected, **exactness)
+
+
+@pytest.mark.parametrize("case", of(TRAININGS))
+def test_steps_with_dropout_uneven_shares_and_clipping_are_those_of_the_full_batch(on_two_ranks, case):
+    expected, norms = checks.full_batch(is_exact(case), clip_norm=0.05)
+    assert min(norms) > 0.05
+    exactness = {"rtol": 1e-9, "atol": 1e-10} if is_exact(case) else {"rtol": 1e-4, "atol": 1e-5}
+    for parameters, same_norms in on_two_ranks("trained", case):
+        assert same_norms == pytest.approx(norms, rel=exactness["rtol"])
+        assert parameters.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(parameters[key], tensor, **exactness)
+
+
+@pytest.mark.parametrize("name", of(["zero 2", "zero 3"]))
+def test_an_offloaded_state_changes_no_step(on_two_ranks, name):
+    pairs = zip(on_two_ranks("offloaded", name), on_two_ranks("trained", name), strict=True)
+    for offloaded, (parameters, _) in pairs:
+        for key, tensor in parameters.items():
+            torch.testing.assert_close(offloaded[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "reductions"),
+    [
+        *(("ddp", 0, 1), ("fsdp", 1, 1), ("fsdp by blocks", 4, 4)),
+        *(pytest.param(f"zero {stage}", stage // 3, 1, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    ],
+)
+def test_ranks_gather_parameters_and_reduce_gradients_once_a_step(on_two_ranks, name, gathers, reductions):
+    assert on_two_ranks("messages", name) == [(gathers, reductions)] * 2  # of 5 micro-batches
+
+
+def test_parameters_that_are_freed_travel_with_every_micro_batch(on_two_ranks):
+    for gathers, reductions in on_two_ranks("messages", "fsdp, resharding"):
+        assert reductions == 5 * 4
+        assert gathers >= 5 * 4
+
+
+@pytest.mark.parametrize("name", WHOLE_CHECKS)
+def test_a_step_that_was_given_up_or_failed_on_one_rank_leaves_nothing_behind(on_two_ranks, name):
+    for first, *others in on_two_ranks("without damage", name):
+        assert others == pytest.approx([first] * len(others), rel=1e-9 if is_exact(name) else 1e-6)
+        assert len(others) == (2 if name in checks.LOCKSTEP else 3)
+
+
+@pytest.mark.parametrize("name", WHOLE_CHECKS)
+def test_a_gradient_that_is_not_finite_on_one_rank_moves_nothing_on_any(on_two_ranks, name):
+    for precision in ("bf16", "fp16") if name in OPTIMIZERS else ("fp16",):
+        first, second = on_two_ranks(precision, name)
+        for norms, scales, has_moved in (first, second):
+            assert has_moved == [True, False, True]
+            assert not norms[1] < float("inf")
+            assert norms[0] > 1e-3 and norms[2] > 1e-3  # before clipping
+            assert scales == ([1024, 512, 512] if precision == "fp16" else [1, 1, 1])
+        assert (first[0][0], first[0][2]) == (second[0][0], second[0][2])
+
+
+@pytest.mark.parametrize("name", WHOLE_CHECKS)
+def test_a_state_goes_from_one_rank_to_every_engine_and_back(on_two_ranks, saved, name):
+    lone = alone(is_exact(name))
+    for after, is_same in on_two_ranks("state", name):
+        assert is_same
+        expected = saved[is_exact(name)]
+        assert {key: tensor.shape for key, tensor in after.items()} == {
+            key: tensor.shape for key, tensor in expected.items()
+        }
+        assert float(after["optimizer.state.head.weight.step"]) == 2
+        lone.load_state_dict(after)
+        again = lone.state_dict()
+        assert all(torch.equal(again[key], tensor) for key, tensor in after.items())
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [(name, o) for name in ("ddp", "fsdp") for o in OPTIMIZERS[name]])
+def test_every_optimizer_moves_parameters_alike_and_goes_on_from_its_state(on_two_ranks, name, optimizer):
+    expected, _ = on_two_ranks(optimizer, "ddp")[0]
+    for state, restarted in on_two_ranks(optimizer, name):
+        assert state.keys() == restarted.keys() == expected.keys()
+        for key, tensor in state.items():
+            assert torch.equal(restarted[key], tensor)
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS["zero 2"])
+def test_every_elementwise_optimizer_goes_on_from_its_state_under_deepspeed(on_two_ranks, optimizer):
+    for state, restarted in on_two_ranks(optimizer, "zero 2"):
+        assert state.keys() == restarted.keys()
+        assert all(torch.equal(restarted[key], tensor) for key, tensor in state.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["lamb", "lars", "adafactor"])
+def test_deepspeed_refuses_optimizers_that_need_whole_tensors(optimizer):
+    with pytest.raises(DistapError, match="needs whole ones; choose another optimizer"):
+        checks.engine_of(World(), "zero 1", checks.TimmOptimizer(optimizer))
+
+
+@pytest.mark.parametrize("name", WHOLE_CHECKS)
+def test_ranks_describe_different_numbers_of_images_and_the_engine_can_be_collected(on_two_ranks, families, name):
+    for difference, norm, stays in on_two_ranks("apart", name):
+        assert difference < (1e-12 if is_exact(name) else 1e-6)
+        assert 0 < norm < float("inf")
+        assert not stays  # or the process group could not end
+    assert [found["threads"] for found in families(is_exact(name))] == [["MainThread"]] * 2
+
+
+def test_fsdp_on_one_rank_shares_nothing_out():
+    engine = checks.engine_of(World(), "fsdp, resharding")
+    assert not engine.lockstep and engine.keeps_graphs
+    assert checks.three_stages(World(), engine) == checks.three_stages(World(), checks.engine_of(World(), "ddp"))
+
+
+def test_blocks_are_the_members_of_module_lists():
+    found = blocks(checks.BlockNetwork())
+    assert [type(block) for block in found] == [checks.Block] * 3
+    block, other = checks.Block(7, 0.0), checks.Block(7, 0.0)
+    nested = nn.Sequential(nn.Sequential(block, nn.ModuleList([other])), nn.Linear(1, 1))
+    assert blocks(nested) == [block, other]
+
+
+def test_freeing_the_whole_network_at_once_is_refused():
+    with pytest.raises(ValueError, match="units: blocks"):
+        FSDPSettings(reshard=True, units="network")
+
+
+@pytest.mark.slow
+def test_deepspeed_needs_no_process_group_for_a_lone_process(caplog):
+    pytest.importorskip("deepspeed")
+    engine = checks.engine_of(World(), "zero 2", settings=DeepSpeedSettings(stage=2))
+    checks.three_stages(World(), engine)
+    assert '"gradient_clipping": 0.0' in caplog.text and '"overlap_comm": false' in caplog.text
+    del engine
+    gc.collect()
+    assert not torch.distributed.is_initialized()
