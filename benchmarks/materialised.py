@@ -6,10 +6,10 @@ What the streamed forms are measured against. No memory, no ranks, uniform weigh
 import torch
 from torch import Tensor
 
+from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import Loss
 from distap.ranking.losses.blackbox import BlackBoxAP
 from distap.ranking.losses.calibration import Calibration, Roadmap
-from distap.ranking.losses.quantized import SoftBinnedAP
 from distap.ranking.losses.smooth import SmoothAP, SupAP
 
 VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, about
@@ -18,8 +18,8 @@ VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, ab
 def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4) -> int:
     """About what `materialised_loss` and its backward take."""
     depth = 1
-    if isinstance(loss, SoftBinnedAP):
-        depth = loss.soft_bins().bins
+    if isinstance(loss, HistogramLoss):
+        depth = loss.centres
     if isinstance(loss, SmoothAP):
         depth = batch
     return VALUES_KEPT * itemsize * batch * batch * depth
@@ -36,11 +36,11 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
     similarities = descriptors @ descriptors.t()
     same_class = labels[:, None] == labels[None]
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    if isinstance(loss, SoftBinnedAP):
+    if isinstance(loss, HistogramLoss):
         return _soft_binned(loss, similarities, same_class, itself)
     if isinstance(loss, Roadmap):
         ranking = _pairwise(loss, similarities, same_class, itself)
-        scores = _calibration(loss.calibration, similarities, same_class, itself)
+        scores = _calibration(Calibration(alpha=loss.alpha, beta=loss.beta), similarities, same_class, itself)
         return (1 - loss.lam) * ranking + loss.lam * scores
     if isinstance(loss, SmoothAP):
         return _pairwise(loss, similarities, same_class, itself)
@@ -51,12 +51,11 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
     raise TypeError(f"{type(loss).__name__} has no materialised form here")
 
 
-def _soft_binned(loss: SoftBinnedAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
-    histogram = loss.soft_bins()
-    places = torch.arange(histogram.bins, dtype=similarities.dtype, device=similarities.device)
-    centres = histogram.high - histogram.width * places
-    inside = similarities.clamp(histogram.low, histogram.high)
-    soft = (1 - (inside[:, None] - centres[None, :, None]).abs() / histogram.width).clamp(min=0)
+def _soft_binned(loss: HistogramLoss, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+    places = torch.arange(loss.centres, dtype=similarities.dtype, device=similarities.device)
+    centres = loss.high - loss.width * places
+    inside = similarities.clamp(loss.low, loss.high)
+    soft = (1 - (inside[:, None] - centres[None, :, None]).abs() / loss.width).clamp(min=0)
     counted = same_class if loss.self_pair else same_class & ~itself
     positives = (soft * counted[:, None]).sum(-1).cumsum(1)
     negatives = (soft * ~same_class[:, None]).sum(-1).cumsum(1)

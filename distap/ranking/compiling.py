@@ -62,10 +62,10 @@ def _choice(function: Function, by_hand: Function | None, arguments: tuple[Any, 
         logger.info("ranking: %s is compiled", function.__name__)
         return compiled
     seconds = [_seconds(candidate, function, arguments) for candidate in (by_hand, compiled)]
-    name = "a kernel written by hand" if seconds[0] < seconds[1] else "compiled"
+    chosen, name = (by_hand, "a kernel written by hand") if seconds[0] < seconds[1] else (compiled, "compiled")
     times = f"{1000 * seconds[0]:.2f} ms by hand, {1000 * seconds[1]:.2f} ms compiled"
     logger.info("ranking: %s is %s (%s)", function.__name__, name, times)
-    return by_hand if seconds[0] < seconds[1] else compiled
+    return chosen
 
 
 def _seconds(candidate: Function, function: Function, arguments: tuple[Any, ...]) -> float:

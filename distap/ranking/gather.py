@@ -27,20 +27,14 @@ class Gathering:
         world: the ranks; each holds the slots rank, rank + W, ...
         slots: number of rows of all ranks together.
         counter: takes the rows that have arrived, some chunks at a time.
-        least_counted: rows of a rank that the counter takes at once, except at the end; the same on all ranks.
     """
 
-    def __init__(
-        self, world: World, slots: int, counter: Counter | None = None, least_counted: int = LEAST_COUNTED
-    ) -> None:
+    def __init__(self, world: World, slots: int, counter: Counter | None = None) -> None:
         self.world, self.slots, self.counter = world, slots, counter
         self.arrived = 0  # slots of all ranks that have arrived
         self._share = -(-slots // world.size)
-        self._unsent = deque(
-            strips(0, self._share, max(1, min(LEAST_SENT, least_counted), -(-self._share // MOST_CHUNKS)))
-        )
+        self._unsent = deque(strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS))))
         self._on_the_way: deque[Arrival] = deque()
-        self._least_counted = least_counted * world.size
         self._filled = self._in_gallery = self._counted = 0  # own rows added; rows of the gallery; slots counted
         self._packed: Tensor | None = None
 
@@ -93,7 +87,7 @@ class Gathering:
         self.arrived += len(rows)
         self._in_gallery += len(arrived)
         is_last = self.arrived == self.slots
-        if self.counter is not None and (is_last or self.arrived - self._counted >= self._least_counted):
+        if self.counter is not None and (is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size):
             facts = self._facts[self._counted : self.arrived].cpu()
             takes_part = facts[:, 2].bool()
             is_own = torch.arange(self._counted, self.arrived) % self.world.size == self.world.rank

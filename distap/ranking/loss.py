@@ -50,6 +50,11 @@ class Gathered:
         """The labels of the batch."""
         return self.gallery_labels[: len(self.images)]
 
+    @property
+    def local(self) -> Bool[Tensor, " slots_of_rank"]:
+        """Which of this rank's slots take part."""
+        return self.taking_part[self.world.rank :: self.world.size]
+
     @cached_property
     def class_sizes(self) -> Int64[Tensor, " N"]:
         """For each gallery image, the number of gallery images of its class."""
@@ -76,9 +81,8 @@ class Gathered:
 
     def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
         """This rank's rows at their slots, with `fill` at the slots that take no part."""
-        local = self.taking_part[self.world.rank :: self.world.size]
-        full = rows.new_full((len(local), *rows.shape[1:]), fill)
-        full[local] = rows
+        full = rows.new_full((len(self.local), *rows.shape[1:]), fill)
+        full[self.local] = rows
         return full
 
     def sum_own(self, rows: Float[Tensor, "B K"]) -> Float[Tensor, "b K"]:
@@ -87,8 +91,7 @@ class Gathered:
             return rows[self.own]
         full = rows.new_zeros(len(self.taking_part), rows.shape[1])
         full[self.taking_part] = rows
-        local = self.taking_part[self.world.rank :: self.world.size]
-        return self.world.reduce_rows(full)[local]
+        return self.world.reduce_rows(full)[self.local]
 
 
 @dataclass(frozen=True)
@@ -218,29 +221,26 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     Raises:
         Exception: on rank 0 the loss's own error, on the others a DistapError.
     """
-    world = gathered.world
+    world, batch = gathered.world, len(gathered.images)
     value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
-    per_query: Tensor | None = value.new_zeros(len(gathered.images))
-    gradient, failure = None, None
+    per_query, gradient = value.new_zeros(batch), None
+    failure, outcome = None, 0  # 1: the loss is not by query; 2: it failed
     if world.rank == 0:
-        everything = torch.arange(len(gathered.images), device=value.device)
-        whole = replace(gathered, own=everything, world=World(device=world.device))
+        own = torch.arange(batch, device=value.device)
+        whole = replace(gathered, own=own, world=World(device=world.device))
         try:
-            value, per_query, rows = loss.value_and_gradient(whole, budget)
+            value, by_query, rows = loss.value_and_gradient(whole, budget)
             gradient = whole.spread(rows)
+            per_query, outcome = (per_query, 1) if by_query is None else (by_query, 0)
         except Exception as error:
-            failure = error
+            failure, outcome = error, 2
     # Every rank raises: the others would wait for rank 0 in the next collective.
-    if not world.all_agree(failure is None):
+    worst = world.maximum(outcome)
+    if worst == 2:
         raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
-    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))
-    if not world.all_agree(per_query is not None):
-        per_query = None
-    else:
-        assert per_query is not None
-        per_query = world.broadcast(per_query)[gathered.own]
-    local = gathered.taking_part[world.rank :: world.size]
-    return LossValue(world.broadcast(value), per_query, received[local])
+    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))[gathered.local]
+    value, per_query = world.broadcast(value), world.broadcast(per_query)
+    return LossValue(value, None if worst else per_query[gathered.own], received)
 
 
 @contextmanager

@@ -55,7 +55,6 @@ class CrossBatchMemory:
         return self.descriptors.to(images.device)[other], self.labels.to(images.device)[other], images[other]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state that `load_state_dict` takes; empty as long as nothing is remembered."""
         if self.descriptors is None:
             return {}
         return {"descriptors": self.descriptors, "labels": self.labels, "images": self.images}

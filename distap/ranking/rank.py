@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from distap.errors import DistapError
 from distap.ranking.checks import check_arguments
-from distap.ranking.gather import LEAST_COUNTED, Gathering, gather
+from distap.ranking.gather import Gathering, gather
 from distap.ranking.loss import Budget, Counter, Gathered, Loss, build_loss, full_precision, rank_on_rank_zero
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import suggestion
@@ -95,22 +95,16 @@ def rank(
 
 
 def start_gathering(
-    loss: Loss,
-    world: World,
-    slots: int,
-    mode: Mode = "sharded",
-    memory_bytes: int | None = None,
-    least_counted: int = LEAST_COUNTED,
+    loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
 ) -> Gathering:
     """Begin to gather a batch, and to count its pairs while it arrives if the loss can do that.
 
-    When it is complete, `rank_descriptors` takes the gathering's counter. The arguments are those of
-    `rank_descriptors` and of `Gathering`.
+    When it is complete, `rank_descriptors` takes the gathering's counter.
     """
     counter = None
     if mode == "sharded" or world.size == 1:
         counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
-    return Gathering(world, slots, counter, least_counted)
+    return Gathering(world, slots, counter)
 
 
 @torch.no_grad()

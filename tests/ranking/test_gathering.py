@@ -1,10 +1,11 @@
 """A batch that is gathered and counted in chunks ranks as one that is gathered at once."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
-from problems import problem
+from problems import problem, remembering
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
@@ -13,7 +14,6 @@ from distap.errors import DistapError
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
-from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank_descriptors, start_gathering
 from distap.world import World
 
@@ -52,13 +52,9 @@ COMPARED = [(case, loss, "sharded") for case in CASES for loss in LOSSES if loss
 COMPARED += [("remembered", "ap_q", "central"), ("left_out", "sup_ap", "sharded")]
 
 
-def remembered(gathered):
-    """The batch behind which a memory holds another, of which one image is met again."""
-    raw, labels = problem(1, 9, 5, dimensions=6)
-    memory = CrossBatchMemory(100)
-    earlier = torch.arange(SLOTS - 1, SLOTS + 8)
-    memory.remember(gather(normalize(raw), labels, torch.ones(9, dtype=torch.bool), World(), 9, earlier))
-    return memory.extend(gathered)
+def extended(gathered):
+    """The batch behind which a memory holds another, of which one image comes again."""
+    return remembering(1, 9, SLOTS - 1, dimensions=6).extend(gathered)
 
 
 def share(world, case):
@@ -67,21 +63,26 @@ def share(world, case):
     return descriptors[mine], labels[mine], taking_part[mine], torch.arange(SLOTS)[mine]
 
 
+def small_chunks():
+    return mock.patch.multiple("distap.ranking.gather", LEAST_SENT=3, LEAST_COUNTED=3)
+
+
 def rank_at_once(world, case, loss, mode):
     descriptors, labels, taking_part, images = share(world, case)
     taking_part = taking_part & descriptors.isfinite().all(1)
     gathered = gather(descriptors, labels, taking_part, world, SLOTS, images)
-    return rank_descriptors(LOSSES[loss], remembered(gathered) if case == "remembered" else gathered, mode)
+    return rank_descriptors(LOSSES[loss], extended(gathered) if case == "remembered" else gathered, mode)
 
 
 def rank_in_chunks(world, case, loss, mode, memory_bytes=None, size=None):
     """The batch and its ranking; each rank adds another number of rows at a time."""
-    gathering = start_gathering(LOSSES[loss], world, SLOTS, mode, memory_bytes, least_counted=3)
     values, size = share(world, case), size or 1 + 2 * world.rank
-    for start in range(0, len(values[0]), size):
-        gathering.add(*(value[start : start + size] for value in values))
-    gathered = gathering.finish()
-    ranked = remembered(gathered) if case == "remembered" else gathered
+    with small_chunks():
+        gathering = start_gathering(LOSSES[loss], world, SLOTS, mode, memory_bytes)
+        for start in range(0, len(values[0]), size):
+            gathering.add(*(value[start : start + size] for value in values))
+        gathered = gathering.finish()
+    ranked = extended(gathered) if case == "remembered" else gathered
     return gathered, rank_descriptors(LOSSES[loss], ranked, mode, memory_bytes, gathering.counter)
 
 
@@ -162,7 +163,7 @@ def test_nothing_to_rank_is_an_error_on_every_rank(on_two_ranks):
 
 def nothing_to_rank(world):
     descriptors, _, taking_part, images = share(world, "batch")
-    gathering = start_gathering(QuantizedAP(), world, SLOTS, least_counted=3)
+    gathering = start_gathering(QuantizedAP(), world, SLOTS)
     gathering.add(descriptors, images, taking_part)
     with pytest.raises(DistapError) as error:
         rank_descriptors(QuantizedAP(), gathering.finish(), counter=gathering.counter)
@@ -178,7 +179,7 @@ def traffic_of_a_step(world):
     mine = slice(world.rank, None, world.size)
     descriptors, labels = normalize(raw)[mine], labels[mine]
     loss = QuantizedAP(bins=BINS)
-    gathering = start_gathering(loss, world, ROWS, least_counted=64)
+    gathering = start_gathering(loss, world, ROWS)
 
     def ranked():
         for start in range(0, len(labels), 16):
@@ -200,7 +201,8 @@ def test_chunks_take_no_more_bytes_than_one_all_gather_of_descriptors_and_slope_
 def first_half_alone(world):
     """Slots that have arrived while all ranks still have rows to add."""
     descriptors, labels, taking_part, images = share(world, "batch")
-    gathering = Gathering(world, SLOTS, least_counted=3)
+    with small_chunks():
+        gathering = Gathering(world, SLOTS)
     gathering.add(descriptors[:6], labels[:6], taking_part[:6], images[:6])
     deadline = time.monotonic() + 60
     while gathering.arrived < 6 * world.size and time.monotonic() < deadline:

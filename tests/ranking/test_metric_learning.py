@@ -1,15 +1,13 @@
 import pytest
 import torch
-from problems import problem, rank_raw
+from problems import problem, rank_raw, remembering
 from pytorch_metric_learning import losses, miners
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
-from distap.world import World
 
 
 def their_gradient(loss, raw, labels, *arguments):
@@ -65,8 +63,7 @@ def test_what_is_drawn_at_random_depends_on_the_batch_alone():
 @pytest.mark.parametrize("miner", [None, "PairMarginMiner"])
 def test_with_a_memory_remembered_images_are_references(miner):
     (raw, labels), (other, other_labels) = problem(3, 20, 4), problem(4, 15, 4)
-    memory = CrossBatchMemory(100)
-    memory.remember(gather(normalize(other), other_labels, torch.ones(15, dtype=torch.bool), World(), 15))
+    memory = remembering(4, 15, classes=4)
     ranking, gradient = rank_raw(
         raw, labels, "metric_learning", function="ContrastiveLoss", miner=miner, memory=memory
     )

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from problems import problem
+from problems import problem, remembering
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
@@ -14,7 +14,6 @@ from distap.errors import DistapError
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
-from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank, rank_descriptors
 from distap.world import World
 
@@ -43,14 +42,6 @@ def left_out():
     return descriptors, labels, taking_part
 
 
-def remembered():
-    """A memory of a batch, the same on every rank."""
-    raw, labels = problem(1, 9, 5, dimensions=6)
-    memory = CrossBatchMemory(100)
-    memory.remember(gather(normalize(raw), labels, torch.ones(9, dtype=torch.bool), World(), 9))
-    return memory
-
-
 CASES = {"batch": (batch, False), "left_out": (left_out, False), "remembered": (batch, True)}
 
 
@@ -60,7 +51,7 @@ def rank_share(world, case, loss, mode):
     mine = slice(world.rank, None, world.size)
     gathered = gather(descriptors[mine], labels[mine], taking_part[mine], world, SLOTS)
     if with_memory:
-        gathered = remembered().extend(gathered)
+        gathered = remembering(1, 9, dimensions=6).extend(gathered)
     ranking = rank_descriptors(LOSSES[loss], gathered, mode)
     per_query = ranking.per_query
     if per_query is not None:
@@ -114,7 +105,9 @@ def failing_on_rank_0(world):
     mine = slice(world.rank, None, world.size)
     gathered = gather(descriptors[mine], labels[mine], taking_part[mine], world, SLOTS)
     with pytest.raises(DistapError) as error:
-        rank_descriptors(build_loss("metric_learning", function="FastAPLoss"), remembered().extend(gathered))
+        rank_descriptors(
+            build_loss("metric_learning", function="FastAPLoss"), remembering(1, 9, dimensions=6).extend(gathered)
+        )
     return str(error.value).split(";")[0]
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from distap.apps.plan.network_cost import NetworkCost
 from distap.config.recipe import Recipe
 from distap.ranking.gather import LEAST_SENT, MOST_CHUNKS
+from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import GPU_TILE_PAIRS, TENSORS_A_PAIR, Loss
-from distap.ranking.losses.quantized import SoftBinnedAP
 from distap.ranking.losses.sums import WeightedSum
 from distap.registry import name_of
 from distap.stages.sizes import ENOUGH_FASTER
@@ -251,7 +251,7 @@ class StepCost:
 def bins_of(loss: Loss) -> int | None:
     """Return the bins of a histogram loss or of a sum of them; None if a loss needs whole rows of similarities."""
     terms = [term for _, term in loss.terms] if isinstance(loss, WeightedSum) else [loss]
-    bins = [term.soft_bins().bins for term in terms if isinstance(term, SoftBinnedAP)]
+    bins = [term.centres for term in terms if isinstance(term, HistogramLoss)]
     return sum(bins) if len(bins) == len(terms) else None
 
 

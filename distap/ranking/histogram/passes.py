@@ -4,19 +4,21 @@ A pair of similarity s lies at t = (high - s) / width, counted in bins from the 
 kernel of Revaud et al. (2019, eq. 7) touches two neighbouring bins, and its running sum is a clamp: a pair adds
 clamp(m + 1 - t, 0, 1) to the cumulative count of bin m.
 
-    count      1 |-----\\                     The loss depends on the similarities only through these counts, two
-    of bin m     |      \\                    tables of (b, M). Inside a bin the counts are linear in s, so the loss's
-               0 |       \\-------           derivative by s is a lookup: the slope of (query, bin of the pair, is it
-                 +--------------> t          a positive).
-                      m  m+1
+    t       up to m      m to m + 1      m + 1 and more
+    adds       1          m + 1 - t            0
+
+The loss depends on the similarities only through these counts, two tables of (b, M). Inside a bin the counts are
+linear in s, so the loss's derivative by s is a lookup: the slope of (query, bin of the pair, is it a positive).
 
 Pass one goes over tiles of pairs and counts. Pass two goes over them again and looks slopes up; the B x B
 similarities never exist at once. Pass one keeps each pair's bin as one byte if the budget allows, so that pass two
 needs no product.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
@@ -25,38 +27,62 @@ from torch.nn.functional import pad
 
 from distap.ranking.compiling import compiled_if_large
 from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
-from distap.ranking.loss import Budget, Gathered, LossValue, QueryWeights
-
-# AP of each query from its cumulative soft counts of negatives and of positives: (b, M), (b, M) -> (b,).
-AveragePrecisionOfCounts = Callable[[Tensor, Tensor], Tensor]
+from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights
 
 
 @dataclass(frozen=True)
-class SoftBins:
-    """Where the bins are, and which pairs are counted.
+class HistogramLoss(Loss):
+    """1 - a function of each query's soft counts in bins of similarity, the mean over queries.
+
+    A subclass writes `average_precision`, and autograd differentiates it by the counts.
 
     Args:
-        bins: number of bin centres M.
+        bins: number of bin centres M, 2 to 128.
         low, high: similarities of the last and the first bin centre; the end bins are flat outside them.
-        self_pair: a query counts itself among its positives.
+        self_pair: a query counts itself among its positives, like in the papers' code.
+        weights: `uniform`, or `class` so that each class weighs the same.
     """
 
-    bins: int
-    low: float
-    high: float
-    self_pair: bool
+    bins: int = 20
+    low: float = -1.0
+    high: float = 1.0
+    self_pair: bool = True
+    weights: QueryWeights = "uniform"
+    is_ap: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         # A pair's bin and whether it is a positive are to fit into a byte.
-        if not 2 <= self.bins <= 128:
-            raise ValueError(f"bins is {self.bins}; 2 to 128 are possible")
+        if not 2 <= self.centres <= 128:
+            more = self.centres - self.bins
+            raise ValueError(f"bins is {self.bins}; {2 - more} to {128 - more} are possible")
         if not self.low < self.high:
             raise ValueError(f"low is {self.low} and high {self.high}; low must be below high")
 
     @property
+    def centres(self) -> int:
+        """Number of bin centres M."""
+        return self.bins
+
+    @property
     def width(self) -> float:
         """Similarity between two neighbouring bin centres."""
-        return (self.high - self.low) / (self.bins - 1)
+        return (self.high - self.low) / (self.centres - 1)
+
+    @abstractmethod
+    def average_precision(
+        self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
+    ) -> Float64[Tensor, " b"]:
+        """AP of each query from its cumulative soft counts, differentiable; 0 for a query without positives."""
+
+    def counter(self, pairs: int, budget: Budget) -> "Passes":
+        return Passes(self, pairs, budget)
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        is_own = torch.zeros_like(gathered.gallery_labels, dtype=torch.bool)
+        is_own[gathered.own] = True
+        counter = self.counter(len(gathered.own) * len(gathered.gallery), budget)
+        counter.add(gathered.gallery, gathered.gallery_labels.cpu(), is_own.cpu())
+        return counter.value_and_gradient(gathered)
 
 
 class Passes:
@@ -66,20 +92,13 @@ class Passes:
     depends on the parts alone, so that a run that is repeated gives the same bits.
 
     Args:
-        average_precision: AP of each query from its counts, differentiable.
+        loss: where the bins are, and what follows from the counts.
         pairs: about how many pairs there will be; many are worth compiling for.
     """
 
-    def __init__(
-        self,
-        bins: SoftBins,
-        average_precision: AveragePrecisionOfCounts,
-        weights: QueryWeights,
-        pairs: int,
-        budget: Budget,
-    ) -> None:
-        self.bins, self.budget = bins, budget
-        self.average_precision, self.weights, self.pairs = average_precision, weights, pairs
+    def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
+        self.loss, self.pairs, self.budget = loss, pairs, budget
+        self.bins = loss.high, loss.width, loss.centres  # arguments of the functions below
         self.seen = 0  # images of the gallery that were added
         self._own: list[Images] = []  # of each part
         self._rest: list[Images] = []
@@ -87,7 +106,7 @@ class Passes:
         self._kept_bytes = 0
         # Negatives and positives of each own image at or above each bin but the last, which holds all of them. Counts
         # reach B: float32 within a tile and float64 between tiles stay exact up to a million.
-        self._counts = torch.zeros(2, 0, bins.bins - 1, dtype=torch.float64, device=budget.device)
+        self._counts = torch.zeros(2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device)
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
         """Count the pairs of the gallery's next images, with each other and with those before.
@@ -139,58 +158,53 @@ class Passes:
         same_class = tile.same_class()
         if same_class is not None:
             columns, is_real = same_class
-            if tile.is_diagonal and not self.bins.self_pair:
+            if tile.is_diagonal and not self.loss.self_pair:
                 is_counted = is_real & (columns != torch.arange(len(columns), device=columns.device)[:, None])
             else:
                 is_counted = is_real
             # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
             # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
             of_positives = similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
-            positives += counted(of_positives, self.bins.high, self.bins.width, self.bins.bins)
+            positives += counted(of_positives, *self.bins)
             _add_in(similarities, columns, is_real, -torch.inf)
-        negatives += counted(similarities, self.bins.high, self.bins.width, self.bins.bins)
+        negatives += counted(similarities, *self.bins)
 
     def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
         """The place of each pair's slope in the table of `_slopes_by_code`; M - 1 is a zero."""
-        bins = self.bins
         coded = compiled_if_large(bin_codes, self.pairs, similarities)
-        codes: Tensor = coded(similarities, bins.high, bins.width, bins.bins)
+        codes: Tensor = coded(similarities, *self.bins)
         same_class = tile.same_class()
         if same_class is not None:
-            _add_in(codes, *same_class, bins.bins)
+            _add_in(codes, *same_class, self.loss.centres)
         if tile.is_diagonal:
             # An image's similarity to itself is constant: its slope would only change the descriptor's length.
-            codes.fill_diagonal_(bins.bins - 1)
+            codes.fill_diagonal_(self.loss.centres - 1)
         return codes
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        """The loss of the whole batch, and its gradient; what a memory remembers is counted here."""
+        # What a memory remembers is not in the counts yet.
         remembered, labels = gathered.gallery[self.seen :], gathered.gallery_labels[self.seen :].cpu()
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
         positions = torch.cat([own.positions for own in self._own])
         order = positions.argsort()  # part by part and by class, to the order of `gathered.own`
         sizes = gathered.class_sizes[gathered.own].double()
-        totals = torch.stack([self.seen - sizes, sizes - float(not self.bins.self_pair)])
+        totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
         tables = torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)
-        weight = gathered.query_weights(self.weights)[gathered.own]
+        weight = gathered.query_weights(self.loss.weights)[gathered.own]
         precision, by_count = self._precision_and_slopes(tables, weight)
         loss = gathered.world.sum((weight * (1 - precision)).sum())
         per_query = torch.where(weight > 0, 1 - precision, torch.nan)
-        slopes = _slopes_by_code(by_count / self.bins.width, gathered)
+        slopes = _slopes_by_code(by_count / self.loss.width, gathered)
         return LossValue(loss, per_query, self._gradient(slopes)[order])
 
     def _precision_and_slopes(
         self, counts: Float64[Tensor, "2 b M"], weight: Float64[Tensor, " b"]
     ) -> tuple[Float64[Tensor, " b"], Float64[Tensor, "b two_slopes"]]:
-        """AP of each query, and the derivative of the loss by a pair in each of the M - 1 bins.
-
-        Returns:
-            (b,), and (b, 2 (M - 1)): the slopes of negatives first, then those of positives.
-        """
+        """AP of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins."""
         with torch.inference_mode(False), torch.enable_grad():
             tables = [table.clone().requires_grad_() for table in counts]
-            precision = self.average_precision(*tables)
+            precision = self.loss.average_precision(*tables)
             by_count = torch.autograd.grad((weight.clone() * (1 - precision)).sum(), tables)
         # The last cumulative count is the number of pairs: no similarity changes it.
         return precision.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)
@@ -198,8 +212,8 @@ class Passes:
     def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
         """Pass two: dL/dd_i = sum over j of (slope of i for the pair + slope of j for the pair) d_j.
 
-        A descriptor's gradient as a query and as others' gallery image both come from its own row: nothing has to be
-        reduced over ranks.
+        The second slope is j's own as a query, so every part of a descriptor's gradient comes from its own row, and
+        nothing has to be reduced over ranks.
         """
         gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
         for tile, kept in self._tiles:

@@ -34,16 +34,14 @@ class Calibration(SimilarityLoss):
 
     @property
     def number_of_totals(self) -> int:
-        """Two if violating pairs have to be counted first."""
         return 2 if self.form == "violating" else 0
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
-        """Weights of the violating positive and negative pairs."""
+        # The weights of the violating positive and negative pairs.
         weight = rows.weights.double()
         return torch.stack([(weight * (part > 0).sum(1)).sum() for part in self._violations(rows)])
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        """The sum of both means for each query, and the derivative of their weighted sum."""
         pull, push = self._violations(rows)
         if self.form == "violating":
             positives, negatives = (1 / total.clamp(min=torch.finfo().tiny).to(pull.dtype) for total in totals)
@@ -63,20 +61,16 @@ class Calibration(SimilarityLoss):
 
 
 @dataclass(frozen=True)
-class Roadmap(SupAP):
+class Roadmap(SupAP, Calibration):
     """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from one row of similarities.
 
     `self_pair` concerns SupAP alone: in calibration a query is no positive of its own.
 
     Args:
         lam: share of the calibration loss, 0 to 1.
-        alpha, beta, form: settings of the calibration loss.
     """
 
     lam: float = 0.5
-    alpha: float = 0.9
-    beta: float = 0.6
-    form: Form = "all"
     is_ap: ClassVar[bool] = False
     presets: ClassVar[Presets] = {"released": {"offset": 1.44, "delta": 0.05, "form": "violating"}}
 
@@ -85,22 +79,10 @@ class Roadmap(SupAP):
         if not 0 <= self.lam <= 1:
             raise ValueError(f"lam is {self.lam}; 0 to 1 are possible")
 
-    @property
-    def calibration(self) -> Calibration:
-        """The term that keeps scores comparable between queries."""
-        return Calibration(weights=self.weights, alpha=self.alpha, beta=self.beta, form=self.form)
-
-    @property
-    def number_of_totals(self) -> int:
-        """Those of calibration."""
-        return self.calibration.number_of_totals
-
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
-        """Those of calibration."""
-        return self.calibration.totals(rows.without_query())
+        return Calibration.totals(self, rows.without_query())
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        """The weighted sum of both."""
-        ranking, by_ranking = super().value_and_slopes(rows, totals)
-        scores, by_scores = self.calibration.value_and_slopes(rows.without_query(), totals)
+        ranking, by_ranking = SupAP.value_and_slopes(self, rows, totals)
+        scores, by_scores = Calibration.value_and_slopes(self, rows.without_query(), totals)
         return (1 - self.lam) * ranking + self.lam * scores, (1 - self.lam) * by_ranking + self.lam * by_scores

@@ -1,6 +1,5 @@
 """Average Precision with soft bins: AP_Q, its tie-aware form AP_T, and FastAP."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,56 +7,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from distap.ranking.histogram.passes import Passes, SoftBins
-from distap.ranking.loss import Budget, Gathered, Loss, LossValue, Presets, QueryWeights
+from distap.ranking.histogram.passes import HistogramLoss
+from distap.ranking.loss import Presets
 
 
 @dataclass(frozen=True)
-class SoftBinnedAP(Loss):
-    """1 - AP from soft counts in bins of similarity, the mean over queries.
-
-    Args:
-        bins: number of bin centres M, 2 to 128.
-        low, high: similarities of the last and the first bin centre; the end bins are flat outside them.
-        self_pair: a query counts itself among its positives, like in the papers' code.
-        weights: `uniform`, or `class` so that each class weighs the same.
-    """
-
-    bins: int = 20
-    low: float = -1.0
-    high: float = 1.0
-    self_pair: bool = True
-    weights: QueryWeights = "uniform"
-    is_ap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self.soft_bins()
-
-    def soft_bins(self) -> SoftBins:
-        """Where the bins are."""
-        return SoftBins(self.bins, self.low, self.high, self.self_pair)
-
-    @abstractmethod
-    def average_precision(
-        self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
-    ) -> Float64[Tensor, " b"]:
-        """AP of each query from its cumulative soft counts, differentiable; 0 for a query without positives."""
-
-    def counter(self, pairs: int, budget: Budget) -> Passes:
-        """Counts pairs while images arrive."""
-        return Passes(self.soft_bins(), self.average_precision, self.weights, pairs, budget)
-
-    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        """The loss of the whole batch, and its gradient by this rank's descriptors."""
-        is_own = torch.zeros_like(gathered.gallery_labels, dtype=torch.bool)
-        is_own[gathered.own] = True
-        counter = self.counter(len(gathered.own) * len(gathered.gallery), budget)
-        counter.add(gathered.gallery, gathered.gallery_labels.cpu(), is_own.cpu())
-        return counter.value_and_gradient(gathered)
-
-
-@dataclass(frozen=True)
-class QuantizedAP(SoftBinnedAP):
+class QuantizedAP(HistogramLoss):
     """AP_Q (Revaud et al. 2019, eq. 7 to 12)."""
 
     presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0}}
@@ -83,18 +38,14 @@ class FastAP(QuantizedAP):
     self_pair: bool = False
     presets: ClassVar[Presets] = {}
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.bins <= 127:
-            raise ValueError(f"bins is {self.bins}; 1 to 127 are possible")
-        super().__post_init__()
-
-    def soft_bins(self) -> SoftBins:
-        """Where the bins are."""
-        return SoftBins(self.bins + 1, self.low, self.high, self.self_pair)
+    @property
+    def centres(self) -> int:
+        """One centre more than intervals."""
+        return self.bins + 1
 
 
 @dataclass(frozen=True)
-class TieAwareAP(SoftBinnedAP):
+class TieAwareAP(HistogramLoss):
     """AP_T: the mean of AP over all orders of the images within a bin (He et al. 2018).
 
     Args:

@@ -17,59 +17,42 @@ from distap.ranking.compiling import Function, compiled_if_large
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss
 
+Similarities = Float[Tensor, "r _c"]  # those of a positive and what belongs to it are (r, 1)
+
 # Each function goes over one row of similarities for one positive. `..._counts` gives how many images come before
 # the positive, (r,). `..._slopes` adds their derivative, times `by_count`, to `total`, (r, c), and gives also its
 # sum, (r,), by which the positive itself moves the other way.
 
 
-def sigmoid_counts(
-    similarities: Float[Tensor, "r c"], positive: Float[Tensor, "r 1"], tau: float
-) -> Float[Tensor, " r"]:
+def sigmoid_counts(similarities: Similarities, positive: Similarities, tau: float) -> Float[Tensor, " r"]:
     """Counts with a sigmoid of temperature tau as the step."""
     return torch.sigmoid((similarities - positive) / tau).sum(1)
 
 
 def sigmoid_slopes(
-    total: Float[Tensor, "r c"],
-    similarities: Float[Tensor, "r c"],
-    positive: Float[Tensor, "r 1"],
-    by_count: Float[Tensor, "r 1"],
-    tau: float,
-) -> tuple[Float[Tensor, "r c"], Float[Tensor, " r"]]:
+    total: Similarities, similarities: Similarities, positive: Similarities, by_count: Similarities, tau: float
+) -> tuple[Similarities, Float[Tensor, " r"]]:
     """Derivative of `sigmoid_counts`."""
     step = torch.sigmoid((similarities - positive) / tau)
     slope = by_count / tau * step * (1 - step)
     return total + slope, slope.sum(1)
 
 
-def bounding_counts(
-    similarities: Float[Tensor, "r c"],
-    positive: Float[Tensor, "r 1"],
-    tau: float,
-    rho: float,
-    delta: float,
-    offset: float,
-) -> Float[Tensor, " r"]:
+def bounding_counts(similarities: Similarities, positive: Similarities, *step: float) -> Float[Tensor, " r"]:
     """Counts of negatives with SupAP's step (Ramzi et al. 2021, eq. 5)."""
+    tau, rho, delta, offset = step
     t = similarities - positive
-    step = torch.sigmoid(t / tau) + 0.5 * (t > tie_width(t))
-    return torch.where(t > delta, rho * t + offset, step).sum(1)
+    return torch.where(t > delta, rho * t + offset, torch.sigmoid(t / tau) + 0.5 * (t > tie_width(t))).sum(1)
 
 
 def bounding_slopes(
-    total: Float[Tensor, "r c"],
-    similarities: Float[Tensor, "r c"],
-    positive: Float[Tensor, "r 1"],
-    by_count: Float[Tensor, "r 1"],
-    tau: float,
-    rho: float,
-    delta: float,
-    offset: float,
-) -> tuple[Float[Tensor, "r c"], Float[Tensor, " r"]]:
+    total: Similarities, similarities: Similarities, positive: Similarities, by_count: Similarities, *step: float
+) -> tuple[Similarities, Float[Tensor, " r"]]:
     """Derivative of `bounding_counts`."""
+    tau, rho, delta, _ = step
     t = similarities - positive
-    step = torch.sigmoid(t / tau)
-    slope = by_count * torch.where(t > delta, rho, step * (1 - step) / tau)
+    height = torch.sigmoid(t / tau)
+    slope = by_count * torch.where(t > delta, rho, height * (1 - height) / tau)
     return total + slope, slope.sum(1)
 
 

@@ -12,13 +12,9 @@ from distap.registry import Chosen
 
 @dataclass(frozen=True)
 class WeightedSum(Loss):
-    """The sum of losses, each multiplied by its weight.
+    """The sum of losses, each multiplied by its weight."""
 
-    Args:
-        terms: weight and loss of each.
-    """
-
-    terms: tuple[tuple[float, Annotated[Any, Chosen("loss")]], ...]
+    terms: tuple[tuple[float, Annotated[Any, Chosen("loss")]], ...]  # weight and loss of each
 
     def __post_init__(self) -> None:
         if not self.terms:
