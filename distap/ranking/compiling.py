@@ -3,7 +3,8 @@
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,20 +34,19 @@ def compiled_if_large(function: Function, pairs: int, like: Tensor, by_hand: Fun
 def _fastest(function: Function, by_hand: Function | None, dtype: torch.dtype, device_type: str) -> Function:
     """A function that chooses at its first call, from the arguments of that call. What fails is not used again."""
     chosen: list[Function] = []
+    seen: set[tuple[Any, ...]] = set()  # shapes that need no new graph
 
     def call(*arguments: Any) -> Any:
-        # Imported here, since it takes a second that only those who compile should wait.
-        import torch._dynamo
-        import torch.fx.experimental._config
-
-        # One graph is to serve tiles of all sizes. By default torch takes sizes that happen to be equal to be always
-        # equal, and after eight graphs it silently runs a function uncompiled.
-        shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
+        kind = tuple(argument.shape if isinstance(argument, Tensor) else argument for argument in arguments)
         try:
-            with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
+            if kind in seen:
+                return chosen[0](*arguments)
+            with _one_graph_for_all_sizes():
                 if not chosen:
                     chosen.append(_choice(function, by_hand, arguments))
-                return chosen[0](*arguments)
+                result = chosen[0](*arguments)
+            seen.add(kind)
+            return result
         except Exception as error:
             result = function(*arguments)  # if the arguments are at fault, this raises the error that they deserve
             _say_failed(function, error)
@@ -54,6 +54,21 @@ def _fastest(function: Function, by_hand: Function | None, dtype: torch.dtype, d
             return result
 
     return call
+
+
+@contextmanager
+def _one_graph_for_all_sizes() -> Iterator[None]:
+    """By default torch takes sizes that happen to be equal to be so always, and soon runs uncompiled, silently.
+
+    Entering takes as long as ranking a small tile.
+    """
+    # Imported here, since it takes a second that only those who compile should wait.
+    import torch._dynamo
+    import torch.fx.experimental._config
+
+    shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
+    with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
+        yield
 
 
 def _choice(function: Function, by_hand: Function | None, arguments: tuple[Any, ...]) -> Function:

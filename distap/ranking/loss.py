@@ -1,11 +1,10 @@
 """What a loss of stage two takes, a gathered batch and a budget, and what it gives, its value and a gradient."""
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +20,6 @@ Presets = Mapping[str, Mapping[str, Any]]
 # Pairs of a tile: on a CPU, as many as stay in its cache while they are worked on; on a GPU, enough to keep it busy.
 CPU_TILE_PAIRS, GPU_TILE_PAIRS = 2**19, 2**26
 TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
-MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,10 @@ class Gathered:
 
     @property
     def descriptors(self) -> Float[Tensor, "B C"]:
-        """The descriptors of the batch."""
         return self.gallery[: len(self.images)]
 
     @property
     def labels(self) -> Int64[Tensor, " B"]:
-        """The labels of the batch."""
         return self.gallery_labels[: len(self.images)]
 
     @property
@@ -118,16 +114,8 @@ class Budget:
         tile_pairs = GPU_TILE_PAIRS if self.device.type == "cuda" else CPU_TILE_PAIRS
         return max(1, min(tile_pairs, self.half // (TENSORS_A_PAIR * itemsize)))
 
-    def rows(self, columns: int, itemsize: int) -> int:
-        """The height of a tile with so many columns."""
-        return max(1, self.pairs(itemsize) // max(columns, 1))
 
-    def columns(self, rows: int, itemsize: int) -> int:
-        """The width of a tile with so many rows."""
-        return min(MOST_COLUMNS, max(1, self.pairs(itemsize) // max(rows, 1)))
-
-
-@functools.cache
+@cache
 def _free_at_first(device: torch.device) -> int:
     """Bytes that were free on a GPU at the first call: later ones give the same, so that tiles stay the same."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -76,7 +76,6 @@ def rank(
         raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
     check_arguments(descriptors, labels, world)
     b, share = len(labels), int(world.maximum(len(labels)))
-    numbers = torch.full_like(labels, -1, dtype=torch.int64) if images is None else images.long()
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
     gathered = gather(
         pad(descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32)), (0, 0, 0, share - b)),
@@ -84,7 +83,7 @@ def rank(
         torch.arange(share, device=labels.device) < b,
         world,
         share * world.size,
-        pad(numbers, (0, share - b)),
+        None if images is None else pad(images.long(), (0, share - b)),
     )
     ranked = gathered if memory is None else memory.extend(gathered)
     ranking = rank_descriptors(built, ranked, cast(Mode, mode), memory_bytes)

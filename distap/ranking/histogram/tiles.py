@@ -12,6 +12,8 @@ from torch import Tensor
 
 from distap.ranking.loss import Budget, strips
 
+MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
+
 
 @dataclass(frozen=True, eq=False)
 class Images:
@@ -63,7 +65,6 @@ class Tile:
         return Tile(self.others, self.columns, self.queries, self.rows, self.mirrored)
 
     def similarities(self) -> Float[Tensor, "r c"]:
-        """The similarity of each pair."""
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
     def same_class(self) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None:
@@ -109,4 +110,4 @@ def _height(queries: Images, budget: Budget) -> int:
 
 
 def _width(rows: slice, queries: Images, budget: Budget) -> int:
-    return budget.columns(rows.stop - rows.start, queries.descriptors.element_size())
+    return min(MOST_COLUMNS, max(1, budget.pairs(queries.descriptors.element_size()) // int(rows.stop - rows.start)))

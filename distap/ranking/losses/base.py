@@ -131,7 +131,6 @@ class SimilarityLoss(Loss):
         return torch.zeros(0, dtype=torch.float64, device=rows.weights.device)
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        """The loss of the whole batch, and its gradient by this rank's descriptors."""
         weights = gathered.query_weights(self.weights)
         totals = weights.new_zeros(self.number_of_totals)
         if self.number_of_totals:
@@ -166,7 +165,7 @@ class SimilarityLoss(Loss):
         size = gathered.class_sizes[own]
         with_positive = (weights[own] > 0).nonzero().flatten()
         order = with_positive[size[with_positive].argsort(stable=True)]
-        for which in order.split(budget.rows(len(labels), gallery.element_size())):
+        for which in order.split(max(1, budget.pairs(gallery.element_size()) // len(labels))):
             if not len(which):
                 return
             queries = own[which]
@@ -204,7 +203,6 @@ class DescriptorLoss(Loss):
         """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        """The loss of the whole batch, and its gradient by this rank's descriptors."""
         if gathered.world.size > 1:
             return rank_on_rank_zero(self, gathered, budget)
         devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
