@@ -1,7 +1,6 @@
 """Show the statistics of a data set: as tables in the terminal, as a page with images, as JSON."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ def write_statistics(path: Path, figures: Statistics, title: str, index: Index, 
         DistapError: it is another suffix, or the file cannot be written.
     """
     if path.suffix == ".json":
-        write_whole(path, json.dumps(asdict(figures), indent=2) + "\n")
+        write_whole(path, json.dumps(figures, indent=2) + "\n")
         return
     if path.suffix != ".html":
         raise DistapError(f"{path}: statistics are written as .json or .html")
@@ -65,78 +64,78 @@ def write_statistics(path: Path, figures: Statistics, title: str, index: Index, 
         histograms=_histograms(figures),
         sampling=[(RANDOM_COLUMNS, _random(figures)), (P_BY_K_COLUMNS, _p_by_k(figures))],
         sentences=_sampling(figures),
-        largest=figures.largest,
-        groups=figures.group_sizes,
+        largest=figures["largest"],
+        groups=figures["group_sizes"],
         examples=examples,
     )
 
 
 def _facts(figures: Statistics) -> dict[str, str]:
-    groups = f"{figures.groups:,}" if figures.groups else "none"
-    if figures.groups and figures.without_group:
-        groups += f"; {figures.without_group:,} classes have none"
-    kinds = ", ".join(f"{name} {100 * count / figures.looked_at:.3g}%" for name, count in figures.formats.items())
-    is_mixed = figures.mixed >= MIXED_ENOUGH or figures.classes == 1
+    groups = f"{figures['groups']:,}" if figures["groups"] else "none"
+    if figures["groups"] and figures["without_group"]:
+        groups += f"; {figures['without_group']:,} classes have none"
+    kinds = ", ".join(
+        f"{name} {100 * count / figures['looked_at']:.3g}%" for name, count in figures["formats"].items()
+    )
+    is_mixed = figures["mixed"] >= MIXED_ENOUGH or figures["classes"] == 1
     by_class = "class by class: fine for reading by the index; for streamed reading pack with --shuffle"
     return {
-        "images": f"{figures.images:,}",
-        "classes": f"{figures.classes:,}",
+        "images": f"{figures['images']:,}",
+        "classes": f"{figures['classes']:,}",
         "super-categories": groups,
-        "classes of one image": f"{figures.singletons:,}",
-        "bytes of images": f"{figures.bytes / 1e6:,.1f} MB in {figures.shards:,} shards",
-        "formats": f"{kinds} (of {figures.looked_at} images looked at)" if kinds else "not looked at",
-        "classes a shard": f"{figures.classes_a_shard.median:,.0f}, {'well mixed' if is_mixed else by_class}",
-        "fingerprint": figures.fingerprint[:16],
+        "classes of one image": f"{figures['singletons']:,}",
+        "bytes of images": f"{figures['bytes'] / 1e6:,.1f} MB in {figures['shards']:,} shards",
+        "formats": f"{kinds} (of {figures['looked_at']} images looked at)" if kinds else "not looked at",
+        "classes a shard": f"{figures['classes_a_shard']['median']:,.0f}, {'well mixed' if is_mixed else by_class}",
+        "fingerprint": figures["fingerprint"][:16],
     }
 
 
 def _spreads(figures: Statistics) -> list[list[str]]:
     rows = {
-        "images a class": (figures.images_a_class, ",.4g"),
-        "width, pixels": (figures.width, ",.0f"),
-        "height, pixels": (figures.height, ",.0f"),
-        "shorter side, pixels": (figures.shorter_side, ",.0f"),
-        "megapixels": (figures.megapixels, ",.3g"),
-        "width / height": (figures.aspect, ".3g"),
-        "bytes an image": (figures.image_bytes, ",.0f"),
+        "images a class": (figures["images_a_class"], ",.4g"),
+        "width, pixels": (figures["width"], ",.0f"),
+        "height, pixels": (figures["height"], ",.0f"),
+        "shorter side, pixels": (figures["shorter_side"], ",.0f"),
+        "megapixels": (figures["megapixels"], ",.3g"),
+        "width / height": (figures["aspect"], ".3g"),
+        "bytes an image": (figures["image_bytes"], ",.0f"),
     }
-    return [
-        [name, *(format(each, form) for each in asdict(spread).values())] for name, (spread, form) in rows.items()
-    ]
+    return [[name, *(format(each, form) for each in spread.values())] for name, (spread, form) in rows.items()]
 
 
 def _histograms(figures: Statistics) -> dict[str, Histogram]:
     return {
-        "Classes by images a class": figures.images_a_class_histogram,
-        "Images by shorter side, pixels": figures.shorter_side_histogram,
-        "Images by megapixels": figures.megapixels_histogram,
-        "Images by width : height": figures.aspect_histogram,
-        "Images by bytes an image": figures.image_bytes_histogram,
+        "Classes by images a class": figures["images_a_class_histogram"],
+        "Images by shorter side, pixels": figures["shorter_side_histogram"],
+        "Images by megapixels": figures["megapixels_histogram"],
+        "Images by width : height": figures["aspect_histogram"],
+        "Images by bytes an image": figures["image_bytes_histogram"],
     }
 
 
 def _random(figures: Statistics) -> list[list[str]]:
-    return [[f"{batch.size:,}", f"{100 * batch.with_positive:.1f}%"] for batch in figures.random]
+    return [[f"{batch['size']:,}", f"{100 * batch['with_positive']:.1f}%"] for batch in figures["random"]]
 
 
 def _p_by_k(figures: Statistics) -> list[list[str]]:
     """Rows up to the first K that no class has images enough for."""
-    rows = [each for each in figures.p_by_k if each.most_classes]
-    shown = sum(each.classes > 0 for each in rows) + 1
-    return [[f"{each.images}", f"{each.classes:,}", f"{each.most_classes:,}"] for each in rows[:shown]]
+    rows = [each for each in figures["p_by_k"] if each["most_classes"]]
+    shown = sum(each["classes"] > 0 for each in rows) + 1
+    return [[f"{each['images']}", f"{each['classes']:,}", f"{each['most_classes']:,}"] for each in rows[:shown]]
 
 
 def _sampling(figures: Statistics) -> list[str]:
     """Sentences on the other kinds of sampling."""
-    lines = [f"classes: batches of {figures.smallest_classes_batch:,} images or more."]
-    if figures.groups >= 2 and not figures.without_group:
-        pairs = figures.groups * (figures.groups - 1) // 2
+    lines = [f"classes: batches of {figures['smallest_classes_batch']:,} images or more."]
+    if figures["groups"] >= 2 and not figures["without_group"]:
+        pairs = figures["groups"] * (figures["groups"] - 1) // 2
         lines.append(f"super_p_by_k: {pairs:,} pairs of super-categories.")
     else:
         lines.append("super_p_by_k: not possible; it needs two super-categories or more, and one for every class.")
-    if figures.singletons:
+    if figures["singletons"]:
         lines.append(
-            f"{figures.singletons:,} classes have one image: it is never a query, and no batch of p_by_k has it."
+            f"{figures['singletons']:,} classes have one image: it is never a query, and no batch of p_by_k has it."
         )
     return lines
 

@@ -523,7 +523,7 @@ def test_a_missing_or_changed_shard_is_found_when_the_index_is_loaded(shards):
     with pytest.raises(DistapError, match=r"000001\.tar: .* when it was indexed"):
         load_index(shards)
     shard.unlink()
-    with pytest.raises(DistapError, match=r"000001\.tar: the shard is missing"):
+    with pytest.raises(DistapError, match=r"000001\.tar: there is no such file"):
         load_index(shards)
 
 
@@ -540,5 +540,5 @@ def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
 
 
 def test_a_folder_that_cannot_be_looked_at_is_no_traceback():
-    with pytest.raises(DistapError, match="a: cannot be looked at: File name too long"):
+    with pytest.raises(DistapError, match=r"cannot be read: \[Errno 36\] File name too long"):
         load_index(300 * "a")

@@ -341,7 +341,7 @@ def test_a_shard_that_changed_behind_a_url_is_found_when_the_index_is_loaded(web
     with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: .* when it was indexed"):
         load_index(web.url, QUICK)
     (shards / "000001.tar").unlink()
-    with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: the shard is missing"):
+    with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: there is no such file"):
         load_index(web.url, QUICK)
 
 

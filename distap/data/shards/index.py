@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from distap.data.shards.columns import read_columns
 from distap.errors import DistapError
-from distap.storage.atomic import write_whole
-from distap.storage.files import About, Storage, storage_of
+from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
@@ -83,11 +82,8 @@ class Index:
 
     def save(self, source: Source | Path | str, remote: RemoteSettings | None = None) -> None:
         """Write the index atomically to the place where its source expects it."""
-        source = parse_source(source)
-        if source.kept_index is not None:
-            write_whole(source.kept_index, self.to_bytes())
-        else:
-            storage_of(source.base, remote).write(source.index_name, self.to_bytes())
+        storage, name = _place(parse_source(source), remote)
+        storage.write(name, self.to_bytes())
 
     def to_bytes(self, **others: Any) -> bytes:
         """Return the contents of an index file, with other arrays beside the columns if given."""
@@ -105,33 +101,42 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
             has another size than when it was indexed.
     """
     source = parse_source(source)
-    if not source.scheme:
-        try:
-            is_folder = Path(source.base).is_dir()
-        except OSError as error:  # a name that is too long, or a folder that this user may not enter
-            raise DistapError(f"{source}: cannot be looked at: {error.strerror}") from error
-        if not is_folder:
-            raise DistapError(f"{source}: no such data set; `distap data pack` makes one")
-    storage = storage_of(source.base, remote)
-    index = parse_index(_read_file(source, storage), source.index)
+    storage, name = _place(source, remote)
+    try:
+        with storage.open(name) as file:
+            data = file.read()
+    except MissingFileError as error:
+        if not source.scheme and not Path(source.base).is_dir():
+            raise DistapError(f"{source}: no such data set; `distap data pack` makes one") from error
+        missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
+        raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
+    index = parse_index(data, source.index)
     if len(index) == 0:
         raise DistapError(f"{source}: the data set is empty")
     if compare:
-        _require_shards(source, storage, index)
+        _require_shards(source, storage_of(source.base, remote), index)
     return index
+
+
+def _place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
+    """Return the folder and the name of a source's index."""
+    if source.kept_index is None:
+        return storage_of(source.base, remote), source.index_name
+    return storage_of(str(source.kept_index.parent)), source.kept_index.name
 
 
 def parse_index(data: bytes, where: str) -> Index:
     """Parse the contents of the index file `where`; raise DistapError if it is no index or a value is impossible."""
     remedy = "make it anew with `distap data index`"
-    types = {"version": "scalar", **SAMPLE_COLUMNS, **SHARD_COLUMNS, **CLASS_COLUMNS}
     try:
-        columns: dict[str, Any] = read_columns(data, types)
+        version = int(read_columns(data, {"version": "scalar"})["version"])
+        if version not in (1, VERSION):
+            raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
+        classes = CLASS_COLUMNS if version > 1 else {"class_name": "U"}  # version 1 had no super-categories
+        columns: dict[str, Any] = read_columns(data, {**SAMPLE_COLUMNS, **SHARD_COLUMNS, **classes})
     except ValueError as error:
         raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error
-    version = int(columns.pop("version"))
-    if version != VERSION:
-        raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
+    columns.setdefault("class_group", np.full_like(columns["class_name"], ""))
     index = Index(**columns)
     for problem in _problems(index):
         raise DistapError(f"{where}: not a sound index: {problem}; {remedy}")
@@ -171,36 +176,13 @@ def _problems(index: Index) -> Iterator[str]:
             yield f"sample {row} ({str(index.key[row])!r}): its {problem}"
 
 
-def _read_file(source: Source, storage: Storage) -> bytes:
-    try:
-        if source.kept_index is not None:
-            return source.kept_index.read_bytes()
-        with storage.open(source.index_name) as file:
-            return file.read()
-    except (FileNotFoundError, MissingFileError) as error:
-        kept = source.kept_index is not None
-        missing = f"{source.index}: no such file" if kept else f"{source}: no {source.index_name} in it"
-        raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
-    except OSError as error:
-        raise DistapError(f"{source.index}: cannot be read: {error}") from error
-
-
 def _require_shards(source: Source, storage: Storage, index: Index) -> None:
     """Raise a DistapError if a shard is missing or has changed its size."""
-
-    def about(name: str) -> About | None:
-        try:
-            return storage.about(name)
-        except MissingFileError:
-            return None
-
     names = index.shard_name.tolist()
-    found = [about(name) for name in names[:1]]  # alone, so that a wrong setting is tried once
+    first = storage.about(names[0])  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS if source.scheme else 1) as pool:
-        found += pool.map(about, names[1:])
+        found = [first, *pool.map(storage.about, names[1:])]
     for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
-        if shard is None:
-            raise DistapError(f"{storage.where(name)}: the shard is missing")
         if shard.size != size:
             raise DistapError(
                 f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack the shard "

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -25,74 +24,14 @@ ASPECTS = (0.0, 1 / 3, 1 / 2, 2 / 3, 0.9, 1.1, 3 / 2, 2.0, 3.0, np.inf)
 ASPECT_NAMES = ("<1:3", "1:3-1:2", "1:2-2:3", "2:3-0.9", "square", "1.1-3:2", "3:2-2:1", "2:1-3:1", ">3:1")
 
 Histogram = tuple[tuple[str, int], ...]  # name and count of each bin
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Minimum, mean, maximum, and the values that 5%, 50% and 95% do not exceed."""
-
-    least: float
-    low: float
-    median: float
-    mean: float
-    high: float
-    greatest: float
-
-
-@dataclass(frozen=True)
-class PByK:
-    """Classes for p_by_k with K images per class."""
-
-    images: int  # K
-    classes: int  # with K images or more; smaller ones are filled up from others
-    most_classes: int  # the greatest P of a batch
-
-
-@dataclass(frozen=True)
-class RandomBatch:
-    """Contents of a random batch of B images, on average."""
-
-    size: int  # B
-    with_positive: float  # share of its images that have another image of their class in it
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """A data set in figures. Sizes are those of the stored files, whatever EXIF says of their orientation."""
-
-    fingerprint: str
-    images: int
-    classes: int
-    groups: int
-    shards: int
-    bytes: int  # of the images; the shards hold headers and labels besides
-    singletons: int  # classes of one image, whose image is never a query
-    images_a_class: Spread
-    width: Spread  # pixels
-    height: Spread  # pixels
-    shorter_side: Spread  # pixels
-    megapixels: Spread
-    aspect: Spread  # width over height
-    image_bytes: Spread
-    formats: dict[str, int]  # of `looked_at` images, drawn at random
-    looked_at: int
-    largest: dict[str, int]  # images of the largest classes, by name
-    group_sizes: dict[str, tuple[int, int]]  # classes and images of each super-category
-    without_group: int  # classes
-    classes_a_shard: Spread
-    mixed: float  # classes per shard over the number expected in a random order: near 1 is good for streamed reading
-    images_a_class_histogram: Histogram
-    shorter_side_histogram: Histogram
-    megapixels_histogram: Histogram
-    aspect_histogram: Histogram
-    image_bytes_histogram: Histogram
-    p_by_k: tuple[PByK, ...]
-    random: tuple[RandomBatch, ...]
-    smallest_classes_batch: int  # the least batch of sampling by `classes`
+Statistics = dict[str, Any]  # the figures that `statistics` returns, ready for JSON
 
 
 def statistics(index: Index, reader: Reader | None = None) -> Statistics:
-    """Count a data set; without a reader of its images, the formats are left out."""
+    """Count a data set; without a reader of its images, the formats are left out.
+
+    Sizes are those of the stored files, whatever EXIF says of their orientation.
+    """
     classes = Classes(index.label, index.class_group)
     shorter = np.minimum(index.width, index.height)
     megapixels = index.width.astype(np.int64) * index.height / 1e6
@@ -101,38 +40,49 @@ def statistics(index: Index, reader: Reader | None = None) -> Statistics:
     formats = Counter(_format(reader, sample) for sample in looked_at if reader)
     largest = np.argsort(-classes.sizes, kind="stable")[:LARGEST].tolist()
     members = {str(name): index.class_group == name for name in np.unique(index.class_group) if name}
-    a_shard, mixed = _mixing(index, classes)
-    return Statistics(
-        fingerprint=index.fingerprint,
-        images=len(index),
-        classes=classes.count,
-        groups=len(members),
-        shards=len(index.shard_name),
-        bytes=int(index.size.sum()),
-        singletons=int((classes.sizes == 1).sum()),
-        images_a_class=_spread(classes.sizes),
-        width=_spread(index.width),
-        height=_spread(index.height),
-        shorter_side=_spread(shorter),
-        megapixels=_spread(megapixels),
-        aspect=_spread(aspect),
-        image_bytes=_spread(index.size),
-        formats=dict(formats.most_common()),
-        looked_at=len(looked_at),
-        largest={str(index.class_name[label]): int(classes.sizes[label]) for label in largest},
-        group_sizes={name: (int(own.sum()), int(classes.sizes[own].sum())) for name, own in members.items()},
-        without_group=int((index.class_group == "").sum()),
-        classes_a_shard=_spread(a_shard),
-        mixed=mixed,
-        images_a_class_histogram=doubling_histogram(classes.sizes),
-        shorter_side_histogram=decimal_histogram(shorter),
-        megapixels_histogram=decimal_histogram(megapixels),
-        aspect_histogram=_trimmed(np.histogram(aspect, ASPECTS)[0], ASPECT_NAMES),
-        image_bytes_histogram=decimal_histogram(index.size),
-        p_by_k=tuple(PByK(k, int((classes.sizes >= k).sum()), most_classes(classes, k)) for k in IMAGES_A_CLASS),
-        random=tuple(RandomBatch(b, share_with_positive(classes, b)) for b in BATCHES if b <= len(index)),
-        smallest_classes_batch=2 * classes.count,
-    )
+    classes_a_shard, mixed = _mixing(index, classes)
+    return {
+        "fingerprint": index.fingerprint,
+        "images": len(index),
+        "classes": classes.count,
+        "groups": len(members),
+        "shards": len(index.shard_name),
+        "bytes": int(index.size.sum()),  # of the images; the shards hold headers and labels besides
+        "singletons": int((classes.sizes == 1).sum()),  # classes of one image, which is never a query
+        "images_a_class": _spread(classes.sizes),
+        "width": _spread(index.width),  # pixels, like height and shorter_side
+        "height": _spread(index.height),
+        "shorter_side": _spread(shorter),
+        "megapixels": _spread(megapixels),
+        "aspect": _spread(aspect),  # width over height
+        "image_bytes": _spread(index.size),
+        "formats": dict(formats.most_common()),  # of `looked_at` images, drawn at random
+        "looked_at": len(looked_at),
+        "largest": {str(index.class_name[label]): int(classes.sizes[label]) for label in largest},
+        # Classes and images of each super-category.
+        "group_sizes": {name: (int(own.sum()), int(classes.sizes[own].sum())) for name, own in members.items()},
+        "without_group": int((index.class_group == "").sum()),  # classes
+        "classes_a_shard": _spread(classes_a_shard),
+        # Classes per shard over the number expected in a random order: near 1 is good for streamed reading.
+        "mixed": mixed,
+        "images_a_class_histogram": doubling_histogram(classes.sizes),
+        "shorter_side_histogram": decimal_histogram(shorter),
+        "megapixels_histogram": decimal_histogram(megapixels),
+        "aspect_histogram": _trimmed(np.histogram(aspect, ASPECTS)[0], ASPECT_NAMES),
+        "image_bytes_histogram": decimal_histogram(index.size),
+        # K, classes with K images or more (smaller ones are filled up from others), and the greatest P of a batch.
+        "p_by_k": [
+            {"images": k, "classes": int((classes.sizes >= k).sum()), "most_classes": most_classes(classes, k)}
+            for k in IMAGES_A_CLASS
+        ],
+        # Mean share of the images of a random batch that have another image of their class in it.
+        "random": [
+            {"size": size, "with_positive": share_with_positive(classes, size)}
+            for size in BATCHES
+            if size <= len(index)
+        ],
+        "smallest_classes_batch": 2 * classes.count,  # of sampling by `classes`
+    }
 
 
 def most_classes(classes: Classes, images: int) -> int:
@@ -176,9 +126,11 @@ def decimal_histogram(values: NDArray[Any]) -> Histogram:
     return _trimmed(np.histogram(values.astype(np.float64), edges)[0], names)
 
 
-def _spread(values: NDArray[Any]) -> Spread:
+def _spread(values: NDArray[Any]) -> dict[str, float]:
+    """Return minimum, mean, maximum, and the values that 5%, 50% and 95% do not exceed."""
     least, low, median, high, greatest = np.percentile(values, [0, 5, 50, 95, 100]).tolist()
-    return Spread(least, low, median, float(values.astype(np.float64).mean()), high, greatest)
+    mean = float(values.astype(np.float64).mean())
+    return {"least": least, "low": low, "median": median, "mean": mean, "high": high, "greatest": greatest}
 
 
 def _mixing(index: Index, classes: Classes) -> tuple[NDArray[np.int64], float]:
