@@ -1,5 +1,6 @@
 """`distap data`: fetch, convert, pack, index, check and count images."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -187,17 +188,18 @@ def check_command(
     from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console, track
 
-    checked = check(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
-    for damage in checked.damaged:
+    index, damaged = check(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
+    for damage in damaged:
         console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
     if output is not None:
-        write_damage(output, checked.damaged)
-    seen = f"{source}: {checked.images} images in {checked.shards} shards"
-    if not checked.damaged:
+        write_damage(output, damaged)
+    seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
+    if not damaged:
         console.print(f"{seen}, all sound", markup=False)
         return
-    counts = ", ".join(f"{reason} {count}" for reason, count in checked.reasons.items())
-    console.print(f"{seen}, {len(checked.damaged)} things damaged: {counts}", markup=False, style="red")
+    reasons = Counter(damage.reason for damage in damaged)
+    counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+    console.print(f"{seen}, {len(damaged)} things damaged: {counts}", markup=False, style="red")
     raise typer.Exit(1)
 
 

@@ -12,7 +12,7 @@ from distap.storage.redact import find_secret
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS)
+PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)
 OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 PASSING_STATUSES = (408, 425, 429)  # the HTTP statuses of 400 to 499 that another attempt may mend

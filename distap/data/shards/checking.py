@@ -3,9 +3,7 @@
 import csv
 import io
 import zlib
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,20 +39,6 @@ class Damage(NamedTuple):
         return f"{self.shard}:{self.key}" if self.key else self.shard
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The result of a check."""
-
-    images: int
-    shards: int
-    damaged: tuple[Damage, ...]
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        """How many of each reason, most first."""
-        return dict(Counter(damage.reason for damage in self.damaged).most_common())
-
-
 class _Job(NamedTuple):
     """A shard to check, and what the index says of it."""
 
@@ -70,8 +54,8 @@ def check(
     track: Track = untracked,
     remote: RemoteSettings | None = None,
     max_pixels: int = MAX_PIXELS,
-) -> Checked:
-    """Read every byte of a data set's shards once; damage is listed and never ends the check.
+) -> tuple[Index, list[Damage]]:
+    """Read every byte of a data set's shards once; return its index and all damage, which never ends the check.
 
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index. Then the image is
     decoded, upright and RGB, as in training, but in full, where training decodes no more than its crop needs.
@@ -87,10 +71,10 @@ def check(
     jobs = list(_jobs(index))
     with spread(partial(_check_shard, source.base, settings, max_pixels), jobs, workers) as results:
         found = list(track(results, "checking shards", len(jobs)))
-    return Checked(len(index), len(jobs), tuple(damage for shard in found for damage in shard))
+    return index, [damage for shard in found for damage in shard]
 
 
-def write_damage(path: Path, damaged: tuple[Damage, ...]) -> None:
+def write_damage(path: Path, damaged: list[Damage]) -> None:
     """Write a CSV of shard,key,reason,detail atomically; raises DistapError if it cannot be written."""
     text = io.StringIO(newline="")
     rows = csv.writer(text)

@@ -179,7 +179,6 @@ def _recall(record: Path, name: str, length: int) -> Scan | None:
         numbered = all(number.isdecimal() for number in index.class_name.tolist())
         if index.shard_name.tolist() != [name] or index.shard_size.tolist() != [length] or not numbered:
             return None
-        pairs = zip(skipped["left_out"].tolist(), skipped["reason"].tolist(), strict=True)
-        return index, [Skipped(*pair) for pair in pairs]
+        return index, [Skipped(*pair) for pair in np.stack([skipped["left_out"], skipped["reason"]], axis=1).tolist()]
     except (OSError, ValueError, DistapError):
         return None

@@ -17,7 +17,7 @@ MAX_MEMBER = 2**30  # bytes; no image is larger
 MAX_EXTENSION = 2**20  # bytes of a header that carries a long name
 _CHECKSUM = slice(148, 156)  # place of the checksum in a header
 _OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
-_LENGTH = re.compile(rb"(\d{1,7}) ")  # starts each record of a PAX header
+_RECORD = re.compile(rb"(\d{1,7}) ([^=]+)=")  # starts each record of a PAX header
 
 
 class DamagedShardError(DistapError):
@@ -122,14 +122,11 @@ class _Archive:
         """Yield keys and values of a PAX header: lines of `LENGTH KEY=VALUE`, the length that of the whole line."""
         start = 0
         while start < len(data):
-            length = _LENGTH.match(data, start)
-            end = start + int(length[1]) if length else 0
-            if length is None or not length.end() < end <= len(data) or data[end - 1 : end] != b"\n":
-                raise self.damaged("a PAX header has a line of another length than it says")
-            key, equals, value = data[length.end() : end - 1].partition(b"=")
-            if not key or not equals:
-                raise self.damaged("a PAX header has a line without KEY=VALUE")
-            yield key, value
+            record = _RECORD.match(data, start)
+            end = start + int(record[1]) if record else 0
+            if record is None or not record.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+                raise self.damaged("a PAX header has a line without KEY=VALUE, or of another length than it says")
+            yield record[2], data[record.end() : end - 1]
             start = end
 
     def decode_name(self, name: bytes) -> str:

@@ -1,0 +1,138 @@
+"""Lists of the data sets of metric learning: Stanford Online Products, CUB, iNaturalist, VehicleID and In-shop."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from distap.data.converters.dataset import Count, Dataset, ListLine, Split, find_list, read_lines, read_table
+from distap.data.shards.image_files import ImageFile
+
+
+def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
+    for line in read_table(file, ("image_id", "class_id", "super_class_id", "path")):
+        line.integer(2, "super class")
+        path = line.path(source, line.cells[3])
+        # Super-classes are numbers in the list, but the folders have their names: bicycle_final.
+        yield ImageFile(path, str(line.integer(1, "class")), line.cells[3].split("/")[0].removesuffix("_final"))
+
+
+STANFORD_ONLINE_PRODUCTS = Dataset(  # Song et al. 2016
+    "Stanford Online Products",
+    "https://cvgl.stanford.edu/projects/lifted_struct",
+    (
+        Split("train", ("Ebay_train.txt",), _stanford, (Count(59_551, 11_318),)),
+        Split("test", ("Ebay_test.txt",), _stanford, (Count(60_502, 11_316),)),
+    ),
+)
+
+
+def _cub(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
+    names = _by_number(find_list(source, "classes.txt"), "class_name")
+    labels = _by_number(find_list(source, "image_class_labels.txt"), "class_id")
+    for line in read_table(file, ("image_id", "image_name"), heading=False):
+        label = labels.get(line.integer(0, "image"), "")
+        if not label.isdigit() or int(label) not in names:
+            raise line.wrong(f"image {line.cells[0]} has no class in image_class_labels.txt and classes.txt")
+        if int(label) in classes:
+            yield ImageFile(line.path(source / "images", line.cells[1]), names[int(label)])
+
+
+def _by_number(file: Path, column: str) -> dict[int, str]:
+    return {line.integer(0, "number"): line.cells[1] for line in read_table(file, ("id", column), heading=False)}
+
+
+CUB = Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test
+    "CUB-200-2011",
+    "https://www.vision.caltech.edu/datasets/cub_200_2011",
+    (
+        Split("train", ("images.txt",), partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
+        Split("test", ("images.txt",), partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
+    ),
+)
+
+
+def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
+    for line in read_table(file, ("path",), heading=False):
+        path = line.path(source, line.cells[0])
+        parts = line.cells[0].split("/")
+        if len(parts) != 4 or not parts[2].isdigit():
+            raise line.wrong(f"{line.cells[0][:200]!r}: expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE.jpg")
+        yield ImageFile(path, parts[2], parts[1])
+
+
+INATURALIST = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, which ROADMAP uses too
+    "iNaturalist 2018, split of Smooth-AP",
+    "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
+    "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
+    tuple(
+        Split(name, (f"Inat_dataset_splits/{file}", file), _inaturalist, (count,))
+        for name, file, count in (
+            ("train", "Inaturalist_train_set1.txt", Count(325_846, 5_690)),
+            ("test", "Inaturalist_test_set1.txt", Count(136_093, 2_452)),
+        )
+    ),
+)
+
+
+def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
+    for line in read_table(file, ("image", "vehicle"), heading=False):
+        number = line.integer(0, "image")
+        yield ImageFile(source / "image" / f"{number:07d}.jpg", str(line.integer(1, "vehicle")))
+
+
+VEHICLE_ID = Dataset(  # Liu et al. 2016
+    "PKU VehicleID",
+    "https://www.pkuml.org/resources/pku-vehicleid.html",
+    tuple(
+        Split(name, (f"train_test_split/{file}.txt",), _vehicle_id, published)
+        for name, file, published in (
+            # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
+            ("train", "train_list", (Count(113_346, 13_164), Count(110_178, 13_134))),
+            ("test_small", "test_list_800", (Count(classes=800),)),
+            ("test_medium", "test_list_1600", (Count(classes=1_600),)),
+            ("test_large", "test_list_2400", (Count(classes=2_400),)),
+        )
+    ),
+)
+
+IN_SHOP_LISTS = ("Eval/list_eval_partition.txt", "list_eval_partition.txt")
+IN_SHOP_COLUMNS = ["image_name", "item_id", "evaluation_status"]
+IN_SHOP_COUNTS = {"train": Count(25_882, 3_997), "query": Count(14_218, 3_985), "gallery": Count(12_612, 3_985)}
+
+
+def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
+    folder = source / "Img" if (source / "Img").is_dir() else source
+    groups: dict[str, str] = {}
+    for line in _in_shop_lines(file):
+        name, item, found = line.cells
+        path = line.path(folder, name)
+        if found == status:
+            # The category is the two folders under img, such as MEN/Denim. An item has one.
+            yield ImageFile(path, item, groups.setdefault(item, "/".join(name.split("/")[1:3])))
+
+
+def _in_shop_lines(file: Path) -> Iterator[ListLine]:
+    """Yield the lines below the heading, which is one line with the number of images and one with the columns."""
+    lines = read_lines(file)
+    count, columns = next(lines, ListLine(file, 1, [""])), next(lines, ListLine(file, 2, [""]))
+    listed = count.integer(0, "number of images")
+    if len(count.cells) != 1 or list(columns.cells) != IN_SHOP_COLUMNS:
+        raise columns.wrong(f"expected the heading {' '.join(IN_SHOP_COLUMNS)!r} below the number of images")
+    last, found = columns, 0
+    for last in lines:
+        found += 1
+        if len(last.cells) != len(IN_SHOP_COLUMNS) or last.cells[2] not in IN_SHOP_COUNTS:
+            raise last.wrong(f"expected an image, an item and one of {', '.join(IN_SHOP_COUNTS)}")
+        yield last
+    if found != listed:
+        raise last.wrong(f"the list ends after {found:,} images, but its first line says {listed:,}")
+
+
+IN_SHOP = Dataset(  # Liu et al. 2016
+    "In-shop Clothes Retrieval (DeepFashion)",
+    "https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
+    tuple(
+        Split(status, IN_SHOP_LISTS, partial(_in_shop, status=status), (count,))
+        for status, count in IN_SHOP_COUNTS.items()
+    ),
+)
