@@ -1,5 +1,6 @@
 """`distap eval`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,20 +10,31 @@ from distap.cli.options import (
     BEST,
     IMAGE_SIZE,
     MAX_SIDE,
-    NETWORK,
     ORIGINAL,
-    OUTPUT,
-    REFINEMENT,
     SCALE_POWER,
     SCALES,
+    TRAINED,
     WHITENING,
+    network_option,
+    output_option,
     parse_scales,
+    refinement_option,
     sizing_of,
 )
 from distap.errors import DistapError
 from distap.train import OVERRIDES
 
-DATA = "Data sets"
+data_option = partial(typer.Option, rich_help_panel="Data sets")
+DATA = (
+    "Data set, as PATH or NAME=PATH: shards, or a folder of `distap data convert` with a ground truth. Repeat the "
+    "option for several."
+)
+EXPAND = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
+AUGMENT = "Move each gallery image towards its neighbours, weighted by similarity to this power."
+RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a class has images."
+COMPARE = "Also evaluate without refinement, and with each part of it by itself."
+GAP = "Also measure by how much mAP is higher within random batches of this many images."
+OUTPUT = "Folder for results.json, and for each set's result.json, its queries and their neighbours."
 
 
 def eval_command(
@@ -30,26 +42,11 @@ def eval_command(
         Path | None, typer.Argument(help="Recipe whose network is evaluated as it is before training.")
     ] = None,
     overrides: OVERRIDES = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="Trained network to evaluate instead: a run folder, one of its checkpoints, or a URL of either.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None,
+    checkpoint: Annotated[str | None, network_option(help=f"Evaluate this trained network: a {TRAINED}.")] = None,
     best: BEST = False,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Data set, as PATH or NAME=PATH: shards, or a folder of `distap data convert` with a ground truth. "
-            "Repeat the option for several.",
-            show_default="the recipe's validation set",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
+    data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[
-        list[str] | None,
-        typer.Option(help="Shards to add to the gallery of each set with a ground truth.", rich_help_panel=DATA),
+        list[str] | None, data_option(help="Shards to add to the gallery of each set with a ground truth.")
     ] = None,
     image_size: IMAGE_SIZE = None,
     max_side: MAX_SIDE = None,
@@ -57,69 +54,26 @@ def eval_command(
     scales: SCALES = "1",
     scale_power: SCALE_POWER = None,
     whitening: WHITENING = None,
-    expand: Annotated[
-        float | None,
-        typer.Option(
-            help="Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike.",
-            min=0,
-            rich_help_panel=REFINEMENT,
-        ),
-    ] = None,
-    augment: Annotated[
-        float | None,
-        typer.Option(
-            help="Move each gallery image towards its neighbours, weighted by similarity to this power.",
-            min=0,
-            rich_help_panel=REFINEMENT,
-        ),
-    ] = None,
+    expand: Annotated[float | None, refinement_option(help=EXPAND, min=0)] = None,
+    augment: Annotated[float | None, refinement_option(help=AUGMENT, min=0)] = None,
     neighbours: Annotated[
-        int,
-        typer.Option(help="Number of neighbours used by --expand and --augment.", min=1, rich_help_panel=REFINEMENT),
+        int, refinement_option(help="Number of neighbours used by --expand and --augment.", min=1)
     ] = 10,
     rerank: Annotated[
         Literal["k-reciprocal", "diffusion"] | None,
-        typer.Option(help="Re-rank the first images of each query with this method.", rich_help_panel=REFINEMENT),
+        refinement_option(help="Re-rank the first images of each query with this method."),
     ] = None,
-    head: Annotated[
-        int, typer.Option(help="Number of first images that --rerank reorders.", min=1, rich_help_panel=REFINEMENT)
-    ] = 100,
+    head: Annotated[int, refinement_option(help="Number of first images that --rerank reorders.", min=1)] = 100,
     rerank_neighbours: Annotated[
         int | None,
-        typer.Option(
-            help="Number of neighbours used by --rerank, about as many as a class has images.",
-            min=1,
-            show_default="k-reciprocal: 20, diffusion: 50",
-            rich_help_panel=REFINEMENT,
-        ),
+        refinement_option(help=RERANK_NEIGHBOURS, min=1, show_default="k-reciprocal: 20, diffusion: 50"),
     ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Also evaluate without refinement, and with each part of it by itself.",
-            rich_help_panel=REFINEMENT,
-        ),
-    ] = False,
-    gap: Annotated[
-        int | None,
-        typer.Option(
-            help="Also measure by how much mAP is higher within random batches of this many images.",
-            min=2,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    compare: Annotated[bool, refinement_option("--compare", help=COMPARE)] = False,
+    gap: Annotated[int | None, output_option(help=GAP, min=2)] = None,
     descriptors: Annotated[
-        Path | None,
-        typer.Option(help="Folder to keep descriptors in, and to reuse them from.", rich_help_panel=OUTPUT),
+        Path | None, output_option(help="Folder to keep descriptors in, and to reuse them from.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for results.json, and for each set's result.json, its queries and their neighbours.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option(help=OUTPUT)] = None,
 ) -> None:
     """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.
 
@@ -163,11 +117,7 @@ def eval_command(
         )
         if refinement.whitening is not None:
             refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)
-        reach: dict[str, Any] = {
-            "max_pixels": settings.max_pixels,
-            "remote": settings.remote,
-            "cache": settings.cache,
-        }
+        reach: dict[str, Any] = {name: getattr(settings, name) for name in ("max_pixels", "remote", "cache")}
         if data:
             sets = open_named_sets(data, distractors or [], **reach)
         elif settings.validation_source is None:

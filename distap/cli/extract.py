@@ -1,5 +1,7 @@
 """`distap extract`."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,21 +11,23 @@ from distap.cli.options import (
     BEST,
     IMAGE_SIZE,
     MAX_SIDE,
-    NETWORK,
     ORIGINAL,
-    OUTPUT,
     SCALE_POWER,
     SCALES,
+    TRAINED,
     WHITENING,
+    network_option,
+    output_option,
     parse_scales,
     sizing_of,
 )
 
+BATCH_PIXELS = "Most pixels to describe at once: height times width, summed over the images."
+PART = "Images of a part, the most that is lost when a rank is stopped."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 
 
 def extract_command(
-    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(help="Folder, pattern or URL of shards, or any folder with images.", show_default=False),
@@ -31,14 +35,7 @@ def extract_command(
     output: Annotated[
         Path, typer.Argument(help="New folder, or that of a stopped extraction to continue.", show_default=False)
     ],
-    checkpoint: Annotated[
-        str,
-        typer.Option(
-            help="Trained network: a run folder, one of its checkpoints, or a URL of either.",
-            show_default=False,
-            rich_help_panel=NETWORK,
-        ),
-    ],
+    checkpoint: Annotated[str, network_option(help=f"Trained network: a {TRAINED}.", show_default=False)],
     best: BEST = False,
     index: Annotated[
         Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
@@ -49,37 +46,22 @@ def extract_command(
     scales: SCALES = "1",
     scale_power: SCALE_POWER = None,
     whitening: WHITENING = None,
-    form: Annotated[
-        Literal["npy", "parquet"],
-        typer.Option(help="Write .npy arrays, or one Parquet file.", rich_help_panel=OUTPUT),
-    ] = "npy",
+    form: Annotated[Literal["npy", "parquet"], output_option(help="Write .npy arrays, or one Parquet file.")] = "npy",
     dtype: Annotated[
-        Literal["float32", "float16"],
-        typer.Option(help="Number format of the stored descriptors.", rich_help_panel=OUTPUT),
+        Literal["float32", "float16"], output_option(help="Number format of the stored descriptors.")
     ] = "float32",
     precision: Annotated[
-        Literal["float32", "bf16"],
-        typer.Option(help="Number format in which the network computes.", rich_help_panel=NETWORK),
+        Literal["float32", "bf16"], network_option(help="Number format in which the network computes.")
     ] = "float32",
     batch_pixels: Annotated[
         int | None,
-        typer.Option(
-            help="Most pixels to describe at once: height times width, summed over the images.",
-            min=1,
-            show_default="as many as evaluation.batch_size images have",
-        ),
+        typer.Option(help=BATCH_PIXELS, min=1, show_default="as many as evaluation.batch_size images have"),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Loader processes of each rank.", min=0, show_default="as in the recipe")
     ] = None,
     part_images: Annotated[
-        int | None,
-        typer.Option(
-            help="Images of a part, the most that is lost when a rank is stopped.",
-            min=1,
-            show_default="a 64th of all, 128 to 4096",
-            rich_help_panel=OUTPUT,
-        ),
+        int | None, output_option(help=PART, min=1, show_default="a 64th of all, 128 to 4096")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Number of processes on this machine, one for each GPU.", min=1)] = 1,
 ) -> None:
@@ -89,11 +71,11 @@ def extract_command(
     used are listed in OUTPUT/left_out.txt. On several machines start `torchrun [...] -m distap.cli extract [...]` on
     each, with an OUTPUT that all of them see.
     """
-    if ranks > 1:
+    if ranks > 1 and "RANK" not in os.environ:  # which torchrun sets
         from distap.launcher import launch
 
         options = ["--standalone", f"--nproc-per-node={ranks}"]
-        raise typer.Exit(launch(options, "distap.cli", ["extract", *_arguments(context)], GRACE_SECONDS, 600))
+        raise typer.Exit(launch(options, "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
     from distap.data.images.image_sets import open_images
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.evaluation.extraction.to_folder import extract_to_folder
@@ -139,17 +121,3 @@ def extract_command(
         left_out = f"; {written.left_out} images left out, see {output / 'left_out.txt'}" if written.left_out else ""
         numbers = f"{written.images} descriptors of {written.dimensions} dimensions, {dtype}"
         console.print(f"{output}: {numbers}{left_out}", markup=False)
-
-
-def _arguments(context: typer.Context) -> list[str]:
-    """The command line of one rank: everything that was given except --ranks."""
-    options, arguments = [], []
-    for parameter in context.command.params:
-        value = context.params[str(parameter.name)]
-        if parameter.param_type_name == "argument":
-            arguments.append(str(value))
-        elif isinstance(value, bool):
-            options += [parameter.opts[0]] if value else []
-        elif value is not None and parameter.name != "ranks":
-            options += [parameter.opts[0], str(value)]
-    return [*options, "--", *arguments]

@@ -8,29 +8,17 @@ import typer
 
 from distap.errors import DistapError
 
+KIND = "flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; settings follow from the gallery's size."
+FACTORY = "Instead of --kind, any string for faiss.index_factory, such as OPQ64,IVF4096,PQ64."
+SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
+
 
 def index_command(
     descriptors: Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Folder to write the index to.", show_default=False)],
-    kind: Annotated[
-        Literal["flat", "ivf-pq", "hnsw"] | None,
-        typer.Option(
-            help="Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall. Its settings "
-            "follow from the number of descriptors.",
-            show_default="flat",
-        ),
-    ] = None,
-    factory: Annotated[
-        str | None,
-        typer.Option(
-            help="Any index that Faiss can build, as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64; "
-            "instead of --kind."
-        ),
-    ] = None,
-    search: Annotated[
-        str,
-        typer.Option(help="Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."),
-    ] = "",
+    kind: Annotated[Literal["flat", "ivf-pq", "hnsw"] | None, typer.Option(help=KIND, show_default="flat")] = None,
+    factory: Annotated[str | None, typer.Option(help=FACTORY)] = None,
+    search: Annotated[str, typer.Option(help=SEARCH)] = "",
     queries: Annotated[
         Path | None,
         typer.Option(

@@ -1,5 +1,6 @@
 """Options shared by several commands: which network describes images, and how."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,47 +11,26 @@ from distap.errors import DistapError
 if TYPE_CHECKING:
     from distap.data.images.whole_images import Sizing
 
-NETWORK, IMAGES, REFINEMENT, OUTPUT = "Network", "Image preparation", "Refinement of descriptors", "Output"
+# Options of one panel of --help.
+network_option = partial(typer.Option, rich_help_panel="Network")
+image_option = partial(typer.Option, rich_help_panel="Image preparation")
+refinement_option = partial(typer.Option, rich_help_panel="Refinement of descriptors")
+output_option = partial(typer.Option, rich_help_panel="Output")
 
-BEST = Annotated[
-    bool,
-    typer.Option("--best", help="Use a run folder's best checkpoint, not its newest.", rich_help_panel=NETWORK),
-]
-IMAGE_SIZE = Annotated[
-    int | None,
-    typer.Option(
-        help="Crop the central square and resize it to this side, in pixels.",
-        min=1,
-        show_default="as in the recipe",
-        rich_help_panel=IMAGES,
-    ),
-]
-MAX_SIDE = Annotated[
-    int | None,
-    typer.Option(
-        help="Keep whole images, with the longer side reduced to this many pixels.", min=1, rich_help_panel=IMAGES
-    ),
-]
-ORIGINAL = Annotated[
-    bool, typer.Option("--original", help="Keep whole images at their original size.", rich_help_panel=IMAGES)
-]
-SCALES = Annotated[
-    str,
-    typer.Option(help="Describe each image at these scale factors, such as 1,0.7071,0.5.", rich_help_panel=IMAGES),
-]
+TRAINED = "run folder, one of its checkpoints, or a URL of either"
+BEST = Annotated[bool, network_option("--best", help="Use a run folder's best checkpoint, not its newest.")]
+CROP = "Crop the central square and resize it to this side, in pixels."
+IMAGE_SIZE = Annotated[int | None, image_option(help=CROP, min=1, show_default="as in the recipe")]
+WHOLE = "Keep whole images, with the longer side reduced to this many pixels."
+MAX_SIDE = Annotated[int | None, image_option(help=WHOLE, min=1)]
+ORIGINAL = Annotated[bool, image_option("--original", help="Keep whole images at their original size.")]
+SCALES = Annotated[str, image_option(help="Describe each image at these scale factors, such as 1,0.7071,0.5.")]
+MEAN = "Power of the generalised mean over the scales."
 SCALE_POWER = Annotated[
-    float | None,
-    typer.Option(
-        help="Power of the generalised mean over the scales.",
-        show_default="GeM's, or 1 where a projection follows it",
-        rich_help_panel=IMAGES,
-    ),
+    float | None, image_option(help=MEAN, show_default="GeM's, or 1 where a projection follows it")
 ]
 WHITENING = Annotated[
-    Path | None,
-    typer.Option(
-        help="Apply this whitening, a file or folder that `distap whiten` wrote.", rich_help_panel=REFINEMENT
-    ),
+    Path | None, refinement_option(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
 ]
 
 

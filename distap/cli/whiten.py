@@ -7,30 +7,22 @@ import typer
 
 from distap.errors import DistapError
 
+KIND = "pca scales the principal components; lw (Radenović) shrinks directions in which matching images differ."
+PAIRS = "With lw: JSON list of {query, positive}, names of matching images, from `distap data convert`."
+
 
 def whiten_command(
     descriptors: Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)],
-    kind: Annotated[
-        Literal["pca", "lw"],
-        typer.Option(
-            help="pca scales the principal components; lw (Radenović) shrinks directions in which matching images "
-            "differ."
-        ),
-    ] = "pca",
+    kind: Annotated[Literal["pca", "lw"], typer.Option(help=KIND)] = "pca",
     power: Annotated[
         float | None,
         typer.Option(help="With pca: power of the variance to divide by; 0.5 whitens fully.", show_default="0.25"),
     ] = None,
     dimensions: Annotated[
-        int | None,
-        typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary"),
+        int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
     ] = None,
     pairs: Annotated[
-        Path | None,
-        typer.Option(
-            help="With lw: JSON list of {query, positive}, names of matching images, from `distap data convert`.",
-            show_default="each image with all others of its class",
-        ),
+        Path | None, typer.Option(help=PAIRS, show_default="each image with all others of its class")
     ] = None,
     output: Annotated[
         Path | None,

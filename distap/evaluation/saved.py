@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator
 
 from distap.data.shards.columns import read_columns
 from distap.errors import DistapError
@@ -27,6 +28,15 @@ QUERIES = {
     "first_positive": "int64",
     "class_name": "U",
 }
+
+
+def _without_none(values: Any) -> Any:
+    return (
+        {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+    )
+
+
+Figures = Annotated[dict[str, float], BeforeValidator(_without_none)]
 
 
 @dataclass(frozen=True)
@@ -74,19 +84,18 @@ class Retrieved:
         return str(self.class_name[self.label[row]]) if self.label[row] >= 0 else ""
 
 
-@dataclass(frozen=True)
-class SavedEvaluation:
+class SavedEvaluation(BaseModel):
     """Figures of an evaluation, from 0 to 1, and the folder with the rest of it."""
 
     folder: Path
-    step: int | None  # of a training
+    step: int | None = None  # of a training
     data: str
     fingerprint: str
     images: int
     queries: int
-    figures: dict[str, float]
-    precision_at_recall: list[float]  # at recall 0, 0.01 ... 1
-    classes: dict[str, dict[str, float]]  # queries, mAP and so on of each class
+    figures: Figures
+    precision_at_recall: list[float] = []  # at recall 0, 0.01 ... 1
+    classes: dict[str, Figures] = {}  # queries, mAP and so on of each class
 
     def retrieved(self) -> Retrieved:
         """Read what each image retrieved.
@@ -147,19 +156,9 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
     path = folder / RESULT_FILE
     result: Any = _read(path, json.loads)
     try:
-        return SavedEvaluation(
-            folder=folder,
-            step=None if result.get("step") is None else int(result["step"]),
-            data=str(result["data"]),
-            fingerprint=str(result["fingerprint"]),
-            images=int(result["images"]),
-            queries=int(result["queries"]),
-            figures=_numbers(result["figures"]),
-            precision_at_recall=[float(value) for value in result.get("precision_at_recall", [])],
-            classes={str(name): _numbers(values) for name, values in result.get("classes", {}).items()},
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DistapError(f"{path}: not the result of an evaluation: {error!r}; `distap eval` writes one") from error
+        return SavedEvaluation.model_validate({**result, "folder": folder})
+    except (TypeError, ValueError) as error:
+        raise DistapError(f"{path}: not the result of an evaluation: {error}; `distap eval` writes one") from error
 
 
 def nan_as_null(figures: Mapping[str, float]) -> dict[str, float | None]:
@@ -189,10 +188,6 @@ def keep_few(run: Path, newest: int) -> None:
     kept = {past[0], max(past, key=lambda step: scores[step]), past[-1]} if past else set()
     for step in set(steps) - kept:
         shutil.rmtree(folder_of_step(run, step), ignore_errors=True)
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distap.errors import DistapError
 from distap.retrieval.metrics import evaluate_labelled_set
-from distap.retrieval.ranks import Ties
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ def decomposability_gap(
     descriptors: Tensor | NDArray[Any],
     labels: Int64[Tensor, " N"],
     batches: Iterable[Tensor | NDArray[np.int64]],
-    ties: Ties = "pessimistic",
 ) -> DecomposabilityGap:
     """Evaluate each batch as a labelled set of its own, and the whole set.
 
@@ -42,7 +40,6 @@ def decomposability_gap(
         descriptors: (N, C) of length 1; a tensor or an array.
         labels: class of each image, -1 for none.
         batches: rows of each batch, of any sizes, such as `random_batches` gives.
-        ties: see `evaluate_labelled_set`.
     Raises:
         DistapError: no batch has two images of a class.
     """
@@ -54,10 +51,10 @@ def decomposability_gap(
             left_out += 1
             continue
         described = descriptors[batch] if isinstance(descriptors, Tensor) else descriptors[batch.cpu().numpy()]
-        values.append(evaluate_labelled_set(described, own, 0, ties=ties).summary()["mAP"])
+        values.append(evaluate_labelled_set(described, own, 0).summary()["mAP"])
     if not values:
         raise DistapError(f"none of {left_out} batches has two images of a class: take greater batches")
-    whole = evaluate_labelled_set(descriptors, labels, 0, ties=ties).summary()["mAP"]
+    whole = evaluate_labelled_set(descriptors, labels, 0).summary()["mAP"]
     return DecomposabilityGap(float(np.mean(values)), whole, len(values), left_out)
 
 

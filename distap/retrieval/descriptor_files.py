@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.hashing import FileIdentity, file_identity
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
 PARQUET_FILE = "descriptors.parquet"
@@ -169,7 +170,7 @@ def read_descriptors(folder: Path) -> DescriptorSet:
     if version != VERSION:
         raise DistapError(f"{path}: version {version!r}, this distap reads {VERSION}; extract again")
     for name in (PARQUET_FILE,) if parquet else (DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE):
-        _require_size(folder / name, sizes.get(name))
+        require_intact(folder / name, sizes.get(name), "extract again")
     with reading(folder, "distap extract"):
         values, keys, classes = _read_parquet(folder) if parquet else _read_arrays(folder)
     if values.shape != shape or values.dtype != dtype:
@@ -209,15 +210,20 @@ def read_texts(folder: Path) -> tuple[Texts, Texts]:
     return texts[0], texts[1]
 
 
-def _require_size(path: Path, expected: Any) -> None:
+def require_intact(path: Path, expected: FileIdentity | int | None, remedy: str) -> None:
+    """Raise a DistapError unless a file has this size in bytes, or this size and SHA-256."""
+    size_bytes = expected.bytes if isinstance(expected, FileIdentity) else expected
     try:
-        size = path.stat().st_size
+        found = path.stat().st_size
+        if found != size_bytes:
+            detail = f"{found} bytes, but {ABOUT_FILE} says {size_bytes}: it was cut or is another file"
+        elif isinstance(expected, FileIdentity) and file_identity(path) != expected:
+            detail = f"damaged or another file: its SHA-256 is not the one in {ABOUT_FILE}"
+        else:
+            return
     except OSError as error:
-        raise DistapError(f"{path}: {error.strerror}, though {ABOUT_FILE} names it; extract again") from error
-    if size != expected:
-        raise DistapError(
-            f"{path}: {size} bytes, but {ABOUT_FILE} says {expected!r}: it was cut or is another file; extract again"
-        )
+        raise DistapError(f"{path}: {error.strerror}, though {ABOUT_FILE} names it; {remedy}") from error
+    raise DistapError(f"{path}: {detail}; {remedy}")
 
 
 def _write_arrays(folder: Path, descriptors: DescriptorSet) -> list[str]:

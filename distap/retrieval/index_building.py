@@ -15,7 +15,6 @@ from typing import Any
 import faiss
 import numpy as np
 from jaxtyping import Float
-from numpy.typing import NDArray
 
 from distap.errors import DistapError
 from distap.randomness import permutation
@@ -95,13 +94,15 @@ def build_index(
         if search:
             faiss.ParameterSpace().set_index_parameters(index, search)  # type: ignore[arg-type]  # it takes text
         ivf: Any = faiss.try_extract_index_ivf(index)
+        sample = max(SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST * (ivf.nlist if ivf else 0))
         if kind == "ivf-pq":  # its settings suit a small gallery, so Faiss need not warn of it
             codes: Any = faiss.downcast_index(ivf)
             codes.cp.min_points_per_centroid = codes.pq.cp.min_points_per_centroid = 1
         if gpu:
             index = _on_gpus(index)
         if not index.is_trained:
-            index.train(_sample(values, max(SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST * (ivf.nlist if ivf else 0))))
+            rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
+            index.train(as_float32(values[rows], 0, "sampled descriptor"))
         blocks = gallery_blocks(values, ADDED_NUMBERS)
         total = -(-images // max(ADDED_NUMBERS // dimensions, 1))
         for _, block in track(blocks, f"indexing ({kind})", total) if track else blocks:
@@ -117,12 +118,6 @@ def build_index(
             f"dimensions: {reason}"
         ) from error
     return BuiltIndex(index, kind, factory, search, time.perf_counter() - started)
-
-
-def _sample(values: NDArray[Any], count: int) -> NDArray[np.float32]:
-    count = min(count, max(SAMPLE_NUMBERS // values.shape[1], 1))
-    rows = np.sort(permutation(len(values), 0)[:count])
-    return as_float32(values[rows], 0, "sampled descriptor")
 
 
 def _on_gpus(index: Any) -> Any:

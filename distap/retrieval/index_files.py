@@ -28,6 +28,7 @@ from distap.retrieval.descriptor_files import (
     Texts,
     read_texts,
     reading,
+    require_intact,
     save_array,
 )
 from distap.retrieval.index_building import BuiltIndex
@@ -200,7 +201,7 @@ def read_index(folder: Path) -> SearchIndex:
         described_by = DescribedBy.from_json(about["described_by"])
         identities = {name: FileIdentity(**about["files"][name]) for name in FILES}
     for name, identity in identities.items():
-        _require_same_file(folder / name, identity)
+        require_intact(folder / name, identity, "index it again")
     try:
         keys, classes = read_texts(folder)
         index = faiss.read_index(str(folder / INDEX_FILE))
@@ -212,17 +213,3 @@ def read_index(folder: Path) -> SearchIndex:
             f"but {ABOUT_FILE} says {images} rows of {dimensions}; index it again"
         )
     return SearchIndex(index, keys, classes, described_by, data, about)
-
-
-def _require_same_file(path: Path, expected: FileIdentity) -> None:
-    try:
-        size = path.stat().st_size
-        if size != expected.bytes:  # skip the hash
-            detail = f"{size} bytes, but {ABOUT_FILE} says {expected.bytes}: it was cut or is another file"
-        elif file_identity(path) != expected:
-            detail = f"damaged or another file: its SHA-256 is not the one in {ABOUT_FILE}"
-        else:
-            return
-    except OSError as error:
-        raise DistapError(f"{path}: {error.strerror}, though {ABOUT_FILE} names it; index it again") from error
-    raise DistapError(f"{path}: {detail}; index it again")

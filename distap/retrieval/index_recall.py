@@ -12,6 +12,7 @@ from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.retrieval.nearest import as_float32, bounded_threads, nearest, without_rows
 
+SAMPLE, TIMED = 1000, 100  # queries that are searched, and of these timed, at most
 TIE = 1e-6  # absolute or relative difference of similarities that float32 sums in another order may have
 
 
@@ -31,10 +32,8 @@ def measure_recall(
     values: Float[np.ndarray, "N C"],
     queries: Float[np.ndarray, "Q _"] | None = None,
     at: int = 10,
-    sample: int = 1000,
-    timed: int = 100,
 ) -> IndexFigures:
-    """Compare the results of an index with those of exact search.
+    """Compare the results of an index with those of exact search, for at most SAMPLE queries.
 
     An image counts as found if its similarity reaches that of the last exact result. So any of several exact
     duplicates will do.
@@ -44,17 +43,15 @@ def measure_recall(
         values: a memory map is read in blocks.
         queries: held-out queries; None samples rows of `values` and leaves each out of its own results.
         at: results of a query, at most the size of the gallery.
-        sample: number of queries to search, at most.
-        timed: number of queries to time, at most.
     Raises:
         DistapError: there is nothing to search, or the queries have other dimensions.
     """
     own = None
     if queries is None:
-        own = np.sort(permutation(len(values), 1)[:sample]).astype(np.int64)
+        own = np.sort(permutation(len(values), 1)[:SAMPLE]).astype(np.int64)
         asked = as_float32(values[own], 0, "sampled descriptor")
     else:
-        asked = as_float32(queries[np.sort(permutation(len(queries), 1)[:sample])], 0, "query")
+        asked = as_float32(queries[np.sort(permutation(len(queries), 1)[:SAMPLE])], 0, "query")
     at = min(at, len(values) - (own is not None))
     if at < 1 or not len(asked):
         raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
@@ -69,28 +66,27 @@ def measure_recall(
     similarities = np.einsum("qc,qkc->qk", asked, near)
     last = exact[:, -1:] - TIE * np.maximum(np.abs(exact[:, -1:]), 1)
     started = time.perf_counter()
-    for row in range(min(timed, len(asked))):
+    for row in range(min(TIMED, len(asked))):
         index.search(asked[row : row + 1], at)
     seconds = time.perf_counter() - started
     return IndexFigures(
         recall=float(((similarities >= last) & (found_rows >= 0)).mean()),
         at=at,
         queries=len(asked),
-        milliseconds=1000 * seconds / min(timed, len(asked)),
+        milliseconds=1000 * seconds / min(TIMED, len(asked)),
         bytes=_file_bytes(index),
     )
 
 
 def _file_bytes(index: Any) -> int:
     """Size of the index's file, without writing it."""
-    total = 0
+    sizes: list[int] = []
 
     def count(piece: bytes) -> int:
-        nonlocal total
-        total += len(piece)
+        sizes.append(len(piece))
         return len(piece)
 
     writer = faiss.PyCallbackIOWriter(count)  # type: ignore[attr-defined]  # missing from its annotations
     faiss.write_index(index, writer)
     del writer  # flushes its buffer
-    return total
+    return sum(sizes)

@@ -74,7 +74,7 @@ def test_keys_need_no_network_and_images_do(gallery):
 
 def test_another_network_is_refused(tmp_path, gallery, training_shards):
     other = make_gallery(tmp_path, (training_shards[1], training_shards[0]))
-    with pytest.raises(DistapError, match="name the checkpoint that they were extracted with"):
+    with pytest.raises(DistapError, match="name the checkpoint and the whitening"):
         open_searcher(gallery.index, other.run, world=World())
 
 

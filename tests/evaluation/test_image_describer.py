@@ -34,7 +34,7 @@ def test_another_network_or_whitening_is_refused(photos):
     values = normalize(torch.from_numpy(generator.normal(size=(40, 16)))).numpy()
     texts = np.array([str(row) for row in range(40)])
     whitening = learn_pca(DescriptorSet(values, texts, texts, maker.described_by, "here"), dimensions=8)
-    with pytest.raises(DistapError, match="name the checkpoint that they were extracted with"):
+    with pytest.raises(DistapError, match="name the checkpoint and the whitening"):
         describer_like(maker.described_by, network(seed=1))
     with pytest.raises(DistapError, match="learn it anew"):
         ImageDescriber(network(seed=1), maker.sizing, whitening=whitening)
@@ -44,7 +44,7 @@ def test_another_network_or_whitening_is_refused(photos):
     expected = whitening.apply(maker.describe(image).numpy())
     np.testing.assert_allclose(whitened.describe(image), expected, atol=1e-6, rtol=0)
     assert describer_like(whitened.described_by, network(), whitening).described_by == whitened.described_by
-    with pytest.raises(DistapError, match=r"made with the whitening .* but no whitening is given"):
+    with pytest.raises(DistapError, match=r"with the whitening .*, but this one is none"):
         describer_like(whitened.described_by, network())
 
 

@@ -88,7 +88,7 @@ def test_recall_is_the_share_of_the_exact_neighbours(gallery, built):
         _, rows = index.index.search(values, 11)
         found = [[row for row in near if row != query][:10] for query, near in enumerate(rows.tolist())]
         shares = [len({*near} & {*right}) / 10 for near, right in zip(found, exact.tolist(), strict=True)]
-        figures = measure_recall(index.index, values, timed=1)
+        figures = measure_recall(index.index, values)
         assert figures.recall == pytest.approx(np.mean(shares), abs=1e-3), name
         assert (figures.at, figures.queries) == (10, 700)
         recalls[name] = figures.recall
@@ -113,7 +113,7 @@ def test_recall_is_measured_with_held_out_queries_too(gallery, built):
 @pytest.mark.parametrize("name", SMALL)
 def test_bytes_are_those_of_the_file(tmp_path, gallery, built, name):
     faiss.write_index(built[name].index, str(tmp_path / "file"))
-    figures = measure_recall(built[name].index, gallery.descriptors, sample=1)
+    figures = measure_recall(built[name].index, gallery.descriptors)
     assert figures.bytes == (tmp_path / "file").stat().st_size
 
 

@@ -114,7 +114,6 @@ def open_searcher(
         max_pixels=max_pixels(maker) if callable(max_pixels) else max_pixels,
         scaled=recipe.data.scaled_decoding,
     )
-    maker.require_same(describer.described_by, str(checkpoint), opened.data)
     return Searcher(opened, describer, recipe.data.remote)
 
 

@@ -172,17 +172,15 @@ def describer_like(
     sizing = Sizing.parse(described_by.sizing)
     describer = ImageDescriber(network, sizing, scales, power, whitening, max_pixels, scaled=scaled)
     found = describer.described_by
-    if found.network != described_by.network:
-        raise DistapError(
-            f"the descriptors were made by the network {described_by.network[:12]}..., this one is "
-            f"{found.network[:12]}...: name the checkpoint that they were extracted with, or extract them again"
-        )
-    if found.whitening != described_by.whitening:
-        wanted, given = (
-            "no whitening" if text is None else f"the whitening {text[:12]}..."
-            for text in (described_by.whitening, found.whitening)
-        )
-        raise DistapError(f"the descriptors were made with {wanted}, but {given} is given: name the one they had")
+    for part, wanted, given in (
+        ("network", described_by.network, found.network),
+        ("whitening", described_by.whitening or "none", found.whitening or "none"),
+    ):
+        if wanted != given:
+            raise DistapError(
+                f"the descriptors were extracted with the {part} {wanted[:12]}, but this one is {given[:12]}: name "
+                "the checkpoint and the whitening that they were extracted with, or extract them again"
+            )
     network.eval()
     return describer
 

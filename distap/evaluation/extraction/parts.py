@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -32,6 +33,7 @@ class PartPlan:
 
     parts: list[NDArray[np.int64]]  # image numbers of each part
     areas: NDArray[np.int64]  # (N,) expected height times width of each image, 0 if unknown
+    boxes: Mapping[int, Box]  # by image number, the part of an image to describe
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,7 @@ def extract_descriptors(
     """Describe every image of a data set into the memory of every rank.
 
     Args:
-        describer, images: the same on every rank.
-        world: the ranks; each describes its share.
-        boxes: by key, the part of an image to describe, in pixels; other images are described whole.
-        workers: loader processes of each rank; 0 loads in the rank itself.
-        shown: whether rank 0 shows a progress bar.
+        describer, images, world, boxes, workers, shown: as in `extract_to_folder`.
         is_asked_to_stop: whether this rank asks all ranks to stop.
     Returns:
         Numbers (n,) of the images that could be described, ascending; their descriptors (n, D) of length 1; and the
@@ -74,18 +72,14 @@ def extract_descriptors(
         DistapError: the ranks see different images, a box is invalid, or no image can be described.
     """
     require_same_images(images, world)
-    numbered = boxes_by_number(images, boxes)
-    plan = plan_parts(images, describer, numbered, part_size(len(images)), world)
+    plan = plan_parts(images, describer, boxes_by_number(images, boxes), part_size(len(images)), world)
     descriptors = np.zeros((len(images), describer.dimensions), np.float32)
     is_described = np.zeros((len(images), 1), np.float32)
     own_left_out: dict[int, str] = {}
-    with counting(f"describing {images.name}", len(images), shown=shown and world.rank == 0) as show:
-        progress = SharedProgress(world, show, is_asked_to_stop)
-        mine = world.slots(len(plan.parts))
-        for part in describe_parts(describer, images, plan, mine, numbered, workers, progress.add):
-            descriptors[part.samples], is_described[part.samples] = part.descriptors, 1
-            own_left_out |= part.left_out
-        progress.finish()
+    every = range(len(plan.parts))
+    for _, part in describe_parts(describer, images, plan, every, world, workers, shown, is_asked_to_stop):
+        descriptors[part.samples], is_described[part.samples] = part.descriptors, 1
+        own_left_out |= part.left_out
     # Each row is zero on all ranks but one, so the sum over the ranks is exact.
     for values in (descriptors, is_described):
         for start in range(0, len(images) if world.size > 1 else 0, SUMMED_ROWS):
@@ -130,7 +124,7 @@ def plan_parts(
         heights, widths = _shapes(images, describer, boxes, world).T
         areas = heights * widths
         order = np.lexsort((order, widths, heights, -areas))
-    return PartPlan([order[start : start + size] for start in range(0, len(order), size)], areas)
+    return PartPlan([order[start : start + size] for start in range(0, len(order), size)], areas, boxes)
 
 
 def boxes_by_number(images: ImageSet, boxes: Mapping[str, Sequence[float]] | None) -> dict[int, Box]:
@@ -157,27 +151,26 @@ def describe_parts(
     describer: ImageDescriber,
     images: ImageSet,
     plan: PartPlan,
-    mine: Sequence[int],
-    boxes: Mapping[int, Box],
+    missing: Sequence[int],
+    world: World,
     workers: int,
-    report: Callable[[int], None],
-) -> Iterator[DescribedPart]:
-    """Describe the parts with the numbers `mine` one after the other; workers read ahead across their borders.
-
-    Args:
-        report: called after each batch with its number of images.
-    """
+    shown: bool,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, DescribedPart]]:
+    """Yield this rank's share of the parts with the numbers `missing`; workers read ahead across their borders."""
     limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
-    requests = [worker_requests(plan.parts[part].tolist(), plan.areas, limit) for part in mine]
-    sized = SizedImages(images.reader, describer.sizing, boxes, describer.scaled)
+    mine = missing[world.rank :: world.size]
+    requests = [worker_requests(plan.parts[number].tolist(), plan.areas, limit) for number in mine]
+    sized = SizedImages(images.reader, describer.sizing, plan.boxes, describer.scaled)
     chunks = sized_chunks(sized, (request for part in requests for request in part), workers)
-    try:
-        for part in requests:
+    done = len(images) - sum(len(plan.parts[number]) for number in missing)
+    with closing(chunks), counting(f"describing {images.name}", len(images), done, shown and world.rank == 0) as show:
+        progress = SharedProgress(world, show, is_asked_to_stop)
+        for number, part in zip(mine, requests, strict=True):
             with describer.evaluating():
-                described = _described(describer, islice(chunks, len(part)), limit, report)
-            yield described
-    finally:
-        chunks.close()
+                described = _described(describer, islice(chunks, len(part)), limit, progress.add)
+            yield number, described
+        progress.finish()
 
 
 def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:

@@ -27,7 +27,6 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.parts import (
     DescribedPart,
-    SharedProgress,
     boxes_by_number,
     describe_parts,
     part_size,
@@ -43,7 +42,6 @@ from distap.retrieval.descriptor_files import (
     write_descriptors,
 )
 from distap.storage.atomic import write_whole
-from distap.telemetry.terminal import counting
 from distap.world import World
 
 PLAN_FILE, PARTS_FOLDER, LEFT_OUT_FILE = "extraction.json", "parts", "left_out.txt"
@@ -137,16 +135,11 @@ def extract_to_folder(
         there = range(len(done)) if stored is not None else _written_parts(output)
         done[[number for number in there if number < len(done)]] = 1
     missing = [number for number, is_done in enumerate(world.broadcast(done).tolist()) if not is_done]
-    mine = missing[world.rank :: world.size]
     before = len(images) - sum(len(parts.parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
-    with counting(f"describing {images.name}", len(images), before, shown and world.rank == 0) as show:
-        progress = SharedProgress(world, show)
-        described = describe_parts(describer, images, parts, mine, numbered, workers, progress.add)
-        for number, part in zip(mine, described, strict=True):
-            write_part(output, number, part, dtype)
-        progress.finish()
+    for number, part in describe_parts(describer, images, parts, missing, world, workers, shown):
+        write_part(output, number, part, dtype)
     if world.rank > 0:
         return None
     if stored is None:
