@@ -34,18 +34,20 @@ from distap.engine.settings import PrecisionName
 from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
-LOADER_CHUNK = 16  # images that a worker hands over at once, where micro-batches find their size themselves
+LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 
 
 class Recipe(Section):
     """One training."""
 
-    run: Path = Field(description="folder of the run: configuration, metrics, checkpoints")
+    run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
     seed: int = Field(0, ge=0)
     steps: PositiveInt
     engine: Annotated[Any, Chosen("engine")] = "ddp"
-    precision: PrecisionName = Field("float32", description="what the network computes in; parameters stay float32")
-    timeout_seconds: PositiveFloat = Field(600, description="a collective that takes longer fails")
+    precision: PrecisionName = Field(
+        "float32", description="Precision of the network's computations; parameters stay float32."
+    )
+    timeout_seconds: PositiveFloat = Field(600, description="Fail a collective that takes longer.")
     data: DataSection
     sampling: Annotated[Any, Chosen("sampling")] = "random"
     model: ModelSection = ModelSection()
@@ -79,17 +81,15 @@ class Recipe(Section):
 
     @property
     def loader_chunk(self) -> int:
-        """Images that a loader worker hands over at once: where that is known, as many as the network asks for."""
+        """Images that a loader worker hands over at once: a micro-batch, if its size is known."""
         return next((size for size in (self.describe.size, self.replay.size) if isinstance(size, int)), LOADER_CHUNK)
 
     @property
     def run_id(self) -> str:
-        """What the run is called in log lines and loggers."""
         return self.logs.run_id or self.run.resolve().name
 
     @property
     def max_drift(self) -> float:
-        """Greatest tolerated difference between an image's two descriptors."""
         if self.replay.max_drift is not None:
             return self.replay.max_drift
         precisions = {self.precision, self.describe.precision or self.precision}

@@ -39,30 +39,33 @@ class Section(BaseModel):
 class DataSection(Section):
     """Where the images are and how they are read."""
 
-    train: str = Field(description="shards to train on: a folder, a pattern or a URL")
-    validation: str | None = Field(None, description="shards to evaluate on; none evaluates nothing")
-    train_index: Path | None = Field(None, description="index of the shards, where it does not lie beside them")
-    validation_index: Path | None = Field(None, description="the same for validation")
+    train: str = Field(description="Shards to train on: a folder, a pattern or a URL.")
+    validation: str | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
+    train_index: Path | None = Field(None, description="Index of the training shards, if not beside them.")
+    validation_index: Path | None = Field(None, description="Index of the validation shards, if not beside them.")
     reading: Annotated[Any, Chosen("source")] = Field(
-        "indexed", description="image by image by an index, or streamed: shard by shard, with weaker promises"
+        "indexed",
+        description="`indexed` reads image by image; `streamed` reads shard by shard, with weaker promises.",
     )
-    allow_pipes: bool = Field(False, description="run train as a shell command where it is `pipe:COMMAND`")
+    allow_pipes: bool = Field(False, description="Allow `train: pipe:COMMAND`, which runs a shell command.")
     remote: Annotated[RemoteSettings, AfterValidator(without_secret_options)] = Field(
-        RemoteSettings(), description="how often and how long reading is tried"
+        RemoteSettings(), description="Retries, time-outs and options of remote reads."
     )
-    cache: CacheSettings | None = Field(None, description="shards kept on each host's own disk; none keeps none")
-    unseen_classes: bool = Field(True, description="refuse a validation set that shares a class with training")
-    image_size: PositiveInt = Field(224, description="width and height of the network's input, pixels")
+    cache: CacheSettings | None = Field(None, description="Keep shards on each host's own disk; null keeps none.")
+    unseen_classes: bool = Field(True, description="Refuse a validation set that shares a class with training.")
+    image_size: PositiveInt = Field(224, description="Width and height of the network's input, pixels.")
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
-    workers: int = Field(2, ge=0, description="processes a rank that read images; 0 reads in the rank itself")
-    prefetch: PositiveInt = Field(4, description="micro-batches that each worker reads ahead")
-    pixels: PixelSettings = Field(PixelSettings(), description="where pixels wait between describe and replay")
-    max_pixels: PositiveInt = Field(100_000_000, description="larger images are refused without decoding")
-    scaled_decoding: bool = Field(True, description="decode JPEG at 1/2, 1/4 or 1/8 where a crop allows")
+    workers: int = Field(2, ge=0, description="Reader processes of each rank; 0 reads in the rank itself.")
+    prefetch: PositiveInt = Field(4, description="Micro-batches that each worker reads ahead.")
+    pixels: PixelSettings = Field(PixelSettings(), description="Where pixels wait between describe and replay.")
+    max_pixels: PositiveInt = Field(100_000_000, description="Refuse images with more pixels without decoding them.")
+    scaled_decoding: bool = Field(True, description="Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it.")
     max_damaged: float = Field(
-        0.05, ge=0, le=1, description="share of damaged images above which training stops; ten are fine"
+        0.05, ge=0, le=1, description="Stop when more than this share of images is damaged (10 are always tolerated)."
     )
-    max_damaged_in_step: float = Field(0.25, ge=0, le=1, description="the same, of one global batch")
+    max_damaged_in_step: float = Field(
+        0.25, ge=0, le=1, description="Stop when more than this share of one global batch is damaged."
+    )
 
     @field_validator("train", "validation", mode="before")
     @classmethod
@@ -70,19 +73,17 @@ class DataSection(Section):
         if not isinstance(source, str | Path):
             return source
         try:
-            # Whether commands are allowed is looked at where all of the recipe is known.
+            # The recipe checks allow_pipes when it knows all keys.
             return str(parse_source(source, allow_pipes=field.field_name == "train"))
         except DistapError as error:
             raise ValueError(str(error)) from error
 
     @property
     def train_source(self) -> Source:
-        """Where the shards to train on are."""
         return parse_source(self.train, self.train_index, self.allow_pipes)
 
     @property
     def validation_source(self) -> Source | None:
-        """Where the shards to evaluate on are."""
         return parse_source(self.validation, self.validation_index) if self.validation else None
 
 
@@ -119,63 +120,67 @@ class ModelSection(Section):
 class MemorySection(Section):
     """Descriptors of earlier steps to rank against as well, without gradient."""
 
-    size: int = Field(0, ge=0, description="number of descriptors; 0 remembers none")
-    after: int = Field(0, ge=0, description="steps before the memory begins: at first descriptors change too fast")
+    size: int = Field(0, ge=0, description="Number of descriptors to remember; 0 remembers none.")
+    after: int = Field(
+        0, ge=0, description="Begin to remember after this many steps; at first descriptors change too fast."
+    )
 
 
 class DescribeSection(Section):
     """Stage one: the descriptors of all images, without a graph."""
 
     size: PositiveInt | Literal["auto"] | None = Field(
-        None, description="images in a micro-batch; none takes replay's, auto finds the fastest that fits"
+        None, description="Images in a micro-batch; null takes replay.size, auto finds the fastest that fits."
     )
-    precision: PrecisionName | None = Field(
-        None, description="what it computes in; none takes the recipe's precision"
-    )
-    fold_batchnorm: bool = Field(False, description="fold frozen BatchNorm into the convolutions before it")
+    precision: PrecisionName | None = Field(None, description="Precision of stage one; null takes the recipe's.")
+    fold_batchnorm: bool = Field(False, description="Fold frozen BatchNorm into the convolutions before it.")
 
 
 class RankSection(Section):
     """Stage two: the loss of the global batch and the gradient of each descriptor."""
 
-    mode: Literal["sharded", "central"] = Field("sharded", description="rank on all ranks, or on rank 0")
-    memory_bytes: PositiveInt | None = Field(
-        None, description="bytes that ranking may use beside the descriptors; none takes what suits the device"
+    mode: Literal["sharded", "central"] = Field(
+        "sharded", description="Rank on all ranks (sharded), or on rank 0 (central)."
     )
-    overlap: bool = Field(True, description="gather and count while the network describes, as descriptors arrive")
+    memory_bytes: PositiveInt | None = Field(
+        None, description="Bytes that ranking may use beside the descriptors; null chooses by the device."
+    )
+    overlap: bool = Field(
+        True, description="Gather and count descriptors while the network describes further images."
+    )
 
 
 class ReplaySection(Section):
     """Stage three: every image again, with a graph, to send its descriptor's gradient back."""
 
     size: PositiveInt | Literal["auto"] = Field(
-        16, description="images in a micro-batch, which decides the memory; auto finds the fastest that fits"
+        16, description="Images in a micro-batch, which decide the peak memory; auto finds the fastest that fits."
     )
     keep: NonNegativeInt | Literal["auto"] = Field(
-        0, description="micro-batches a rank whose graph stays from describe, so that they need no second forward"
+        0,
+        description="Micro-batches of each rank that keep their graph from describe and need no second forward; or auto.",
     )
     skip_below: float = Field(
         0.0,
         ge=0,
-        description="images whose descriptor gradient is no longer than this times the longest are not replayed",
+        description="Skip the replay of images whose descriptor gradient is at most this times the longest one.",
     )
     max_drift: PositiveFloat | None = Field(
         None,
-        description="greatest difference between an image's two descriptors; none takes 1e-3, or 0.1 where either is "
-        "not computed in float32",
+        description="Stop if an image's two descriptors differ by more; null takes 1e-3, or 0.1 below float32.",
     )
 
 
 class StepSection(Section):
-    """A step as a whole."""
+    """The step as a whole."""
 
-    compile: bool = Field(False, description="compile the backbone, for describe and for replay")
+    compile: bool = Field(False, description="Compile the backbone for describe and replay.")
     activation_checkpointing: bool = Field(
         False,
-        description="compute activations again in the backward pass instead of keeping them: less memory, slower",
+        description="Recompute activations in the backward pass: less memory, slower.",
     )
     max_not_finite: PositiveInt = Field(
-        5, description="steps in a row with a loss or gradient that is not finite, after which training stops"
+        5, description="Stop after this many steps in a row with a loss or gradient that is not finite."
     )
 
 
@@ -209,14 +214,14 @@ class OptimizerSection(Section):
 class CheckpointSection(Section):
     """What survives an interruption."""
 
-    every: PositiveInt = Field(100, description="steps between checkpoints; the last step always has one")
-    keep: PositiveInt = Field(2, description="checkpoints that stay, the newest")
-    keep_best: bool = Field(True, description="the one with the highest validation mAP stays as well")
+    every: PositiveInt = Field(100, description="Steps between checkpoints; the last step always writes one.")
+    keep: PositiveInt = Field(2, description="Keep this many of the newest checkpoints.")
+    keep_best: bool = Field(True, description="Keep the checkpoint with the highest validation mAP as well.")
     store: str | None = Field(
-        None, description="URL of a folder to keep them in, such as s3://bucket/run; run may then be each host's own"
+        None, description="Store checkpoints at this URL, such as s3://bucket/run; hosts then need not share `run`."
     )
     remote: Annotated[RemoteSettings | None, AfterValidator(without_secret_options)] = Field(
-        None, description="how the store is reached; none takes data.remote"
+        None, description="Retries, time-outs and options of the store; null takes data.remote."
     )
 
     @field_validator("store")
@@ -233,49 +238,57 @@ class StopSection(Section):
 
     grace_seconds: PositiveFloat = Field(
         300,
-        description="from the signal to the end of the process, whatever it does; less than the scheduler gives. The "
-        "last checkpoint has to be written by then, and be in checkpoint.store where there is one",
+        description="Seconds from the signal to the end of the process, in which the last checkpoint must be written "
+        "(and uploaded to checkpoint.store). Choose less than the scheduler gives.",
     )
 
 
 class EvaluatedSet(Section):
     """A data set to evaluate on beside data.validation."""
 
-    data: str = Field(description="shards, or a folder that `distap data convert` wrote with a ground truth in it")
-    distractors: tuple[str, ...] = Field((), description="shards that a gallery with a ground truth gets as well")
+    data: str = Field(description="Shards, or a folder with a ground truth that `distap data convert` wrote.")
+    distractors: tuple[str, ...] = Field((), description="Shards to add to the gallery of a ground truth.")
     max_side: PositiveInt | None = Field(
-        None, description="take whole images, the longer side at most this, pixels; none crops to data.image_size"
+        None,
+        description="Take whole images with a longer side of at most this many pixels; null crops to data.image_size.",
     )
-    scales: tuple[PositiveFloat, ...] = Field((1.0,), min_length=1, description="at which each image is described")
+    scales: tuple[PositiveFloat, ...] = Field(
+        (1.0,), min_length=1, description="Describe each image at these scales."
+    )
 
 
 class EvaluationSection(Section):
     """Evaluation during training, on data.validation and on other sets."""
 
-    every: int = Field(0, ge=0, description="steps between evaluations; 0 never evaluates")
-    at_start: bool = Field(True, description="also before the first step, to tell what the training gained")
-    batch_size: PositiveInt = Field(64, description="images described at once")
-    also: dict[str, EvaluatedSet] = Field({}, description="other data sets by the name of their figures")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 never evaluates.")
+    at_start: bool = Field(True, description="Evaluate before the first step too, to show what training gains.")
+    batch_size: PositiveInt = Field(64, description="Images described at once.")
+    also: dict[str, EvaluatedSet] = Field(
+        {}, description="Other data sets, by the name under which their figures appear."
+    )
 
 
 class MetricsSection(Section):
     """Prometheus."""
 
-    port: int | None = Field(None, ge=1, le=65000, description="of local rank 0; rank r of a host takes port + r")
-    address: str = Field("127.0.0.1", description="to listen on; 0.0.0.0 for all interfaces")
+    port: int | None = Field(
+        None, ge=1, le=65000, description="Port of local rank 0; local rank r listens on port + r."
+    )
+    address: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all interfaces.")
 
     def port_of(self, local_rank: int) -> int | None:
-        """That a rank of a host answers on; none where it answers nothing."""
         return None if self.port is None else self.port + local_rank
 
 
 class LogsSection(Section):
-    """Log lines, on the standard error."""
+    """Log lines on the standard error."""
 
     format: Literal["text", "json"] = Field(
-        "text", description="text, for people; or json, an object a line, for a log collector"
+        "text", description="text for people; json, one object a line, for a log collector."
     )
-    run_id: str | None = Field(None, description="in every line and in loggers; none takes the run folder's name")
+    run_id: str | None = Field(
+        None, description="Name of the run in log lines and loggers; null takes the run folder's name."
+    )
 
 
 class LoggersSection(Section):
