@@ -158,7 +158,7 @@ class ReplaySection(Section):
     )
     keep: NonNegativeInt | Literal["auto"] = Field(
         0,
-        description="Micro-batches of each rank that keep their graph from describe and need no second forward; or auto.",
+        description="Micro-batches of a rank that keep their graph from describe, or auto.",
     )
     skip_below: float = Field(
         0.0,
@@ -250,7 +250,7 @@ class EvaluatedSet(Section):
     distractors: tuple[str, ...] = Field((), description="Shards to add to the gallery of a ground truth.")
     max_side: PositiveInt | None = Field(
         None,
-        description="Take whole images with a longer side of at most this many pixels; null crops to data.image_size.",
+        description="Take whole images, the longer side at most this many pixels; null crops to data.image_size.",
     )
     scales: tuple[PositiveFloat, ...] = Field(
         (1.0,), min_length=1, description="Describe each image at these scales."
@@ -284,7 +284,7 @@ class LogsSection(Section):
     """Log lines on the standard error."""
 
     format: Literal["text", "json"] = Field(
-        "text", description="text for people; json, one object a line, for a log collector."
+        "text", description="Text for people; json, one object a line, for a log collector."
     )
     run_id: str | None = Field(
         None, description="Name of the run in log lines and loggers; null takes the run folder's name."
