@@ -34,6 +34,7 @@ from distap.engine.settings import PrecisionName
 from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
+RESOLVED_LATE: Any = {}  # the default of sections whose own defaults are names of classes
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 
 
@@ -50,14 +51,14 @@ class Recipe(Section):
     timeout_seconds: PositiveFloat = Field(600, description="Fail a collective that takes longer.")
     data: DataSection
     sampling: Annotated[Any, Chosen("sampling")] = "random"
-    model: ModelSection = ModelSection()
+    model: ModelSection = RESOLVED_LATE
     loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
     memory: MemorySection = MemorySection()
     describe: DescribeSection = DescribeSection()
     rank: RankSection = RankSection()
     replay: ReplaySection = ReplaySection()
     step: StepSection = StepSection()
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: OptimizerSection = RESOLVED_LATE
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()

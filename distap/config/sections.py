@@ -25,7 +25,7 @@ from pydantic import (
 from distap.data.settings import CacheSettings, PixelSettings
 from distap.engine.settings import GroupSettings, PrecisionName
 from distap.errors import DistapError
-from distap.registry import Chosen, name_of, unknown_key
+from distap.registry import REGISTRY, Chosen, name_of, unknown_key
 from distap.storage.locations import Source, parse_source, parse_store
 from distap.storage.remotes import RemoteSettings, without_secret_options
 
@@ -93,18 +93,26 @@ class ModelSection(Section):
     backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = Field(
         "resnet50", description="A name alone is an architecture of timm."
     )
-    weights: Annotated[Any, Chosen("weights")] = "timm"
+    weights: Annotated[Any, Chosen("weights")] = Field(
+        "timm", description="Pretrained weights; a backbone from elsewhere starts with random ones by default."
+    )
     pooling: Annotated[Any, Chosen("pooling")] = "gem"
     projection: PositiveInt | None = Field(None, description="Dimensions of a linear layer; null for no layer.")
     batchnorm: Literal["frozen", "batch"] = Field("frozen", description="Normalise by fixed or by batch statistics.")
     drop_rate: float = Field(0.0, ge=0, lt=1, description="Probability of dropout.")
     drop_path_rate: float = Field(0.0, ge=0, lt=1, description="Greatest probability of stochastic depth.")
 
-    @field_validator("backbone", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _of_timm(cls, backbone: Any) -> Any:
-        is_architecture = isinstance(backbone, str) and ":" not in backbone
-        return {"name": "timm", "architecture": backbone} if is_architecture else backbone
+    def _of_timm(cls, settings: Any) -> Any:
+        if not isinstance(settings, Mapping):
+            return settings
+        backbone = settings.get("backbone", "resnet50")
+        if isinstance(backbone, str):
+            is_architecture = ":" not in backbone and backbone not in REGISTRY["backbone"]
+            backbone = {"architecture" if is_architecture else "name": backbone}
+        is_of_timm = not isinstance(backbone, Mapping) or backbone.get("name", "timm") == "timm"
+        return {"weights": "timm" if is_of_timm else "random", **settings, "backbone": backbone}
 
     @field_serializer("backbone", mode="wrap")
     def _architecture_alone(self, backbone: Any, handler: SerializerFunctionWrapHandler) -> Any:
