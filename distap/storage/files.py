@@ -4,32 +4,23 @@ import asyncio
 import errno
 import io
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from distap.errors import DistapError
 from distap.storage.atomic import replacing
 from distap.storage.locations import joined, scheme_of
 from distap.storage.open_files import OpenFiles
-from distap.storage.remotes import (
-    MissingFileError,
-    RemoteSettings,
-    UnreachableError,
-    answer_to_boto,
-    file_system,
-    is_permanent,
-)
+from distap.storage.remotes import RemoteSettings, file_system
+from distap.storage.retries import retried
 from distap.storage.traffic import Meter, Traffic
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
 PART = 16 * 2**20  # bytes of a large file that are sent to a bucket at once
-M = TypeVar("M", bound=Callable[..., Any])
 
 
 class About(NamedTuple):
@@ -49,49 +40,6 @@ def storage_of(base: str, settings: RemoteSettings | None = None, key: str | Non
 
         return WebStorage(base, settings, key)
     return Storage(base, settings, key)
-
-
-def retried(done: str) -> Callable[[M], M]:
-    """Decorate a method of a storage whose first argument names a file: call it until it succeeds.
-
-    Its errors become MissingFileError if there is no such file, DistapError if another attempt cannot help, and
-    UnreachableError if all attempts failed. `done` completes "cannot be ..." in their messages.
-    """
-
-    def decorated(method: M) -> M:
-        @wraps(method)
-        def call(self: "Storage", name: str, *args: Any, **options: Any) -> Any:
-            where, attempts = self.where(name), self.settings.attempts
-            for attempt in range(1, attempts + 1):
-                if time.monotonic() > self.deadline:
-                    raise UnreachableError(
-                        f"{where}: not {done} in time: timeout_seconds also limits a whole checkpoint"
-                    )
-                try:
-                    return method(self, name, *args, **options)
-                except DistapError:
-                    raise
-                except FileNotFoundError as error:
-                    raise MissingFileError(f"{where}: there is no such file") from error
-                except Exception as error:  # each file system raises its own
-                    reason = str(error) or str(error.__cause__ or "") or type(error).__name__
-                    if isinstance(error, TimeoutError) and not answer_to_boto(error)[0]:
-                        reason = f"no answer within {self.settings.timeout_seconds:g} s"
-                    if is_permanent(error):
-                        raise DistapError(f"{where}: cannot be {done}: {reason}") from error
-                    if attempt == attempts:
-                        hint = f"; {self.key} has the number of attempts and their time-out" if self.key else ""
-                        raise UnreachableError(
-                            f"{where}: cannot be {done}: {attempts} attempts failed, the last with: {reason}{hint}"
-                        ) from error
-                self.meter.add(Traffic(retries=1))
-                # A random part, since ranks that fail together must not come back together.
-                time.sleep(self.settings.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-            raise AssertionError("at least one attempt")
-
-        return cast(M, call)
-
-    return decorated
 
 
 class Storage:

@@ -1,6 +1,5 @@
-"""Settings of remote file systems, how to make one with fsspec, and which errors another attempt may mend."""
+"""Settings of remote file systems, their errors, and how to make one with fsspec."""
 
-import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,16 +10,6 @@ from distap.errors import FAILED, DistapError
 from distap.storage.redact import find_secret
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
-PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)
-OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
-LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
-PASSING_STATUSES = (408, 425, 429)  # the HTTP statuses of 400 to 499 that another attempt may mend
-PASSING_CODES = (  # error codes of S3 that another attempt may mend, whatever their HTTP status
-    *("RequestTimeout", "RequestTimeoutException", "PriorRequestNotComplete", "OperationAborted"),
-    *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),  # changed or cut short on the way
-    *("SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded"),
-)
 
 
 @dataclass(frozen=True)
@@ -72,34 +61,6 @@ class UnreachableError(DistapError):
     """All attempts failed for reasons that may pass, so starting again later may help."""
 
     status = FAILED
-
-
-def is_permanent(error: Exception) -> bool:
-    """Return whether another attempt would fail in the same way."""
-    code, boto_status = answer_to_boto(error)
-    if code in PASSING_CODES:
-        return False
-    if isinstance(error, (*PERMANENT, *OPTION_ERRORS)) or type(error).__name__ in LACKS_CREDENTIALS:
-        return True
-    if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:  # of this host's own disk
-        return True
-    status = getattr(error, "status", None) or getattr(error, "code", None) or boto_status
-    if status == 401 and "Invalid Credentials" in str(error):  # Google says so when a token has run out
-        return False
-    if isinstance(status, int) and 400 <= status < 500:
-        return status not in PASSING_STATUSES
-    return str(error).startswith("Forbidden")  # gcsfs says so for HTTP status 403
-
-
-def answer_to_boto(error: Exception) -> tuple[str, int | None]:
-    """Return error code and HTTP status of the S3 answer behind an error of s3fs; ("", None) if there was none."""
-    cause = error.__cause__
-    if isinstance(cause, TimeoutError):  # fsspec wraps it once more
-        cause = cause.__cause__
-    answer = getattr(cause, "response", None)
-    if not isinstance(answer, dict):
-        return "", None
-    return str(answer.get("Error", {}).get("Code", "")), answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
 
 
 def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:

@@ -6,8 +6,9 @@ from urllib.parse import quote
 import aiohttp
 
 from distap.errors import DistapError
-from distap.storage.files import About, Storage, retried
+from distap.storage.files import About, Storage
 from distap.storage.locations import joined
+from distap.storage.retries import retried
 
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
