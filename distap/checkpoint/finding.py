@@ -5,7 +5,6 @@ import shutil
 import tempfile
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,18 +229,18 @@ def _newest(
 def _seen_by_all(folder: Path, world: World) -> list[Path]:
     """List the checkpoints of a shared folder, which must be the same ones on all ranks."""
     deadline = time.monotonic() + LISTING_SECONDS
-    found = list_checkpoints(folder)
-    while not world.all_same(zlib.crc32("".join(path.name for path in found).encode())):
-        if world.maximum(time.monotonic() - deadline) < 0:
-            time.sleep(1)
-            found = list_checkpoints(folder)
-            continue
-        newest = f"has {found[-1].name} as its newest" if found else "sees none"
-        raise DistapError(
-            f"{folder}: the ranks see different checkpoints; rank {world.rank} {newest}. The run folder has to be "
-            "one that all hosts share"
-        )
-    return found
+    while True:
+        seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
+        other = next((rank for rank, names in enumerate(seen) if names != seen[0]), None)
+        if other is None:
+            return [folder / name for name in seen[0]]
+        if world.maximum(time.monotonic() - deadline) >= 0:
+            newest = [f"rank {rank} has {seen[rank][-1] if seen[rank] else 'none'}" for rank in (0, other)]
+            raise DistapError(
+                f"{folder}: the ranks see different checkpoints ({', '.join(newest)}). The run folder "
+                "has to be one that all hosts share"
+            )
+        time.sleep(1)
 
 
 def _verified(path: Path, world: World, is_shared: bool) -> tuple[Checkpoint | None, str]:

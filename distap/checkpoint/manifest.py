@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,6 +91,12 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
     Raises:
         DamagedCheckpointError: one is missing, unreadable or different.
     """
+    for _, detail in damaged_files(folder, manifest, names):
+        raise DamagedCheckpointError(folder, detail)
+
+
+def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the damage of each file that is not the one in the manifest."""
     for name in names:
         expected = manifest.files[name]
         try:
@@ -99,9 +105,10 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             is_same = stat.S_ISREG(status.st_mode) and status.st_size == expected.bytes
             is_same = is_same and file_identity(folder / name) == expected
         except OSError as error:
-            raise DamagedCheckpointError(folder, f"{name} cannot be read: {error}") from error
+            yield name, f"{name} cannot be read: {error}"
+            continue
         if not is_same:
-            raise DamagedCheckpointError(folder, f"{name} is not the file that was written (size or SHA-256 differ)")
+            yield name, f"{name} is not the file that was written (size or SHA-256 differ)"
 
 
 def best_of(checkpoints: Iterable[T], read: Callable[[T], Manifest]) -> T | None:

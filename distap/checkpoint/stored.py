@@ -21,8 +21,8 @@ from distap.checkpoint.manifest import (
     DamagedCheckpointError,
     Manifest,
     best_of,
+    damaged_files,
     parse_manifest,
-    verify_files,
 )
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
@@ -110,7 +110,7 @@ class StoredRun:
         """Send a complete checkpoint from disk as a new one, with the files beside it."""
         name = f"step-{manifest.step:08d}.{uuid.uuid4().hex[:8]}"
         self.upload(name, folder, manifest.files)
-        self.save_beside(folder.parent.parent)
+        self.send_beside(folder.parent.parent)
         self.publish(name, manifest)
 
     def remove_old(self, newest: str) -> None:
@@ -156,17 +156,25 @@ class StoredRun:
                     list(pool.map(lambda file: self.store.download(f"{FOLDER}/{name}/{file}", folder / file), wanted))
             except MissingFileError as error:
                 raise DamagedCheckpointError(self.where(name), str(error)) from error
-            wanted = [file for file in wanted if not _is_whole(folder, manifest, file)]
-            if not wanted:
+            damage = dict(damaged_files(folder, manifest, wanted))
+            if not damage:
                 return Checkpoint(folder, manifest, self.where(name))
+            wanted = list(damage)
             if attempt == 1:
                 logger.warning("%s: %s arrived damaged; downloading again", self.where(name), ", ".join(wanted))
-        raise DamagedCheckpointError(
-            self.where(name), f"{wanted[0]} is not the file that was written (size or SHA-256 differ)"
-        )
+        raise DamagedCheckpointError(self.where(name), damage[wanted[0]])
 
-    def save_beside(self, run: Path) -> None:
-        """Send the files beside checkpoints that have changed, and remove those from the store that are gone here."""
+    def send_beside(self, run: Path) -> None:
+        """Send the files beside checkpoints that have changed, and remove those from the store that are gone here.
+
+        A failure is only logged, since no checkpoint depends on these files.
+        """
+        try:
+            self._send_beside(run)
+        except (OSError, DistapError) as error:
+            logger.warning("not in the store, but in %s: %s", run, error)
+
+    def _send_beside(self, run: Path) -> None:
         here = {file.relative_to(run).as_posix() for pattern in self.beside for file in run.glob(pattern)}
         for name in sorted(here):
             try:
@@ -195,13 +203,6 @@ class StoredRun:
                 continue
             write_whole(run / name, data)
             self._sent[name] = _version(run / name)
-
-    def send_beside(self, run: Path) -> None:
-        """Send the files beside checkpoints; a failure is only logged, since no checkpoint depends on them."""
-        try:
-            self.save_beside(run)
-        except (OSError, DistapError) as error:
-            logger.warning("not in the store, but in %s: %s", run, error)
 
     def _in_folders(self) -> list[str]:
         """List the files of the store that match the patterns with a folder in them."""
@@ -234,11 +235,3 @@ def _version(file: Path) -> tuple[int, int]:
     """Return size and time of change."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def _is_whole(folder: Path, manifest: Manifest, file: str) -> bool:
-    try:
-        verify_files(folder, manifest, [file])
-    except DamagedCheckpointError:
-        return False
-    return True

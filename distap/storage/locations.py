@@ -170,12 +170,17 @@ def _split_pattern(path: str) -> tuple[str, str | None]:
     return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:])
 
 
-def shard_names(source: Source, storage: "Storage") -> list[str]:
-    """Return the names of a source's shards relative to its base, in the order of the index.
+def shard_names(source: Source, storage: "Storage | None") -> list[str]:
+    """Return a source's shards in the order of the index: names relative to its base, or `pipe:` commands.
 
+    Args:
+        source: of the shards.
+        storage: of the source's base; None for commands.
     Raises:
         DistapError: there are no shards, one is named twice or leaves the base, or the pattern is wrong.
     """
+    if storage is None:
+        return [f"{_PIPE}{command}" for command in _expanded(source)]
     if source.pattern is None:
         if source.scheme not in LISTABLE:
             raise DistapError(
@@ -196,14 +201,6 @@ def shard_names(source: Source, storage: "Storage") -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise DistapError(f"{source}: the pattern names the shard {twice} twice")
     return [safe_name(name, str(source)) for name in names]
-
-
-def shard_urls(source: Source, storage: "Storage | None" = None) -> list[str]:
-    """Return paths, URLs or `pipe:` commands of a source's shards; only a pipe needs no storage."""
-    if source.scheme == "pipe":
-        return [f"{_PIPE}{command}" for command in _expanded(source)]
-    assert storage is not None
-    return [joined(source.base, name) for name in shard_names(source, storage)]
 
 
 def _expanded(source: Source) -> Iterator[str]:

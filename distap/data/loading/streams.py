@@ -20,7 +20,7 @@ from distap.data.shards.tar import TarMember
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.storage.files import Storage, storage_of
-from distap.storage.locations import Source, shard_names, shard_urls
+from distap.storage.locations import Source, shard_names
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter, Traffic
 
@@ -49,7 +49,7 @@ class StreamedShards:
         self.source = source
         self._storage: Storage | None = None if source.scheme == "pipe" else storage_of(source.base, remote)
         self._meter = Meter() if self._storage is None else self._storage.meter
-        self.names = shard_urls(source) if self._storage is None else shard_names(source, self._storage)
+        self.names = shard_names(source, self._storage)
 
     @property
     def fingerprint(self) -> str:
