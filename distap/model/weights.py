@@ -36,7 +36,7 @@ class TimmWeights:
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """No pretrained weights."""
+    """No pretrained weights: the backbone stays as it was built."""
 
     def load(self, backbone: nn.Module) -> None:
         pass
