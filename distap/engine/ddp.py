@@ -47,39 +47,26 @@ class DDPSettings:
 
 
 class DDPEngine(TorchEngine):
-    """One whole copy of the network on each rank.
+    """One whole copy of the network on each rank."""
 
-    Args:
-        network: on its device already; ranks take the parameters of rank 0.
-        build_optimizer: returns the optimiser over the network's parameters.
-        world, settings, clip_norm, precision: see TorchEngine and DDPSettings.
-    """
+    reduce_seconds = 0.0
 
-    def __init__(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        settings: DDPSettings | None = None,
-        clip_norm: float | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        super().__init__(network, build_optimizer(), world, clip_norm, precision)
-        self.reduce_seconds = 0.0
-        self._reduces = False  # in the next backward pass
-        self._sum = _SumOverRanks(world.group)
+    def _spread(self, settings: DDPSettings | None) -> None:
+        self._sum = _SumOverRanks(self.world.group)
         self._replicas: DistributedDataParallel | None = None
-        if world.size > 1:
-            trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-            megabytes = sum(p.numel() * p.element_size() for p in trained) // 2**20 + 1  # room for all in one bucket
-            options: dict[str, Any] = {
-                "bucket_cap_mb": (settings or DDPSettings()).bucket_megabytes or megabytes,
-                "gradient_as_bucket_view": True,
-                _BUFFER_SYNC: False,
-            }
-            with world.collective("broadcast of the parameters"):
-                self._replicas = DistributedDataParallel(_PassThrough(network), process_group=world.group, **options)
-            self._replicas.register_comm_hook(None, self._sum.all_reduce)
+        if self.world.size == 1:
+            return
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        megabytes = sum(p.numel() * p.element_size() for p in trained) // 2**20 + 1  # room for all in one bucket
+        options: dict[str, Any] = {
+            "bucket_cap_mb": (settings or DDPSettings()).bucket_megabytes or megabytes,
+            "gradient_as_bucket_view": True,
+            _BUFFER_SYNC: False,
+        }
+        with self.world.collective("broadcast of the parameters"):
+            module = _PassThrough(self.network)
+            self._replicas = DistributedDataParallel(module, process_group=self.world.group, **options)
+        self._replicas.register_comm_hook(None, self._sum.all_reduce)
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:

@@ -61,40 +61,27 @@ class FSDPSettings:
 class FSDPEngine(TorchEngine):
     """A share of every parameter on each rank; a single rank keeps the network as it is.
 
-    Args:
-        network: on its device already; ranks take the parameters and buffers of rank 0.
-        build_optimizer: returns the optimiser over the network's parameters, which are shards by then.
-        world, settings, clip_norm, precision: see TorchEngine and FSDPSettings.
     Raises:
         DistapError: trained parameters have several dtypes.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        settings: FSDPSettings | None = None,
-        clip_norm: float | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        settings = settings or FSDPSettings()
+    def _spread(self, settings: FSDPSettings | None) -> None:
+        settings, world = settings or FSDPSettings(), self.world
         self.lockstep = settings.reshard and world.size > 1
         self.keeps_graphs = not self.lockstep
         self._reduce_scatter = _ReduceScatter()
-        self._reduces = False  # in the next backward pass
         self._units: list[FSDPModule] = []  # the last one is the whole network
         self._scalars: set[str] = set()
-        if world.size > 1:
-            self._scalars = _make_shardable(network)
-            with world.collective("broadcast of the parameters"):
-                for tensor in (*network.parameters(), *network.buffers()):
-                    dist.broadcast(tensor.data, group=world.group, group_src=0)
-            by_block = settings.reshard if settings.units is None else settings.units == "blocks"
-            parts = [*(blocks(network) if by_block else ()), network]
-            self._units = _shard(parts, world, self._reduce_scatter)
-            self._set_reshard(settings.reshard)
-        super().__init__(network, build_optimizer(), world, clip_norm, precision)
+        if world.size == 1:
+            return
+        self._scalars = _make_shardable(self.network)
+        with world.collective("broadcast of the parameters"):
+            for tensor in (*self.network.parameters(), *self.network.buffers()):
+                dist.broadcast(tensor.data, group=world.group, group_src=0)
+        by_block = settings.reshard if settings.units is None else settings.units == "blocks"
+        parts = [*(blocks(self.network) if by_block else ()), self.network]
+        self._units = _shard(parts, world, self._reduce_scatter)
+        self._set_reshard(settings.reshard)
 
     @property
     def reduce_seconds(self) -> float:

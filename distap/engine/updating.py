@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from distap.engine.precision import LossScale, Precision
+from distap.engine.protocol import BuildOptimizer
 from distap.world import World
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -24,9 +24,11 @@ class TorchEngine:
     """A network and a torch optimiser; subclasses add the reduction of gradients.
 
     Args:
-        network: on its device already.
-        optimizer: over the network's parameters; `factor` of a group multiplies its learning rate.
+        network: on its device already; ranks take the parameters of rank 0.
+        build_optimizer: returns the optimiser over the network's parameters, which FSDP has replaced by shards then;
+            `factor` of a group multiplies its learning rate.
         world: the ranks.
+        settings: of the subclass; None takes the defaults.
         clip_norm: greatest norm of the whole gradient; None never clips.
         precision: dtype of the network's arithmetic.
     """
@@ -36,14 +38,22 @@ class TorchEngine:
     def __init__(
         self,
         network: nn.Module,
-        optimizer: Optimizer,
+        build_optimizer: BuildOptimizer,
         world: World,
+        settings: Any = None,
         clip_norm: float | None = None,
         precision: Precision | None = None,
     ) -> None:
-        self.network, self.world, self._optimizer, self._clip_norm = network, world, optimizer, clip_norm
+        self.network, self.world, self._clip_norm = network, world, clip_norm
         self._precision = precision or Precision()
         self._scale = LossScale(self._precision.name)
+        self._reduces = False  # in the next backward pass
+        self._spread(settings)
+        self._optimizer = build_optimizer()
+
+    def _spread(self, settings: Any) -> None:
+        """Prepare the network for the ranks."""
+        raise NotImplementedError
 
     def describing(self) -> AbstractContextManager[None]:
         return nullcontext()

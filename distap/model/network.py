@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, UInt8
@@ -15,31 +15,6 @@ from distap.errors import DistapError
 from distap.model.backbone import architecture_of
 
 BatchNormMode = Literal["frozen", "batch"]
-
-
-@runtime_checkable
-class BackboneSettings(Protocol):
-    """The type of a recipe's `model.backbone`."""
-
-    def build(self, drop_rate: float, drop_path_rate: float) -> nn.Module:
-        """Return a module with `num_features` that gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C)."""
-        ...
-
-
-@runtime_checkable
-class WeightsSettings(Protocol):
-    """The type of a recipe's `model.weights`."""
-
-    def load(self, backbone: nn.Module) -> None: ...
-
-
-@runtime_checkable
-class PoolingSettings(Protocol):
-    """The type of a recipe's `model.pooling`."""
-
-    def build(self) -> nn.Module:
-        """Return a module that turns maps (n, C, h, w) into (n, C)."""
-        ...
 
 
 class RetrievalNetwork(nn.Module):
@@ -161,16 +136,23 @@ class RetrievalNetwork(nn.Module):
 
 
 def build_network(
-    backbone: BackboneSettings,
-    weights: WeightsSettings,
-    pooling: PoolingSettings,
+    backbone: Any,
+    weights: Any,
+    pooling: Any,
     projection: int | None = None,
     batchnorm: BatchNormMode = "frozen",
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
 ) -> RetrievalNetwork:
-    """Put a network together from what a recipe names.
+    """Put a network together from the parts that a recipe chooses.
 
+    Args:
+        backbone: its `build(drop_rate, drop_path_rate)` returns a module with `num_features` that gives maps
+            (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
+        weights: its `load(module)` loads weights into that module.
+        pooling: its `build()` returns a module that turns maps (n, C, h, w) into (n, C).
+        projection, batchnorm: see RetrievalNetwork.
+        drop_rate, drop_path_rate: dropout and stochastic depth of the backbone.
     Raises:
         DistapError: the backbone cannot be built, or the weights do not fit it.
     """
