@@ -32,16 +32,12 @@ class LoadingJob:
     """The images that a training asks of a source (`data.reading`); safe to copy into loader workers.
 
     Args:
-        source: where the shards are.
-        sampling, seed: which images make a batch.
-        transform: makes pixels of an image.
         image_size: width and height of the pixels.
         chunk: images that a worker hands over at once; best as many as the network asks for at once.
         workers: processes that read; 0 reads in the rank itself.
         prefetch: chunks that each worker reads ahead.
         pixels: where pixels wait for the replay.
         max_pixels: images with more pixels (width times height) are refused without decoding.
-        remote: how a remote source is reached.
         cache: where shards are kept on this host's disk.
     """
 
