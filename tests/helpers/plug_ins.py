@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distap.data.loading.indexed import IndexedImages
 from distap.ranking.losses.base import SimilarityLoss
 
 
@@ -60,6 +61,14 @@ class Maximum(nn.Module):
 class MaxPooling:
     def build(self) -> nn.Module:
         return Maximum()
+
+
+@dataclass(frozen=True)
+class OwnIndex:
+    """A source that opens the images in its own way."""
+
+    def open(self, job, world, stopwatch):
+        return IndexedImages(job, world, stopwatch)
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,13 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "data.train (--data)", data.train
     if data.validation is not None:
         yield "data.validation (--validation)", data.validation
-    for key, index in (("data.train_index", data.train_index), ("data.validation_index", data.validation_index)):
-        if index is not None:
-            yield key, str(index)
+    for key, path in (
+        ("data.train_index", data.train_index),
+        ("data.validation_index", data.validation_index),
+        ("data.reading.label_map", getattr(data.reading, "label_map", None)),
+    ):
+        if path is not None:
+            yield key, str(path)
     if name_of("weights", recipe.model.weights) == "file":
         yield "model.weights.path", str(recipe.model.weights.path)
     for name, other in recipe.evaluation.also.items():

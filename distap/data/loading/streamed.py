@@ -130,6 +130,7 @@ class StreamedImages:
                 "data.reading is streamed, which gives images in the order of shards: set sampling.name to streams"
             )
         self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
+        source.classes  # noqa: B018 - read it now, to tell mistakes at once and to give each worker a copy
         self._sampling, self._shards = job.sampling, StreamedShards(job.source, job.remote)
         self._sampling.require(len(self._shards.names), world.size)
         if job.pixels.hold == "reread":

@@ -202,6 +202,11 @@ UNFIT = [
     (["data.cache={folder: /any, max_bytes: 2000000000}"], {"spool": "1Gi"}, "--spool 1Gi: pods would be evicted"),
     (["step.sise=1"], {}, "unknown key"),
     (["data.train_index=indexes/train.npz"], {}, "data.train_index: indexes/train.npz"),
+    (
+        ["data.reading={name: streamed, label_map: map.json}", "sampling={name: streams, streams: 16}"],
+        {},
+        "data.reading.label_map: map.json",
+    ),
     (["model.weights={name: file, path: weights.pt}"], {}, "model.weights.path: weights.pt"),
     (["data.validation=shards/test"], {"validation": None}, "data.validation (--validation): shards/test"),
     (["data.train=/data/train"], {"data": None, "validation": None}, "data.train (--data): /data/train"),
