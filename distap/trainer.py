@@ -83,7 +83,7 @@ class Trainer:
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
                 at_start = self.recipe.evaluation.at_start and self.recipe.evaluation.every > 0
                 if owes_evaluation or (self.done == 0 and at_start):
-                    score = self._evaluate(stop)
+                    score = self.evaluate(stop)
                     if score is None:
                         logger.warning("stopped before the evaluation after step %d was done", self.done)
                         return RESTART
@@ -110,7 +110,7 @@ class Trainer:
             score = None
             if self._owes_evaluation() and not stopping:
                 self.tracer.interrupt(self.done)
-                score = self._evaluate(stop)
+                score = self.evaluate(stop)
                 stopping = score is None  # the evaluation is made up for after the restart
             if stopping:
                 self._save(score=None)
@@ -214,7 +214,7 @@ class Trainer:
                 "Usual causes: too high a learning rate, or damaged weights"
             )
 
-    def _evaluate(self, stop: StopRequest) -> float | None:
+    def evaluate(self, stop: StopRequest) -> float | None:
         """The mAP on the validation set; none where a rank was asked to stop in the midst of it."""
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")

@@ -2,10 +2,11 @@
 
 FAULTS holds texts such as `SIGKILL rank=1 step=3 stage=replay`, separated by semicolons. A fault happens once, where
 that stage of that step begins, and not again after a restart: describe, rank, replay, update, and after them
-checkpoint and evaluation; `start` comes before step 0. Actions: the name of a signal that the rank sends
-itself, `stand-still`, `nan-descriptor` (the first image of the rank is described as NaN) and `nan-gradient`.
+checkpoint (killed only) and evaluation; `start` comes before step 0. Actions: the name of a signal that the rank
+sends itself, `stand-still`, `nan-descriptor` (the first image of the rank is described as NaN) and `nan-gradient`.
 
-RECORD names a folder in which each rank writes down the images of every step that it has done.
+RECORD names a folder in which each rank writes down the images of every step that it has done; the file RANK.ATTEMPT
+beside it holds the rank's process id.
 """
 
 import json
@@ -14,13 +15,14 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distap.checkpoint import writer
-from distap.processes.stopping import StopRequest
-from distap.step import Batch, StepResult, ThreeStageStep
+from distap.stages.batch import Batch
+from distap.step import Described, StepResult, ThreeStageStep
 from distap.train import main
 from distap.trainer import Trainer
 from distap.training.state import RunState
@@ -46,74 +48,61 @@ class Fault:
 
 
 def inject(faults: list[Fault]) -> None:
-    """Wrap the stages of every step."""
-    describe, described, rank, replay, update = (
-        getattr(ThreeStageStep, name) for name in ("describe", "_described", "rank", "replay", "update")
-    )
+    """Wrap the stages of every step, and what a run does beside its steps."""
     at = 0  # the step that is being done
 
-    files_of_rank, evaluate, resume = writer.files_of_rank, Trainer._evaluate, RunState.resume
+    def actions(world: World, stage: str) -> list[str]:
+        return [fault.action for fault in faults if fault.happens(world.rank, at, stage)]
 
-    def act(world: World, stage: str, step: int | None = None) -> list[str]:
-        """Send the signals of this place; the other actions are the caller's."""
-        actions = [fault.action for fault in faults if fault.happens(world.rank, at if step is None else step, stage)]
-        for action in actions:
+    def act(world: World, stage: str) -> None:
+        """Send the signals of this place, or stand still; the other actions are the caller's."""
+        for action in actions(world, stage):
             if action.startswith("SIG"):
                 os.kill(os.getpid(), getattr(signal, action))
             if action == "stand-still":
                 threading.Event().wait()
-        return actions
 
-    def faulty_describe(self: ThreeStageStep, batch: Batch) -> object:
+    def acting_before(owner: type, name: str, stage: str) -> None:
+        method = getattr(owner, name)
+
+        def acting(self: Any, *arguments: object) -> object:
+            act(self.world, stage)
+            return method(self, *arguments)
+
+        setattr(owner, name, acting)
+
+    for stage in ("describe", "rank", "replay"):
+        acting_before(ThreeStageStep, stage, stage)
+    acting_before(Trainer, "evaluate", "evaluation")
+    acting_before(RunState, "resume", "start")
+    describe, update, files_of_rank = ThreeStageStep.describe, ThreeStageStep.update, writer.files_of_rank
+
+    def faulty_describe(self: ThreeStageStep, batch: Batch) -> Described:
         nonlocal at
         at = batch.step
-        act(self.world, "describe")
+        if "nan-descriptor" in actions(self.world, "describe"):
+
+            def spoil(network: object, images: object, descriptors: Tensor) -> Tensor:
+                once.remove()
+                return descriptors.index_fill(0, torch.tensor([0]), torch.nan)
+
+            once = self.engine.network.register_forward_hook(spoil)
         return describe(self, batch)
 
-    def faulty_described(self: ThreeStageStep, batch: Batch, rows: slice, *arguments: object) -> Tensor:
-        descriptors = described(self, batch, rows, *arguments)
-        mine = [fault.action for fault in faults if fault.happens(self.world.rank, at, "describe")]
-        if rows.start == 0 and "nan-descriptor" in mine:
-            descriptors[0] = torch.nan
-        return descriptors
-
-    def faulty_rank(self: ThreeStageStep, *arguments: object) -> object:
-        act(self.world, "rank")
-        return rank(self, *arguments)
-
-    def faulty_replay(self: ThreeStageStep, *arguments: object) -> float:
-        act(self.world, "replay")
-        return replay(self, *arguments)
-
-    def faulty_saving(folder: Path, rank: int) -> list[str]:
-        act(World(rank), "checkpoint", int(folder.name[6:14]) - 1)  # the step that is being done may be a later one
-        return files_of_rank(folder, rank)
-
-    def faulty_evaluation(self: Trainer, stop: StopRequest) -> float | None:
-        act(self.world, "evaluation")
-        return evaluate(self, stop)
-
-    def faulty_resume(self: RunState) -> int:
-        act(self.world, "start")
-        return resume(self)
-
-    def faulty_update(self: ThreeStageStep, rate: float) -> float:
+    def faulty_update(self: ThreeStageStep, step: int, learning_rate: float) -> float:
         # On every rank, as a sum over ranks with one such gradient is.
         if any(fault.action == "nan-gradient" and fault.step == at for fault in faults):
             next(p for p in self.engine.network.parameters() if p.grad is not None).grad.fill_(torch.nan)
-        return update(self, rate)
+        return update(self, step, learning_rate)
 
+    def faulty_saving(folder: Path, rank: int) -> list[str]:
+        step = int(folder.name[6:14]) - 1  # the step that is being done may be a later one
+        if any(fault.happens(rank, step, "checkpoint") for fault in faults):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return files_of_rank(folder, rank)
+
+    ThreeStageStep.describe, ThreeStageStep.update = faulty_describe, faulty_update
     writer.files_of_rank = faulty_saving
-    Trainer._evaluate = faulty_evaluation
-    RunState.resume = faulty_resume
-    for name, wrapper in {
-        "describe": faulty_describe,
-        "_described": faulty_described,
-        "rank": faulty_rank,
-        "replay": faulty_replay,
-        "update": faulty_update,
-    }.items():
-        setattr(ThreeStageStep, name, wrapper)
 
 
 def record(folder: Path) -> None:
@@ -152,6 +141,8 @@ def recorded_batches(folder: Path) -> dict[int, set[tuple[int, ...]]]:
 
 if __name__ == "__main__":
     inject([Fault.read(text) for text in os.environ.get("FAULTS", "").split(";") if text.strip()])
-    if "RECORD" in os.environ:
-        record(Path(os.environ["RECORD"]))
+    records = Path(os.environ["RECORD"])
+    record(records)
+    attempt = f"{os.environ['RANK']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    (records.parent / attempt).write_text(str(os.getpid()))
     main()

@@ -1,20 +1,35 @@
-"""Launchers with their ranks, in processes of their own: what they said, how they left, and whether any is left."""
+"""Launchers with their ranks as processes of their own: their output, their exit status, and whether any is left.
 
+A `Launch` is forked from a server that has imported distap, and forks its ranks in turn, since a new interpreter
+takes seconds to import torch. Parents, sessions, signals and exit statuses are those of new interpreters. Any other
+command is started as it is; `Launch.command` is such a command.
+"""
+
+import atexit
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NoReturn
 
-from ranks import skip_if_fast
+import torch
+from ranks import server, skip_if_fast
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from distap.launcher import launch
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
-MARK = "DISTAP_TEST_JOB"
 OF_JOBS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 LAUNCH = """
 import sys
@@ -24,21 +39,75 @@ sys.exit(launch(options, *module, arguments, grace_seconds=20, timeout_seconds=f
 """
 
 
-class Job:
-    """A launcher that was started."""
+@dataclass(frozen=True)
+class Launch:
+    """A call of `distap.launcher.launch` with torchrun's options."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+    options: str
+    module: str
+    arguments: str
+    timeout_seconds: float
+
+    @property
+    def command(self) -> list[str]:
+        """The same in new interpreters."""
+        return [sys.executable, "-c", LAUNCH, self.options, self.module, self.arguments, str(self.timeout_seconds)]
+
+
+def launcher(options: str, behaviour: str, folder: Path, timeout_seconds: float = 5) -> Launch:
+    """Launch ranks of `launched.py`."""
+    return Launch(options, "launched", f"{behaviour} {folder} {timeout_seconds}", timeout_seconds)
+
+
+class Forked:
+    """A process of the fork server, with the methods of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid: int = process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("launcher", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Job:
+    """A launcher, or another command, that was started."""
+
+    def __init__(self, what: Launch | Sequence[str], folder: Path, environment: dict[str, str]) -> None:
         self.folder = folder
-        self._mark = uuid.uuid4().hex
-        self._said = folder / f"said-{self._mark}"
-        with self._said.open("w") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=HELPERS,
-                env=os.environ | OF_JOBS | {MARK: self._mark} | environment,
-            )
+        self._said = folder / f"said-{uuid.uuid4().hex}"
+        self._said.touch()
+        changes = OF_JOBS | environment
+        self.process: Forked | subprocess.Popen[bytes]
+        if isinstance(what, Launch):
+            process = server().Process(target=_launch, args=(what, self._said, dict(os.environ) | changes))
+            process.start()
+            self.process = Forked(process)
+        else:
+            with self._said.open("a") as file:
+                self.process = subprocess.Popen(
+                    what, stdout=file, stderr=subprocess.STDOUT, cwd=HELPERS, env=os.environ | changes
+                )
 
     @property
     def said(self) -> str:
@@ -46,7 +115,7 @@ class Job:
         return self._said.read_text()
 
     def pid(self, rank: int, attempt: int = 0) -> int:
-        """The process of a rank of `launched.py`, once it has started."""
+        """The process of a rank, which `launched.py` and `faults.py` write down when they start."""
         file = self.folder / f"{rank}.{attempt}"
         self.wait_until(lambda: file.exists() and file.read_text() != "")
         return int(file.read_text())
@@ -65,7 +134,7 @@ class Job:
             time.sleep(0.05)
 
     def status(self, seconds: float = 60) -> int:
-        """How the launcher left; it is an error when it does not within so long."""
+        """The launcher's exit status; it is an error if it does not leave within so many seconds."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
@@ -79,22 +148,25 @@ class Job:
             time.sleep(0.05)
 
     def left(self) -> list[int]:
-        """Processes of this job that still run."""
+        """Processes of this job that still run: all have inherited its output. A zombie has closed it."""
         return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_ours(entry)]
 
     def _is_ours(self, process: Path) -> bool:
-        try:
-            return f"{MARK}={self._mark}".encode() in (process / "environ").read_bytes()  # a zombie has none
-        except OSError:
-            return False
+        for stream in ("1", "2"):
+            try:
+                if (process / "fd" / stream).readlink() == self._said:
+                    return True
+            except OSError:
+                continue
+        return False
 
 
 @contextmanager
-def started(command: Sequence[str], folder: Path, **environment: str) -> Iterator[Job]:
+def started(what: Launch | Sequence[str], folder: Path, **environment: str) -> Iterator[Job]:
     """Start a job, and kill all that belongs to it at the end."""
     skip_if_fast("launchers")
     folder.mkdir(parents=True, exist_ok=True)
-    job = Job(command, folder, environment)
+    job = Job(what, folder.resolve(), environment)
     try:
         yield job
     finally:
@@ -103,7 +175,56 @@ def started(command: Sequence[str], folder: Path, **environment: str) -> Iterato
         job.process.wait()
 
 
-def launcher(options: str, behaviour: str, folder: Path, timeout_seconds: float = 5) -> list[str]:
-    """The command that launches ranks of `launched.py`."""
-    arguments = f"{behaviour} {folder} {timeout_seconds}"
-    return [sys.executable, "-c", LAUNCH, options, "launched", arguments, str(timeout_seconds)]
+def _launch(what: Launch, said: Path, environment: dict[str, str]) -> NoReturn:
+    """Be the launcher: a fork of the server, whose ranks are forks of this process."""
+    with said.open("ab") as file, Path(os.devnull).open("rb") as nothing:
+        for stream, number in ((nothing, 0), (file, 1), (file, 2)):
+            os.dup2(stream.fileno(), number)
+    os.chdir(HELPERS)
+    os.environ.clear()
+    os.environ |= environment
+    multiprocessing.set_start_method(None, force=True)  # loader workers start as they do outside the tests
+    subprocess_handler.Popen = _ForkedRank  # torch's agent starts ranks with it
+    given = what.options.split(), what.module, what.arguments.split()
+    sys.exit(launch(*given, grace_seconds=20, timeout_seconds=what.timeout_seconds))
+
+
+class _ForkedRank(subprocess.Popen[bytes]):
+    """`python -u -m MODULE ARGUMENTS...` as a fork of this process instead of a new interpreter."""
+
+    def _execute_child(self, args: Sequence[str], *given: Any) -> None:
+        (environment,) = (one for one in given if isinstance(one, dict))
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_rank(list(args), environment)
+        self._child_created = True
+
+
+def _be_rank(args: list[str], environment: dict[str, str]) -> NoReturn:
+    """Run the module as a new interpreter would, and leave with its status."""
+    status: int | str | None = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for entry in list(Path("/proc/self/fd").iterdir()):
+            with suppress(OSError):
+                if entry.is_socket():  # of the rendezvous, which ends with the launcher
+                    os.close(int(entry.name))
+        os.environ.clear()
+        os.environ |= environment
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        sys.stdout.reconfigure(line_buffering=True)
+        sys.argv = args[args.index("-m") + 1 :]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(status if isinstance(status, int) else int(status is not None))

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ def skip_if_fast(what: str) -> None:
         pytest.skip(f"starts {what}, which --fast leaves out")
 
 
+def server() -> ForkServerContext:
+    """The server that forks processes which have imported distap already."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["distap.trainer", "distap.processes.agent"])
+    return context
+
+
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
     """Call function(world, *arguments) on `size` ranks and return their results in the order of ranks.
 
@@ -30,8 +38,7 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["distap.trainer"])
+    context = server()
     pipes, processes = [], []
     for rank in range(size):
         mine, theirs = context.Pipe()

@@ -1,13 +1,12 @@
 """Real trainings in processes of their own, which faults can be injected into."""
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from faults import recorded_batches
-from launching import LAUNCH, Job, started
+from launching import Job, Launch, started
 from small_trainings import recipe
 
 STEPS = 8
@@ -29,12 +28,12 @@ class Run:
     def started(self, ranks: int, faults: str = "", restarts: int = 0, timeout: float = 60) -> Iterator[Job]:
         """On `ranks` ranks of this machine, by distap's launcher."""
         options = f"--standalone --nproc-per-node={ranks} --max-restarts={restarts} --monitor-interval=0.1"
-        with started(self.command(options, timeout), self.folder.parent, **self.environment, FAULTS=faults) as job:
+        with started(self.launch(options, timeout), self.folder.parent, **self.environment, FAULTS=faults) as job:
             yield job
 
-    def command(self, options: str, timeout: float) -> list[str]:
-        """What starts it by distap's launcher; `options` are torchrun's."""
-        return [sys.executable, "-c", LAUNCH, options, "faults", str(self.config), str(timeout)]
+    def launch(self, options: str, timeout: float) -> Launch:
+        """Launch it; `options` are torchrun's."""
+        return Launch(options, "faults", str(self.config), timeout)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -44,7 +44,7 @@ TWO = "--standalone --nproc-per-node=2"
 
 
 def test_ranks_that_finish_give_status_0(tmp_path):
-    with started(launcher(TWO, "finish", tmp_path), tmp_path) as job:
+    with started(launcher(TWO, "finish", tmp_path).command, tmp_path) as job:
         assert job.status() == FINISHED
         assert job.left() == []
 
@@ -139,7 +139,7 @@ def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path
 
 
 def test_a_trace_is_asked_for_though_numpy_has_threads_that_could_take_the_signal(tmp_path):
-    with started(launcher(TWO, "trace_when_asked", tmp_path), tmp_path, OMP_NUM_THREADS="4") as job:
+    with started(launcher(TWO, "trace_when_asked", tmp_path).command, tmp_path, OMP_NUM_THREADS="4") as job:
         job.wait_for_step(1, 5)
         os.kill(job.process.pid, TRACE_SIGNAL)
         assert job.status() == FINISHED, job.said

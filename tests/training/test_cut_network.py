@@ -27,7 +27,7 @@ def job(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
         f"--rdzv-conf=is_host={1 - number},join_timeout={JOIN_SECONDS} --local-addr={hosts.addresses[number]} "
         "--max-restarts=1"
     )
-    command = hosts.on(number, run.command(options, TIMEOUT_SECONDS))
+    command = hosts.on(number, run.launch(options, TIMEOUT_SECONDS).command)
     environment = {**run.environment, "GLOO_SOCKET_IFNAME": hosts.cards[number]}
     with started(command, run.folder.parent, **environment) as launched:
         yield launched

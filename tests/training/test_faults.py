@@ -142,8 +142,8 @@ def test_a_launcher_that_is_asked_to_stop_stops_its_ranks_in_the_same_way(tmp_pa
 def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, training_shards):
     run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
     options = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29471 --rdzv-id=two"
-    command = run.command(options, 60)
-    with started(command, tmp_path, **run.environment) as one, started(command, tmp_path, **run.environment) as other:
+    launch = run.launch(options, 60)
+    with started(launch, tmp_path, **run.environment) as one, started(launch, tmp_path, **run.environment) as other:
         one.wait_until(lambda: run.has_done(1))
         one.process.terminate()
         assert one.status(120) == other.status(120) == RESTART, one.said + other.said
@@ -156,7 +156,7 @@ def test_a_second_request_stops_at_once(tmp_path, training_shards):
     # The rank stands still in the step, so that the first request cannot be met.
     with run.started(2, "SIGTERM rank=1 step=3 stage=rank; stand-still rank=1 step=3 stage=rank") as job:
         job.wait_until(lambda: "stopping after this step" in job.said)
-        (rank,) = [pid for pid in job.left() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+        rank = job.pid(1)
 
         def asked_again() -> bool:
             os.kill(rank, signal.SIGTERM)  # what comes within a second is the same request
