@@ -51,7 +51,6 @@ class Describing:
         """Numbers (n,) of the images that could be described, ascending, and their descriptors (n, D), on every rank.
 
         Args:
-            images: to describe.
             name: of the folder to keep them in.
             boxes: by key, the part of an image to describe, in pixels.
         Raises:

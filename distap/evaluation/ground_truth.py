@@ -68,19 +68,12 @@ def read_ground_truth(path: Path) -> GroundTruth:
 
 @dataclass(frozen=True)
 class GroundTruthSet:
-    """Queries and a gallery with a ground truth.
-
-    Args:
-        name: of the set.
-        truth: the ground truth.
-        queries: images of the query split.
-        gallery: images of the gallery's splits, then of distractors.
-    """
+    """Queries and a gallery with a ground truth."""
 
     name: str
     truth: GroundTruth
     queries: ImageSet
-    gallery: tuple[ImageSet, ...]
+    gallery: tuple[ImageSet, ...]  # the gallery's splits, then distractors
 
     def describe(self, describing: Describing) -> "DescribedGroundTruthSet":
         """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
@@ -136,10 +129,8 @@ class DescribedGroundTruthSet:
         return joined
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
-        """Rank the gallery for each query.
+        """Refine the descriptors and rank the gallery for each query.
 
-        Args:
-            refinement: of the descriptors before they are ranked.
         Raises:
             DistapError: a descriptor is not finite, or an image of the ground truth is not in the gallery.
         """

@@ -59,10 +59,8 @@ class DescribedLabelledSet:
     device: torch.device  # for ranking
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
-        """Rank all images for each image.
+        """Refine the descriptors and rank all images for each image.
 
-        Args:
-            refinement: of the descriptors before they are ranked.
         Raises:
             DistapError: a descriptor is not finite, or no image has another of its class.
         """

@@ -50,14 +50,7 @@ class Evaluation:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)  # of QUERIES and NEIGHBOURS, if it has them
 
     def save(self, output: Path, **about: Any) -> Path:
-        """Write output/result.json, and beside it what each image scored and retrieved; returns its path.
-
-        Args:
-            output: folder, created if missing.
-            about: more entries for result.json, such as the network's checkpoint.
-        Raises:
-            UnwritableError: a file cannot be written.
-        """
+        """Write it as `write_evaluation` does, with more entries for result.json such as the network's checkpoint."""
         numbers = {
             "queries": self.queries,
             "queries_without_positive": self.left_out,

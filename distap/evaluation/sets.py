@@ -44,9 +44,7 @@ def open_set(
             shards.
         name: for its results; None takes the last part of `where`.
         distractors: shards to add to a gallery with a ground truth.
-        max_pixels: larger images are left out.
-        remote: how a remote source is reached.
-        cache: disk cache of this host for shards.
+        max_pixels, remote, cache: see `open_images`.
     Raises:
         DistapError: there is no such data set, or distractors are given for one without a ground truth.
     """

@@ -138,7 +138,6 @@ def write_index(
     """Write a folder that `read_index` reads. Earlier contents become invalid as soon as writing starts.
 
     Args:
-        folder: created if missing.
         built: an index over all descriptors, in their order.
         descriptors: the keys and classes to store with it.
         measured: more entries for about.json, such as the recall.
