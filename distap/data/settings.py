@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PixelSettings:
-    """Where pixels wait between describe and replay.
+    """Choose where pixels wait between describe and replay.
 
     Args:
         hold: `memory`; `spool`, a temporary file of this rank; `reread`, which keeps nothing and reads, decodes and

@@ -175,7 +175,7 @@ class EncodedImage:
 
     @contextmanager
     def _damage_told(self) -> Iterator[None]:
-        """As the function below; but the size is known to be allowed here, so lack of memory is no damage."""
+        """Do the same as the function below, but tell lack of memory from damage: the size is known to be allowed."""
         with _damage_told(self._data):
             try:
                 yield
@@ -264,7 +264,7 @@ def _damage_told(data: bytes) -> Iterator[None]:
 
 
 def _is_cut(data: bytes) -> bool:
-    """Whether a file lacks its end, as far as its beginning tells."""
+    """Return True if a file whose beginning is known lacks its end."""
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     return any(data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items())

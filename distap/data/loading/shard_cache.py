@@ -197,7 +197,7 @@ class ShardCache:
         os.fsync(file)
 
     def _has_room(self, size: int, part: Path) -> bool:
-        """Whether there is room; removes data sets that nobody reads for it, the oldest first."""
+        """Make room by removing data sets that nobody reads, the oldest first; return False if that is not enough."""
         folders = self._folders()
         used = sum(_size(entry) for folder in folders for entry in _files(folder) if entry.path != str(part))
         others = [folder for folder in folders if folder != self.folder]
