@@ -18,16 +18,14 @@ logger = logging.getLogger(__name__)
 Function = Callable[..., Any]
 
 
-def compiled_if_large(function: Function, pairs: int, like: Tensor, by_hand: Function | None = None) -> Function:
-    """`function` as torch.compile makes it, if there are many pairs; as it is otherwise, or if that fails.
+def compiled(function: Function, like: Tensor, by_hand: Function | None = None) -> Function:
+    """A function of tensors and numbers as torch.compile makes it, or as it is if that fails.
 
     Args:
-        function: takes tensors and numbers, gives tensors.
-        pairs: number of pairs that a rank ranks in a step.
         like: has the dtype and device of the tensors.
         by_hand: a kernel that does the same, used if it is faster than the compiled function.
     """
-    return function if pairs < PAYS_FROM_PAIRS else _fastest(function, by_hand, like.dtype, like.device.type)
+    return _fastest(function, by_hand, like.dtype, like.device.type)
 
 
 @functools.cache
@@ -58,10 +56,7 @@ def _fastest(function: Function, by_hand: Function | None, dtype: torch.dtype, d
 
 @contextmanager
 def _one_graph_for_all_sizes() -> Iterator[None]:
-    """By default torch takes sizes that happen to be equal to be so always, and soon runs uncompiled, silently.
-
-    Entering takes as long as ranking a small tile.
-    """
+    """By default torch takes sizes that happen to be equal to be so always, and soon runs uncompiled, silently."""
     # Imported here, since it takes a second that only those who compile should wait.
     import torch._dynamo
     import torch.fx.experimental._config
@@ -72,12 +67,12 @@ def _one_graph_for_all_sizes() -> Iterator[None]:
 
 
 def _choice(function: Function, by_hand: Function | None, arguments: tuple[Any, ...]) -> Function:
-    compiled = torch.compile(function, dynamic=True)
+    by_torch = torch.compile(function, dynamic=True)
     if by_hand is None:
         logger.info("ranking: %s is compiled", function.__name__)
-        return compiled
-    seconds = [_seconds(candidate, function, arguments) for candidate in (by_hand, compiled)]
-    chosen, name = (by_hand, "a kernel written by hand") if seconds[0] < seconds[1] else (compiled, "compiled")
+        return by_torch
+    seconds = [_seconds(candidate, function, arguments) for candidate in (by_hand, by_torch)]
+    chosen, name = (by_hand, "a kernel written by hand") if seconds[0] < seconds[1] else (by_torch, "compiled")
     times = f"{1000 * seconds[0]:.2f} ms by hand, {1000 * seconds[1]:.2f} ms compiled"
     logger.info("ranking: %s is %s (%s)", function.__name__, name, times)
     return chosen

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distap.ranking.compiling import compiled_if_large
+from distap.ranking import compiling
 from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
 from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights
 
@@ -92,12 +92,12 @@ class Passes:
     depends on the parts alone, so that a run that is repeated gives the same bits.
 
     Args:
-        loss: where the bins are, and what follows from the counts.
         pairs: about how many pairs there will be; many are worth compiling for.
     """
 
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
-        self.loss, self.pairs, self.budget = loss, pairs, budget
+        self.loss, self.budget = loss, budget
+        self.compiles = pairs >= compiling.PAYS_FROM_PAIRS
         self.bins = loss.high, loss.width, loss.centres  # arguments of the functions below
         self.seen = 0  # images of the gallery that were added
         self._own: list[Images] = []  # of each part
@@ -153,7 +153,9 @@ class Passes:
 
     def _add_counts(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> None:
         """Add the counts of a tile's rows; overwrites the similarities."""
-        counted = compiled_if_large(soft_counts, self.pairs, similarities, _counts_by_hand(similarities))
+        counted = soft_counts
+        if self.compiles:
+            counted = compiling.compiled(soft_counts, similarities, _counts_by_hand(similarities))
         negatives, positives = self._counts[:, tile.counts]
         same_class = tile.same_class()
         if same_class is not None:
@@ -171,7 +173,7 @@ class Passes:
 
     def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
         """The place of each pair's slope in the table of `_slopes_by_code`; M - 1 is a zero."""
-        coded = compiled_if_large(bin_codes, self.pairs, similarities)
+        coded = compiling.compiled(bin_codes, similarities) if self.compiles else bin_codes
         codes: Tensor = coded(similarities, *self.bins)
         same_class = tile.same_class()
         if same_class is not None:
@@ -216,9 +218,9 @@ class Passes:
         nothing has to be reduced over ranks.
         """
         gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
+        of_pairs = compiling.compiled(slope_of_pairs, slopes) if self.compiles else slope_of_pairs
         for tile, kept in self._tiles:
             codes = self._codes(tile, tile.similarities()) if kept is None else kept
-            of_pairs = compiled_if_large(slope_of_pairs, self.pairs, slopes)
             by_row = slopes[:, tile.queries.positions[tile.rows]].t().contiguous()
             by_similarity = of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])

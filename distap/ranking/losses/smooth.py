@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from distap.ranking.compiling import Function, compiled_if_large
+from distap.ranking import compiling
+from distap.ranking.compiling import Function
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss
 
@@ -80,7 +81,9 @@ class SmoothAP(SimilarityLoss):
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
         """1 - AP of each query, and the derivative of their weighted sum by each similarity."""
         negatives, step = rows.negatives, self.negative_step()
-        count, slopes = (compiled_if_large(f, rows.pairs, negatives) for f in self.step_functions)
+        count, slopes = self.step_functions
+        if rows.pairs >= compiling.PAYS_FROM_PAIRS:
+            count, slopes = (compiling.compiled(function, negatives) for function in self.step_functions)
         columns = range(rows.positives.shape[1])
         before = torch.stack([count(negatives, rows.positives[:, k, None], *step) for k in columns], dim=1)
         rank = self.positive_ranks(rows)
