@@ -93,7 +93,8 @@ class ThreeStageStep:
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.engine.network)
         self.sizes.check(self._mixing, self.engine.keeps_graphs)
-        self._to_device = DeviceCopies(self.world.device)
+        device = self.world.device
+        self._to_device: Forward = DeviceCopies(device) if device.type == "cuda" else Tensor.cpu
         self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)
         self._reducing = False  # in a backward pass that other ranks take part in
 

@@ -9,7 +9,7 @@ AHEAD = 2  # micro-batches that the host prepares while the device computes
 
 
 class DeviceCopies:
-    """Copies micro-batches to the device on a stream of its own; on a CPU there is nothing to copy.
+    """Copies micro-batches to a GPU on a stream of its own.
 
     The host runs `AHEAD` micro-batches ahead of the device and then waits, so the next pixels are there in time and
     no more than `AHEAD` micro-batches take memory.
@@ -17,13 +17,11 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device)
         self._begun: deque[torch.cuda.Event] = deque()  # when the device reached each micro-batch
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return the pixels on the device; pinned ones are copied while the device works."""
-        if self._stream is None:
-            return pixels.to(self._device)
         if len(self._begun) == AHEAD:
             self._begun.popleft().synchronize()
         computing = torch.cuda.current_stream(self._device)
