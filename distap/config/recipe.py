@@ -26,10 +26,10 @@ from distap.config.sections import (
     OptimizerSection,
     RankSection,
     ReplaySection,
-    Section,
     StepSection,
     StopSection,
 )
+from distap.config.validation import Section
 from distap.engine.settings import PrecisionName
 from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
 

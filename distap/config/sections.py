@@ -6,41 +6,29 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
     ValidationError,
-    ValidationInfo,
     field_serializer,
-    field_validator,
-    model_serializer,
     model_validator,
 )
 
+from distap.config.validation import ChoosingSection, Remote, Section, Shards, StoreURL, TrainShards
 from distap.data.settings import CacheSettings, PixelSettings
 from distap.engine.settings import GroupSettings, PrecisionName
-from distap.errors import DistapError
 from distap.registry import REGISTRY, Chosen, name_of, unknown_key
-from distap.storage.locations import Source, parse_source, parse_store
-from distap.storage.remotes import RemoteSettings, without_secret_options
-
-
-class Section(BaseModel):
-    """Closed to unknown keys, and frozen. Defaults are validated, since a default may be a name to look up."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+from distap.storage.locations import Source, parse_source
+from distap.storage.remotes import RemoteSettings
 
 
 class DataSection(Section):
     """Where the images are and how they are read."""
 
-    train: str = Field(description="Shards to train on: a folder, a pattern or a URL.")
-    validation: str | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
+    train: TrainShards = Field(description="Shards to train on: a folder, a pattern or a URL.")
+    validation: Shards | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
     train_index: Path | None = Field(None, description="Index of the training shards, if not beside them.")
     validation_index: Path | None = Field(None, description="Index of the validation shards, if not beside them.")
     reading: Annotated[Any, Chosen("source")] = Field(
@@ -48,9 +36,7 @@ class DataSection(Section):
         description="`indexed` reads image by image; `streamed` reads shard by shard, with weaker promises.",
     )
     allow_pipes: bool = Field(False, description="Allow `train: pipe:COMMAND`, which runs a shell command.")
-    remote: Annotated[RemoteSettings, AfterValidator(without_secret_options)] = Field(
-        RemoteSettings(), description="Retries, time-outs and options of remote reads."
-    )
+    remote: Remote = Field(RemoteSettings(), description="Retries, time-outs and options of remote reads.")
     cache: CacheSettings | None = Field(None, description="Keep shards on each host's own disk; null keeps none.")
     unseen_classes: bool = Field(True, description="Refuse a validation set that shares a class with training.")
     image_size: PositiveInt = Field(224, description="Width and height of the network's input, pixels.")
@@ -66,17 +52,6 @@ class DataSection(Section):
     max_damaged_in_step: float = Field(
         0.25, ge=0, le=1, description="Stop when more than this share of one global batch is damaged."
     )
-
-    @field_validator("train", "validation", mode="before")
-    @classmethod
-    def _is_a_source(cls, source: Any, field: ValidationInfo) -> Any:
-        if not isinstance(source, str | Path):
-            return source
-        try:
-            # The recipe checks allow_pipes when it knows all keys.
-            return str(parse_source(source, allow_pipes=field.field_name == "train"))
-        except DistapError as error:
-            raise ValueError(str(error)) from error
 
     @property
     def train_source(self) -> Source:
@@ -192,7 +167,7 @@ class StepSection(Section):
     )
 
 
-class OptimizerSection(Section):
+class OptimizerSection(ChoosingSection):
     """How the parameters move. Keys that are not listed here belong to the optimiser that `name` chooses."""
 
     learning_rate: PositiveFloat = Field(1e-4, description="The schedule multiplies it.")
@@ -202,21 +177,13 @@ class OptimizerSection(Section):
     head: GroupSettings = GroupSettings()
     chosen: Annotated[Any, Chosen("optimizer", otherwise="adam")] = "adam"
 
-    @model_validator(mode="before")
     @classmethod
-    def _collect(cls, settings: Any) -> Any:
-        own, chosen = _split(cls, settings)
-        for key, value in chosen.items():
+    def choice(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        for key, value in settings.items():
             if difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.8):  # a slip in one of our own keys
                 wrong = unknown_key(key, value, [name for name in cls.model_fields if name != "chosen"])
                 raise ValidationError.from_exception_data("optimizer", [wrong])
-        return own | {"chosen": chosen}
-
-    @model_serializer(mode="wrap")
-    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        chosen: dict[str, Any] = settings.pop("chosen")
-        return chosen | settings
+        return settings
 
 
 class CheckpointSection(Section):
@@ -225,20 +192,12 @@ class CheckpointSection(Section):
     every: PositiveInt = Field(100, description="Steps between checkpoints; the last step always writes one.")
     keep: PositiveInt = Field(2, description="Keep this many of the newest checkpoints.")
     keep_best: bool = Field(True, description="Keep the checkpoint with the highest validation mAP as well.")
-    store: str | None = Field(
+    store: StoreURL | None = Field(
         None, description="Store checkpoints at this URL, such as s3://bucket/run; hosts then need not share `run`."
     )
-    remote: Annotated[RemoteSettings | None, AfterValidator(without_secret_options)] = Field(
+    remote: Remote | None = Field(
         None, description="Retries, time-outs and options of the store; null takes data.remote."
     )
-
-    @field_validator("store")
-    @classmethod
-    def _is_a_store(cls, store: str | None) -> str | None:
-        try:
-            return None if store is None else parse_store(store)
-        except DistapError as error:
-            raise ValueError(str(error)) from error
 
 
 class StopSection(Section):
@@ -299,32 +258,14 @@ class LogsSection(Section):
     )
 
 
-class LoggersSection(Section):
+class LoggersSection(ChoosingSection):
     """Where figures go beside Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."""
 
     chosen: dict[str, Annotated[Any, Chosen("logger")]] = Field({}, description="Each logger's keys, by its name.")
     lines: PositiveInt = Field(1000, description="Lose further lines when this many wait for a slow logger.")
     close_seconds: PositiveFloat = Field(30, description="Wait this long for loggers to finish after the last step.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _collect(cls, settings: Any) -> Any:
-        own, chosen = _split(cls, settings)
-        named = {
-            key: {**value, "name": key} if isinstance(value, Mapping) else value for key, value in chosen.items()
-        }
-        return own | {"chosen": {key: value for key, value in named.items() if value is not None}}
-
-    @model_serializer(mode="wrap")
-    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        chosen: dict[str, Any] = settings.pop("chosen")
-        return chosen | settings
-
-
-def _split(section: type[Section], settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of a section itself, and those that belong to what it chooses."""
-    if not isinstance(settings, Mapping):
-        raise ValueError("expected a mapping of keys to values")
-    own = {key: value for key, value in settings.items() if key in section.model_fields}
-    return own, {key: value for key, value in settings.items() if key not in own}
+    def choice(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        given = {name: keys for name, keys in settings.items() if keys is not None}
+        return {name: {**keys, "name": name} if isinstance(keys, Mapping) else keys for name, keys in given.items()}
