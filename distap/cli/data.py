@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
+from distap.storage.locations import parse_source
 
 if TYPE_CHECKING:
     from distap.data.converters.converting import Converted
@@ -83,7 +85,6 @@ def convert_command(
     """
     from distap.data.converters.converting import MISSING_FILE, convert
     from distap.data.converters.datasets import DATASETS
-    from distap.data.shards.parallel import usable_cores
     from distap.registry import suggestion
     from distap.telemetry.terminal import console, track
 
@@ -132,7 +133,6 @@ def pack_command(
     command continues from the shards that are whole.
     """
     from distap.data.shards.packing import pack
-    from distap.data.shards.parallel import usable_cores
     from distap.telemetry.terminal import console, track
 
     try:
@@ -161,8 +161,6 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     command continues where it stopped.
     """
     from distap.data.shards.indexing import index_shards
-    from distap.data.shards.parallel import usable_cores
-    from distap.storage.locations import parse_source
     from distap.telemetry.terminal import track
 
     parsed = parse_source(source, path)
@@ -184,8 +182,6 @@ def check_command(
     Nothing is changed. A damaged or missing shard is listed and the check goes on.
     """
     from distap.data.shards.checking import check, write_damage
-    from distap.data.shards.parallel import usable_cores
-    from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console, track
 
     index, damaged = check(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
@@ -221,7 +217,6 @@ def stats_command(
     from distap.data.shards.index import load_index
     from distap.data.shards.statistics import statistics
     from distap.pages.data_set import statistics_tables, write_statistics
-    from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console
 
     parsed, settings = parse_source(source, path), _remote(remote)
@@ -272,10 +267,8 @@ def _warnings(part: "Converted") -> list[str]:
         )
     if listed.repeated:
         lines.append(f": {listed.repeated:,} images are listed twice, and packed once")
-    for problem, names in (
-        ("missing", listed.missing),
-        ("damaged and left out", [f"{image.name} ({image.reason})" for image in part.damaged]),
-    ):
+    damaged = [f"{image.name} ({image.reason})" for image in part.damaged]
+    for problem, names in (("missing", listed.missing), ("damaged and left out", damaged)):
         if names:
             more = f", and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
             lines.append(f": {len(names):,} images are {problem}: {', '.join(names[:SHOWN])}{more}")

@@ -1,16 +1,11 @@
 """`distap export`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, parse_scales
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from distap.apps.export import Exported
 
 
 def export_command(
@@ -43,30 +38,27 @@ def export_command(
     CPU, and nothing is written where one differs by more than 1e-4.
     """
     from distap.apps.export import ExportSettings, export_to_folder, installed_formats, parse_formats
-    from distap.telemetry.terminal import console, set_up_logging
+    from distap.telemetry.terminal import console, set_up_logging, text_table
 
     set_up_logging(0)
     formats = parse_formats(format) if format else installed_formats()
     settings = ExportSettings(formats, image_size, dynamic_size, parse_scales(scales), scale_power, opset)
     exported = export_to_folder(checkpoint, output, settings, whitening, best)
-    if exported.programs:
-        console.print(_table(exported))
+    rows = [
+        (
+            name,
+            f"{agreement.largest_difference:.1e}",
+            f"{agreement.apart:.1e}",
+            f"{agreement.smallest_cosine:.7f}",
+            ", ".join(map(str, agreement.batches)),
+            ", ".join(f"{height} x {width}" for height, width in agreement.sizes),
+        )
+        for name, agreement in exported.programs.items()
+    ]
+    if rows:
+        headings = ("", "largest difference", "images differ by", "smallest cosine", "batches", "sizes")
+        console.print(text_table("", "", headings, rows))
     if not format and "onnx" not in formats:
         console.print("model.onnx was left out; for it: pip install 'distap[onnx]'", markup=False)
     sizing, dimensions = exported.describer.sizing, exported.describer.dimensions
     console.print(f"{output}: descriptors of {dimensions} dimensions, of images as `{sizing}`", markup=False)
-
-
-def _table(exported: "Exported") -> "Table":
-    from rich.table import Table
-
-    table = Table("", "largest difference", "images differ by", "smallest cosine", "batches", "sizes")
-    for name, agreement in exported.programs.items():
-        sizes = ", ".join(f"{height} x {width}" for height, width in agreement.sizes)
-        numbers = (
-            f"{agreement.largest_difference:.1e}",
-            f"{agreement.apart:.1e}",
-            f"{agreement.smallest_cosine:.7f}",
-        )
-        table.add_row(name, *numbers, ", ".join(map(str, agreement.batches)), sizes)
-    return table

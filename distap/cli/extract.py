@@ -9,12 +9,12 @@ import typer
 
 from distap.cli.options import (
     BEST,
+    CHECKPOINT,
     IMAGE_SIZE,
     MAX_SIDE,
     ORIGINAL,
     SCALE_POWER,
     SCALES,
-    TRAINED,
     WHITENING,
     network_option,
     output_option,
@@ -35,7 +35,7 @@ def extract_command(
     output: Annotated[
         Path, typer.Argument(help="New folder, or that of a stopped extraction to continue.", show_default=False)
     ],
-    checkpoint: Annotated[str, network_option(help=f"Trained network: a {TRAINED}.", show_default=False)],
+    checkpoint: Annotated[str, CHECKPOINT],
     best: BEST = False,
     index: Annotated[
         Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
@@ -71,7 +71,7 @@ def extract_command(
     used are listed in OUTPUT/left_out.txt. On several machines start `torchrun [...] -m distap.cli extract [...]` on
     each, with an OUTPUT that all of them see.
     """
-    if ranks > 1 and "RANK" not in os.environ:  # which torchrun sets
+    if ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets for the ranks that it starts
         from distap.launcher import launch
 
         options = ["--standalone", f"--nproc-per-node={ranks}"]

@@ -1,5 +1,6 @@
 """`distap k8s`: manifests, and rules for Prometheus."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -81,30 +82,12 @@ def render_command(
 
     The recipe is checked as the pods will read it. Nothing is asked of a cluster.
     """
+    options = dict(locals())
     from distap.apps.k8s import manifests_folder
     from distap.apps.k8s.rendering import render, rendered
     from distap.apps.k8s.request import Request, parsed_image
 
-    request = Request(
-        name=name,
-        kind=kind,
-        image=image,
-        checkpoints=checkpoints,
-        nodes=nodes,
-        gpus=gpus,
-        ranks=ranks,
-        data=data,
-        validation=validation,
-        namespace=namespace,
-        queue=queue,
-        secret=secret,
-        monitoring=monitoring,
-        cpu=cpu,
-        memory=memory,
-        spool=spool,
-        priority=priority,
-        runtime=runtime,
-    )
+    request = Request(**{field.name: options[field.name] for field in fields(Request)})
     if parsed_image(image).digest is None:
         _warn(
             f"--image {image}: a tag can change between the pods of a training and its restarts; better "

@@ -18,6 +18,7 @@ refinement_option = partial(typer.Option, rich_help_panel="Refinement of descrip
 output_option = partial(typer.Option, rich_help_panel="Output")
 
 TRAINED = "run folder, one of its checkpoints, or a URL of either"
+CHECKPOINT = network_option(help=f"Trained network: a {TRAINED}.", show_default=False)
 BEST = Annotated[bool, network_option("--best", help="Use a run folder's best checkpoint, not its newest.")]
 CROP = "Crop the central square and resize it to this side, in pixels."
 IMAGE_SIZE = Annotated[int | None, image_option(help=CROP, min=1, show_default="as in the recipe")]

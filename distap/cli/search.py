@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distap.cli.options import BEST
+from distap.cli.options import BEST, CHECKPOINT
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,12 +33,7 @@ def search_command(
             show_default=False,
         ),
     ],
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="Run or checkpoint of the index's network, or its URL; not needed for keys.", show_default=False
-        ),
-    ] = None,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
     best: BEST = False,
     whitening: WHITENING = None,
     k: Annotated[int, typer.Option("-k", help="Number of images to find for each query.", min=1)] = 10,
@@ -50,8 +45,8 @@ def search_command(
 ) -> None:
     """Find the images of an index that are most similar to images or to images of the index itself.
 
-    An image that is searched for by its key is not among its own hits. Files that cannot be used are named, and make
-    the exit status 1.
+    An image that is searched for by its key needs no --checkpoint, and is not among its own hits. Files that cannot
+    be used are named, and make the exit status 1.
     """
     from distap.apps.search.page import write_search_page
     from distap.apps.search.queries import queries_from
@@ -81,9 +76,7 @@ def search_command(
 
 def serve_command(
     index: INDEX,
-    checkpoint: Annotated[
-        str, typer.Option(help="Run or checkpoint of the index's network, or its URL.", show_default=False)
-    ],
+    checkpoint: Annotated[str, CHECKPOINT],
     best: BEST = False,
     whitening: WHITENING = None,
     images: IMAGES = None,
