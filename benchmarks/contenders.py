@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from torch.optim import Optimizer
 from benchmarks.materialised import materialised_loss
 from distap.engine.ddp import DDPEngine
 from distap.engine.precision import Precision
+from distap.model.backbone import TimmBackbone
+from distap.model.network import RetrievalNetwork, build_network
+from distap.model.pooling import GeMPooling
+from distap.model.weights import FileWeights, PackageWeights, RandomWeights, TimmWeights
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
 from distap.step import ThreeStageStep
@@ -224,6 +229,19 @@ class FullBatch:
 
 
 Contender = Floor | ThreeStages | CachedGradients | FullBatch
+
+
+def network_of(backbone: str, weights: str) -> RetrievalNetwork:
+    """Return a network in training mode.
+
+    Args:
+        backbone: timm's name of it.
+        weights: `random`, `timm`, a file with a suffix, or a package.
+    """
+    chosen: Any = {"random": RandomWeights(), "timm": TimmWeights()}.get(weights)
+    if chosen is None:
+        chosen = FileWeights(Path(weights)) if Path(weights).suffix else PackageWeights(weights)
+    return build_network(TimmBackbone(backbone), chosen, GeMPooling()).train()
 
 
 def _optimizer(network: nn.Module) -> Optimizer:

@@ -18,16 +18,13 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from benchmarks.arithmetic import graph_bytes
-from benchmarks.contenders import SeededBatch
+from benchmarks.contenders import SeededBatch, network_of
 from benchmarks.gradients import Recorded, relative_difference
 from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
-from distap.model.backbone import TimmBackbone
-from distap.model.network import RetrievalNetwork, build_network
-from distap.model.pooling import GeMPooling
+from distap.model.network import RetrievalNetwork
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import Describer
-from distap.model.weights import weights_from
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
@@ -189,7 +186,7 @@ def measure(setting: Setting) -> tuple[list[Figures], dict[str, str]]:
     with joined_world() as world:
         torch.set_num_threads(setting.threads)
         torch.manual_seed(0)
-        network = build_network(TimmBackbone(setting.backbone), weights_from(setting.weights), GeMPooling()).train()
+        network = network_of(setting.backbone, setting.weights).train()
         network.to(world.device)
         batch = SeededBatch(setting.batch, setting.image_size, setting.images_a_class, world)
         images = batch.images(slice(setting.micro_batch)).to(world.device)

@@ -22,7 +22,16 @@ from torch import nn
 
 from benchmarks.arithmetic import forward_flops, graph_bytes, matrix_rate, synchronise
 from benchmarks.collectives import collectives_of
-from benchmarks.contenders import CachedGradients, Contender, Floor, FullBatch, SeededBatch, Task, ThreeStages
+from benchmarks.contenders import (
+    CachedGradients,
+    Contender,
+    Floor,
+    FullBatch,
+    SeededBatch,
+    Task,
+    ThreeStages,
+    network_of,
+)
 from benchmarks.gradients import Recorded, relative_difference
 from benchmarks.materialised import materialised_bytes
 from benchmarks.peak import peak_bytes
@@ -30,10 +39,6 @@ from benchmarks.step_results import Figures, Results, Setting, results_from
 from distap import __version__
 from distap.engine.precision import Precision
 from distap.errors import DistapError
-from distap.model.backbone import TimmBackbone
-from distap.model.network import build_network
-from distap.model.pooling import GeMPooling
-from distap.model.weights import weights_from
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.sizes import free_memory
 from distap.world import World, joined_world
@@ -125,7 +130,7 @@ def measure_here(setting: Setting, world: World) -> Results:
 
 def _network(setting: Setting) -> nn.Module:
     torch.manual_seed(0)
-    return build_network(TimmBackbone(setting.backbone), weights_from(setting.weights), GeMPooling()).train()
+    return network_of(setting.backbone, setting.weights).train()
 
 
 def _task(setting: Setting, batch: int, network: nn.Module, world: World, precision: Precision) -> Task:

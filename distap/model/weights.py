@@ -80,13 +80,6 @@ class PackageWeights:
         backbone.load_state_dict({key: renamed[key] for key in backbone.state_dict()})
 
 
-def weights_from(word: str) -> TimmWeights | RandomWeights | FileWeights | PackageWeights:
-    """Return the weights that a word names: `random`, `timm`, a file with a suffix, or a package."""
-    if word in ("random", "timm"):
-        return RandomWeights() if word == "random" else TimmWeights()
-    return FileWeights(Path(word)) if Path(word).suffix else PackageWeights(word)
-
-
 def read_state(path: Path) -> dict[str, Tensor]:
     """Return tensors by name from a .safetensors file or one of torch.save, without executing anything in it."""
     if not path.is_file():
