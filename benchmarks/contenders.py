@@ -1,16 +1,13 @@
-"""One training step on the same batch, done in the ways that `python -m benchmarks step` compares.
+"""A training step done in several ways on the same batch: bare passes, autograd, cached gradients, and distap.
 
-Each is written as one would meet it: the bare passes, autograd over the full batch, gradients cached between two
-passes, and distap. All but the bare passes end with the same optimiser's update, at a learning rate of zero, so that
-every step is the same work on the same numbers.
+Each is written as one would meet it. All but the bare passes end with an update of the same optimiser at a learning
+rate of zero, so that every step does the same work on the same numbers.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +20,21 @@ from distap.engine.precision import Precision
 from distap.model.backbone import TimmBackbone
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
-from distap.model.weights import FileWeights, PackageWeights, RandomWeights, TimmWeights
+from distap.model.speed.folding import Describer
+from distap.model.weights import weights_from
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
-from distap.step import ThreeStageStep
+from distap.step import StepResult, ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
+IMAGES_A_CLASS = 8
+
 
 class SeededBatch:
-    """A rank's share of images of classes, made from a seed: a coarse pattern of the class under noise.
+    """A rank's share of `total` images, made from a seed: a coarse pattern of the class under noise.
 
-    Args:
-        total: B.
-        image_size: width and height, pixels.
-        images_a_class: P.
-        world: the ranks; the images are the same on any number of them.
+    The images are the same on any number of ranks.
     """
 
     step = 0
@@ -59,28 +55,28 @@ class SeededBatch:
             self.pixels[row] = pattern[:, cells][:, :, cells] + noise
 
     def images(self, rows: Rows) -> Tensor:
-        """Pixels of some of the share's images."""
         return self.pixels[rows]
 
     def blank(self, rows: Tensor) -> None:
-        """Make these images black."""
         self.pixels[rows] = 0
+
+
+def seeded_network(backbone: str, weights: str) -> RetrievalNetwork:
+    """Return a network in training mode; `weights` is random, timm, a file, or a package that carries them."""
+    torch.manual_seed(0)
+    return build_network(TimmBackbone(backbone), weights_from(weights), GeMPooling()).train()
+
+
+def adam(network: nn.Module) -> Optimizer:
+    """Return the optimiser that all contenders use."""
+    return torch.optim.Adam(network.parameters(), lr=0.0)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender is given.
+    """The network that each contender copies, this rank's share of the batch, and the settings of the step."""
 
-    Args:
-        network: the one that each takes a copy of.
-        batch: this rank's share.
-        micro_batch: images of a micro-batch.
-        loss: over the global batch.
-        world: the ranks.
-        precision: what the network computes in.
-    """
-
-    network: nn.Module
+    network: RetrievalNetwork
     batch: SeededBatch
     micro_batch: int
     loss: Loss
@@ -89,42 +85,29 @@ class Task:
 
     @property
     def micro_batches(self) -> list[slice]:
-        """This rank's share in micro-batches."""
         return cut(0, len(self.batch.samples), self.micro_batch)
 
     def images(self, rows: Rows) -> Tensor:
-        """Pixels of some images, on the device."""
         return self.batch.images(rows).to(self.world.device, non_blocking=True)
 
 
 class Floor:
-    """The network's own arithmetic: its forward passes, and its backward pass from a gradient that is there.
-
-    Args:
-        task: what is trained on.
-        describes: whether every image is described without a graph first.
-    """
+    """The network's own passes: forward, without a graph as well if `describes`, and backward from any gradient."""
 
     optimizer: Optimizer | None = None
 
     def __init__(self, task: Task, describes: bool) -> None:
-        self.name = "floor, 2f + 1b" if describes else "floor, 1f + 1b"
         self.forwards = 2.0 if describes else 1.0
-        self._task, self._describes = task, describes
-        self._network = copy.deepcopy(task.network)
-        generator = torch.Generator().manual_seed(0)
-        dimensions = int(self._network.dimensions)  # type: ignore[arg-type]
-        gradient = torch.randn(task.micro_batch, dimensions, generator=generator)
+        self._task, self._network = task, copy.deepcopy(task.network)
+        gradient = torch.randn(task.micro_batch, task.network.dimensions, generator=torch.Generator().manual_seed(0))
         self._gradient = gradient.to(task.world.device)
 
     def __call__(self) -> None:
-        """All passes over this rank's images."""
         task = self._task
-        if self._describes:
-            with torch.no_grad():
-                for rows in task.micro_batches:
-                    with task.precision.autocast():
-                        self._network(task.images(rows))
+        if self.forwards > 1:
+            for rows in task.micro_batches:
+                with torch.no_grad(), task.precision.autocast():
+                    self._network(task.images(rows))
         for rows in task.micro_batches:
             with task.precision.autocast():
                 descriptors = self._network(task.images(rows))
@@ -133,129 +116,98 @@ class Floor:
 
 
 class ThreeStages:
-    """distap.
+    """distap's step.
 
     Args:
-        task: what is trained on.
         keep: micro-batches of this rank whose graph is kept.
+        change: is given the copy of the network to change, and may return what describes it in stage one.
     """
 
-    def __init__(self, task: Task, keep: int) -> None:
-        count = len(task.micro_batches)
-        kept = "graphs kept" if keep >= count else f"{keep} of {count} kept"
-        self.name = f"distap, {kept}" if keep else "distap"
-        network = copy.deepcopy(task.network)
-        self.optimizer = _optimizer(network)
-        engine = DDPEngine(network, lambda: self.optimizer, task.world, precision=task.precision)
+    def __init__(
+        self, task: Task, keep: int = 0, change: Callable[[RetrievalNetwork], Describer | None] | None = None
+    ) -> None:
+        self.network = copy.deepcopy(task.network)
+        describer = change(self.network) if change else None
+        self.optimizer = adam(self.network)
         self._batch = task.batch
         self._step = ThreeStageStep(
-            engine,
+            DDPEngine(self.network, lambda: self.optimizer, task.world, precision=task.precision),
             task.loss,
             task.world,
             0,
             MicroBatchSizes(task.micro_batch, keep=keep),
-            max_drift=float("inf"),  # bfloat16 has more of it than trainings tolerate by default
-            stopwatch=Stopwatch(task.world.device),  # as in training, with what it costs
+            max_drift=float("inf"),  # bfloat16 drifts more than trainings tolerate by default
+            stopwatch=Stopwatch(task.world.device),  # as in training, so that its cost counts
+            describer=describer,
         )
-        self.seconds = self._step.stopwatch.seconds
-        self.left_out = 0
+        self.seconds: list[dict[str, float]] = []  # by stage, of each step
+        self.forwards = 2.0
+        self.result: StepResult
 
     def __call__(self) -> None:
-        """One step."""
-        result = self._step(self._batch, 0.0)
-        self.forwards = 1 + result.replayed / self._batch.total
-        self.left_out = self._batch.total - result.replayed - result.kept
-
-
-class CachedGradients:
-    """The published scheme (Gao et al. 2021, section 3.2), in plain PyTorch.
-
-    A forward pass without a graph, the loss by autograd over the descriptors of all ranks, whose gradients are
-    cached, and a second forward pass from the same random state, of which each micro-batch is sent its part of
-    the cache. As there, replicas reduce with the last one.
-    """
-
-    name, forwards = "cached gradients", 2.0
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        network = copy.deepcopy(task.network)
-        self.optimizer = _optimizer(network)
-        self._replicas = _replicas(network, task.world)
-
-    def __call__(self) -> None:
-        """One step."""
-        task = self._task
-        states, parts = [], []
-        for rows in task.micro_batches:
-            states.append(_RandomState(task.world.device))
-            with torch.no_grad(), task.precision.autocast():
-                parts.append(self._replicas(task.images(rows)))
-        cache = self._gradients(torch.cat(parts))
-        for rows, state in zip(task.micro_batches, states, strict=True):
-            with _reducing(self._replicas, rows.stop == len(task.batch.samples)):
-                with state.restored(), task.precision.autocast():
-                    descriptors = self._replicas(task.images(rows))
-                (descriptors * cache[rows]).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _gradients(self, descriptors: Tensor) -> Tensor:
-        leaves = descriptors.detach().requires_grad_()
-        _loss_of_all(leaves, self._task).backward()
-        assert leaves.grad is not None
-        return leaves.grad
+        self._step.stopwatch.seconds.clear()
+        self.result = self._step(self._batch, 0.0)
+        self.forwards = 1 + self.result.replayed / self._batch.total
+        self.seconds.append(dict(self._step.stopwatch.seconds))
 
 
 class FullBatch:
-    """Autograd through the whole local batch at once, as one would write it where memory is no concern."""
+    """Autograd through the whole local batch at once, as one would write it if memory were no concern."""
 
-    name, forwards = "full batch", 1.0
+    forwards = 1.0
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        network = copy.deepcopy(task.network)
-        self.optimizer = _optimizer(network)
-        self._replicas = _replicas(network, task.world)
+        self._network: nn.Module = copy.deepcopy(task.network)
+        self.optimizer = adam(self._network)
+        if task.world.size > 1:
+            self._network = DistributedDataParallel(self._network)
 
     def __call__(self) -> None:
-        """One step."""
         task = self._task
         with task.precision.autocast():
-            descriptors = self._replicas(task.images(slice(None)))
+            descriptors = self._network(task.images(slice(None)))
         _loss_of_all(descriptors, task).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-Contender = Floor | ThreeStages | CachedGradients | FullBatch
+class CachedGradients(FullBatch):
+    """The published scheme (Gao et al. 2021, section 3.2), in plain PyTorch.
 
-
-def network_of(backbone: str, weights: str) -> RetrievalNetwork:
-    """Return a network in training mode.
-
-    Args:
-        backbone: timm's name of it.
-        weights: `random`, `timm`, a file with a suffix, or a package.
+    A forward pass without a graph; the loss by autograd over the descriptors of all ranks, whose gradients are
+    cached; and a second forward pass from the same random state, of which each micro-batch is sent its part of the
+    cache. As there, replicas reduce with the last one.
     """
-    chosen: Any = {"random": RandomWeights(), "timm": TimmWeights()}.get(weights)
-    if chosen is None:
-        chosen = FileWeights(Path(weights)) if Path(weights).suffix else PackageWeights(weights)
-    return build_network(TimmBackbone(backbone), chosen, GeMPooling()).train()
+
+    forwards = 2.0
+
+    def __call__(self) -> None:
+        task = self._task
+        states, parts = [], []
+        for rows in task.micro_batches:
+            states.append(_random_state(task.world.device))
+            with torch.no_grad(), task.precision.autocast():
+                parts.append(self._network(task.images(rows)))
+        leaves = torch.cat(parts).detach().requires_grad_()
+        _loss_of_all(leaves, task).backward()
+        assert leaves.grad is not None
+        for rows, state in zip(task.micro_batches, states, strict=True):
+            with _reducing(self._network, rows.stop == len(task.batch.samples)):
+                with _restored(state, task.world.device), task.precision.autocast():
+                    descriptors = self._network(task.images(rows))
+                (descriptors * leaves.grad[rows]).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
 
-def _optimizer(network: nn.Module) -> Optimizer:
-    return torch.optim.Adam(network.parameters(), lr=0.0)
+Contender = Floor | ThreeStages | FullBatch
 
 
-def _replicas(network: nn.Module, world: World) -> nn.Module:
-    return DistributedDataParallel(network) if world.size > 1 else network
-
-
-def _reducing(replicas: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-    if is_last or not isinstance(replicas, DistributedDataParallel):
+def _reducing(network: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+    if is_last or not isinstance(network, DistributedDataParallel):
         return nullcontext()
-    region: AbstractContextManager[None] = replicas.no_sync()
+    region: AbstractContextManager[None] = network.no_sync()
     return region
 
 
@@ -268,19 +220,16 @@ def _loss_of_all(descriptors: Tensor, task: Task) -> Tensor:
     return materialised_loss(task.loss, everyone, labels) * world.size
 
 
-class _RandomState:
-    """The state of torch's generators now, of the CPU and of a device."""
+def _random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators, of the CPU and of a GPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
-    def __init__(self, device: torch.device) -> None:
-        self._devices: list[Any] = [device] if device.type == "cuda" else []
-        self._cpu = torch.get_rng_state()
-        self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Draw from that state within; the one outside is as before afterwards."""
-        with torch.random.fork_rng(self._devices):
-            torch.set_rng_state(self._cpu)
-            for device, state in zip(self._devices, self._states, strict=True):
-                torch.cuda.set_rng_state(state, device)
-            yield
+@contextmanager
+def _restored(state: list[Tensor], device: torch.device) -> Iterator[None]:
+    """Draw from that state inside; the state outside is the same afterwards as before."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        for of_gpu in state[1:]:
+            torch.cuda.set_rng_state(of_gpu, device)
+        yield

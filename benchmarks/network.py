@@ -1,105 +1,95 @@
-"""Two hosts on one machine: network namespaces, joined by a cable whose bandwidth is limited.
+"""Two hosts on one machine, as network namespaces that are joined by a cable of limited bandwidth.
 
-A step of two ranks, one on each, says how much of it they wait for each other, beside what `distap plan` predicts
-from the cable's rate. Needs root, `ip` and `tc`, and a kernel with token buckets (sch_tbf).
+A step of two ranks, one on each host, shows how long they wait for each other, beside the prediction of `distap plan`
+from the cable's rate. It needs root, `ip` and `tc`, and a kernel with token buckets (sch_tbf).
 """
 
-import json
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from rich.table import Table
+from typer import Option
 
+from benchmarks.harness import Benchmark, FiguresTable, Report, worker_command, worker_result
 from distap.apps.plan.measuring import STAGES, Trial
 from distap.apps.plan.network_cost import changed, network_cost
 from distap.apps.plan.step_cost import NetworkLink, StepCost
 from distap.cli.plan import parse_rate
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
-from distap.telemetry.terminal import text_table
-from distap.world import joined_world
+from distap.telemetry.terminal import track
+from distap.train import CONFIG, OVERRIDES
+from distap.world import World
 
-RESULT = "result: "  # what rank 0 prints its figures behind
 PORT = 29500
 TCP_SHARE = 0.95  # of a link's rate; the rest is headers
 MESSAGE_SECONDS = 1e-4  # through two kernels' TCP
-SMALLEST_BURST = 16_384  # bytes that pass a token bucket at once, or what a millisecond lets through
+SMALLEST_BURST = 16_384  # bytes that pass a token bucket at once, or the bytes of a millisecond
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What two ranks do.
+class NetworkBenchmark(Benchmark):
+    """Print the share of a step that two ranks on two hosts wait for each other, measured and as predicted.
 
-    Args:
-        config, overrides: the recipe.
-        rate: of the cable, bytes a second in each direction.
-        batch: B.
-        keep: micro-batches of a rank that keep their graph.
-        steps: to measure.
-        rounds: of the measurement that the prediction rests on.
+    The hosts are network namespaces of this machine, and the cable between them is limited to each rate in turn; by
+    default 50 Mb, 200 Mb and 1 Gb a second. Needs root, and the tools ip and tc. Trains on random pixels.
     """
 
-    config: str
-    overrides: list[str]
-    rate: float
-    batch: int
-    keep: int
-    steps: int
-    rounds: int
+    name: ClassVar[str] = "network"
+    config: CONFIG
+    overrides: OVERRIDES = None
+    rate: Annotated[list[str], Option(help="Rate of the cable each way; repeat for several.")] = [
+        "50Mb",
+        "200Mb",
+        "1Gb",
+    ]
+    batch: Annotated[int, Option(help="Images of a global batch.", min=4)] = 128
+    keep: Annotated[int, Option(help="Micro-batches of a rank that keep their graph.", min=0)] = 0
+    steps: Annotated[int, Option(help="Measured steps; the median counts.", min=1)] = 5
+    rounds: Annotated[int, Option(help="Rounds of the measurement behind the prediction.", min=1)] = 5
 
+    def report(self) -> Report:
+        """Measure each rate in turn.
 
-@dataclass(frozen=True)
-class Figures:
-    """Seconds by stage of a step, measured and predicted, and bytes that a rank sends.
+        Raises:
+            DistapError: this machine has no such network, or a rank failed.
+        """
+        _refuse_without_tools()
+        load_recipe(self.config, self.overrides or [])  # reports mistakes once, not on every rank
+        figures = []
+        for rate in track(self.rate, "rates", len(self.rate)):
+            with _two_hosts(parse_rate(rate)) as hosts:
+                figures.append(_on_hosts(hosts, self.model_copy(update={"rate": [rate]})))
+        rows = []
+        for row in figures:
+            predicted = row["predicted"]["gather"] + row["predicted"]["reduce"]
+            for what, wire in (("measured", row["wire"]), ("predicted", predicted)):
+                seconds = row[what]
+                total, waits = sum(seconds.values()), seconds["gather"] + seconds["reduce"]
+                cells = [f"{8 * row['rate'] / 1e6:,.0f} Mb/s", what, *(f"{seconds[stage]:.3f}" for stage in STAGES)]
+                rows.append([*cells, f"{total:.3f}", f"{waits / total:.0%}", f"{wire / total:.0%}"])
+        caption = (
+            f"Each rank sends {figures[0]['sent'] / 1e6:,.1f} MB a step. waits: share of the step that the slower "
+            "rank spends in gather and reduce; wire: share in which bytes were under way and no rank waited for the "
+            f"other. The prediction rests on the network's own seconds, measured here, and {TCP_SHARE:.0%} of the "
+            "cable's rate."
+        )
+        title = "seconds of a step, two hosts with a rank each"
+        return Report(figures, [FiguresTable(title, caption, ("cable", "", *STAGES, "all", "waits", "wire"), rows)])
 
-    Args:
-        wire: seconds of the step in which bytes were under way, without those in which a rank waited for the other
-            to come.
-    """
-
-    rate: float
-    measured: dict[str, float]
-    wire: float
-    predicted: dict[str, float]
-    sent: float
-
-
-def measure(
-    config: Path, overrides: Sequence[str], rates: Sequence[str], batch: int, keep: int, steps: int, rounds: int
-) -> Iterator[Figures]:
-    """The figures of each rate in turn; the arguments are those of Setting.
-
-    Raises:
-        DistapError: this machine has no such network, or a rank failed.
-    """
-    _refuse_without_tools()
-    load_recipe(config, overrides)  # its mistakes are said once, not by every rank
-    for rate in [parse_rate(text) for text in rates]:
-        setting = Setting(str(config), list(overrides), rate, batch, keep, steps, rounds)
-        with _two_hosts(rate) as hosts:
-            yield _on(hosts, setting)
-
-
-def measure_here(setting: Setting) -> Figures | None:
-    """What one of the ranks does; None on rank 1."""
-    recipe = load_recipe(Path(setting.config), setting.overrides)
-    network = network_cost(recipe)
-    cable = NetworkLink(TCP_SHARE * setting.rate, MESSAGE_SECONDS)
-    with joined_world(recipe.timeout_seconds) as world:
-        trial = Trial(recipe, setting.batch, network, world)
-        # Of the network nothing is measured: the prediction has the cable's rate only.
-        machine = trial.machine(setting.rounds, 1.0, 1)._replace(inside=cable, between=cable)
-        step, batch = trial.step(setting.batch, setting.keep)
+    def on_rank(self, world: World) -> dict[str, Any]:
+        """Measure steps, and predict them without measuring the network between the hosts."""
+        recipe, rate = load_recipe(self.config, self.overrides or []), parse_rate(self.rate[0])
+        network, cable = network_cost(recipe), NetworkLink(TCP_SHARE * rate, MESSAGE_SECONDS)
+        trial = Trial(recipe, self.batch, network, world)
+        machine = trial.machine(self.rounds, rate, 1)._replace(inside=cable, between=cable)
+        step, batch = trial.step(self.batch, self.keep)
         slowest, waits = [], []
-        for _ in range(setting.steps + 1):
+        for _ in range(self.steps + 1):
             step.stopwatch.seconds.clear()
             world.barrier()
             step(batch, 0.0)
@@ -107,49 +97,27 @@ def measure_here(setting: Setting) -> Figures | None:
             slowest.append({stage: world.maximum(spent) for stage, spent in own.items()})
             # The rank that comes last to a collective waits for nothing but the wire.
             waits.append(sum(-world.maximum(-own[stage]) for stage in ("gather", "reduce")))
-        measured = {stage: statistics.median(one[stage] for one in slowest[1:]) for stage in STAGES}
-        predicted = StepCost(changed(trial.recipe, replay={"keep": setting.keep}), setting.batch, network, machine, 2)
-        if world.rank:
-            return None
-        return Figures(
-            setting.rate, measured, statistics.median(waits[1:]), predicted.seconds, sum(predicted.sent.values())
-        )
+        cost = StepCost(changed(trial.recipe, replay={"keep": self.keep}), self.batch, network, machine, world.size)
+        return {
+            "rate": rate,
+            "measured": {stage: statistics.median(seconds[stage] for seconds in slowest[1:]) for stage in STAGES},
+            "predicted": cost.seconds,
+            "wire": statistics.median(waits[1:]),
+            "sent": sum(cost.sent.values()),
+        }
 
 
-def table(figures: Sequence[Figures]) -> Table:
-    """The figures for the terminal."""
-    headings = ("cable", "", *STAGES, "all", "waits", "wire")
-    rows = []
-    for row in figures:
-        predicted = row.predicted["gather"] + row.predicted["reduce"]
-        for what, seconds, wire in (("measured", row.measured, row.wire), ("predicted", row.predicted, predicted)):
-            every = sum(seconds.values())
-            cells = [*(seconds[stage] for stage in STAGES), every]
-            shares = [(seconds["gather"] + seconds["reduce"]) / every, wire / every]
-            rows.append(
-                [f"{8 * row.rate / 1e6:,.0f} Mb/s", what, *(f"{c:.3f}" for c in cells), *(f"{s:.0%}" for s in shares)]
-            )
-    sent = figures[0].sent / 1e6 if figures else 0
-    caption = (
-        f"Each rank sends {sent:,.1f} MB a step. waits: share of the step that the slower rank spends in gather and "
-        "reduce; wire: share in which bytes were under way, without waiting for the other rank. Predicted from "
-        f"the network's own seconds, measured here, and {TCP_SHARE:.0%} of the cable's rate, without having tried it."
-    )
-    return text_table("seconds of a step, two hosts with a rank each", caption, headings, rows)
-
-
-@dataclass(frozen=True)
-class _Host:
+class _Host(NamedTuple):
     name: str
     card: str
     address: str
 
 
 @contextmanager
-def _two_hosts(rate: float) -> Iterator[tuple[_Host, _Host]]:
-    """Network namespaces with a cable of `rate` bytes a second in each direction."""
+def _two_hosts(rate: float) -> Iterator[list[_Host]]:
+    """Join two network namespaces by a cable of `rate` bytes a second in each direction."""
     name = uuid.uuid4().hex[:6]
-    hosts = tuple(_Host(f"distap-{name}-{end}", f"d{name}{end}", f"10.79.0.{n}") for n, end in ((1, "a"), (2, "b")))
+    hosts = [_Host(f"distap-{name}-{end}", f"d{name}{end}", f"10.79.0.{n}") for n, end in ((1, "a"), (2, "b"))]
     bits, burst = f"{8 * rate:.0f}bit", f"{max(SMALLEST_BURST, rate / 1000):.0f}"
     with ExitStack() as stack:
         for host in hosts:
@@ -164,11 +132,11 @@ def _two_hosts(rate: float) -> Iterator[tuple[_Host, _Host]]:
                 _run("ip", "-n", host.name, "link", "set", link, "up")
             bucket = ["tbf", "rate", bits, "burst", burst, "latency", "200ms"]
             _run("tc", "-n", host.name, "qdisc", "add", "dev", host.card, "root", *bucket)
-        yield a, b
+        yield hosts
 
 
-def _on(hosts: tuple[_Host, _Host], setting: Setting) -> Figures:
-    """Start a rank on each host, and take what the first one says."""
+def _on_hosts(hosts: list[_Host], benchmark: Benchmark) -> dict[str, Any]:
+    """Start a rank on each host, and return the figures of the first."""
     processes = []
     for rank, host in enumerate(hosts):
         environment = {
@@ -180,27 +148,20 @@ def _on(hosts: tuple[_Host, _Host], setting: Setting) -> Figures:
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": host.card,
             "CUDA_VISIBLE_DEVICES": "",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # such as that these addresses have no names
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # silences warnings, such as that these addresses have no names
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2))),
         }
-        command = ["ip", "netns", "exec", host.name, sys.executable, "-m", "benchmarks.network"]
-        processes.append(
-            subprocess.Popen(
-                [*command, json.dumps(asdict(setting))],
-                env=os.environ | environment,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+        command = ["ip", "netns", "exec", host.name, *worker_command(benchmark)]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=os.environ | environment, stdout=pipe, text=True))
     try:
-        said = [process.communicate()[0] for process in processes]
+        output = [process.communicate()[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    found = [line.removeprefix(RESULT) for line in said[0].splitlines() if line.startswith(RESULT)]
-    if not found or any(process.returncode for process in processes):
-        raise DistapError("the ranks on two hosts failed; see above")
-    return Figures(**json.loads(found[0]))
+    status = max(abs(process.returncode) for process in processes)
+    found: dict[str, Any] = worker_result(benchmark, output[0], status)
+    return found
 
 
 def _refuse_without_tools() -> None:
@@ -217,9 +178,3 @@ def _run(*command: str) -> None:
         problem = done.stderr.strip()
         hint = "; this kernel has no token buckets (sch_tbf)" if "qdisc kind is unknown" in problem else ""
         raise DistapError(f"{' '.join(command)}: {problem}{hint}")
-
-
-if __name__ == "__main__":
-    figures = measure_here(Setting(**json.loads(sys.argv[1])))
-    if figures is not None:
-        print(RESULT + json.dumps(asdict(figures)), flush=True)

@@ -1,28 +1,16 @@
-"""Time, memory and communication of a training step: distap, full-batch autograd, cached gradients, and the floor.
+"""Time, memory and communication of a training step: distap, full-batch autograd, cached gradients, and the floor."""
 
-All of them train the same network on the same images in the same processes and take turns, so that a noisy machine
-is noisy for all. A turn begins with a barrier and lasts as long as its slowest rank. What is compared is the ratio
-to the floor in the same round. Beside wall time stands processor time, which other programs disturb less.
-"""
-
-import json
-import math
 import os
-import platform
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import date
-from pathlib import Path
+import statistics
+from typing import Annotated, ClassVar
 
 import torch
-from torch import nn
+from pydantic import model_validator
+from typer import Option
 
-from benchmarks.arithmetic import forward_flops, graph_bytes, matrix_rate, synchronise
-from benchmarks.collectives import collectives_of
+from benchmarks import harness
 from benchmarks.contenders import (
+    IMAGES_A_CLASS,
     CachedGradients,
     Contender,
     Floor,
@@ -30,207 +18,215 @@ from benchmarks.contenders import (
     SeededBatch,
     Task,
     ThreeStages,
-    network_of,
+    seeded_network,
 )
-from benchmarks.gradients import Recorded, relative_difference
 from benchmarks.materialised import materialised_bytes
-from benchmarks.peak import peak_bytes
-from benchmarks.step_results import Figures, Results, Setting, results_from
-from distap import __version__
-from distap.engine.precision import Precision
+from benchmarks.measuring import (
+    collectives_of,
+    forward_flops,
+    gradient_of,
+    graph_bytes,
+    matrix_rate,
+    peaks_of,
+    relative_difference,
+)
+from distap.engine.precision import DTYPES, Precision
 from distap.errors import DistapError
+from distap.model.network import RetrievalNetwork
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.sizes import free_memory
-from distap.world import World, joined_world
+from distap.world import World
 
-RESULT = "result: "  # what rank 0 prints its figures behind
-BACKWARD = 2.0  # the operations of a backward pass over those of a forward pass: gradients by inputs and by weights
-SHARE_OF_FREE = 0.8  # of the memory that is free, at most, is given to graphs
+BACKWARD = 2.0  # operations of a backward pass over those of a forward pass: gradients by inputs and by weights
+SHARE_OF_FREE = 0.8  # of the free memory, at most, is given to graphs
+TWO_PASSES, ONE_PASS = "floor, 2f + 1b", "floor, 1f + 1b"
+SPEED = (
+    "s: median and least of the rounds, of the slowest rank. x: times the floor's wall time in the same round, the "
+    "median; cpu: the same of processor time. f and b: a forward and a backward pass over all images."
+)
+SPEED_COLUMNS = (
+    "contender={contender}|s={median:.2f}|least={least:.2f}|images/s={rate:.1f}|x 2f+1b={two_seconds:.3f}|"
+    "cpu={two_processor:.3f}|x 1f+1b={one_seconds:.3f}|cpu={one_processor:.3f}"
+)
+DEMANDS = (
+    "MB: peak of a rank beside network, optimiser and pixels. of rate: of the rate of matrix products here. reduces, "
+    "others: all-reduces and other collectives of a rank, and the MB that it hands to them."
+)
+DEMAND_COLUMNS = (
+    "contender={contender}|MB={mb:,.0f}|GFLOP/s={gflops:,.0f}|of rate={share:.0%}|reduces={reduces}|"
+    "MB={reduces_mb:.2f}|others={others}|MB={others_mb:.2f}"
+)
 
 
-def measure(setting: Setting) -> Results | None:
-    """Measure in processes of its own, or, started by torchrun, in this one; None on all ranks but the first.
+class StepBenchmark(harness.Benchmark):
+    """Print time, memory and communication of a step: distap, full-batch autograd, cached gradients, and the floor.
 
-    Raises:
-        DistapError: network or weights are unknown, or a process failed.
+    The floor is the network's forward and backward passes alone. All take turns on the same images. Errors are those
+    of the parameters' gradient, relative to autograd's. Started by torchrun, the ranks of torchrun measure.
     """
-    if "RANK" in os.environ:
-        with joined_world() as world:
-            results = measure_here(setting, world)
-            return results if world.rank == 0 else None
-    command = [sys.executable, "-m", "benchmarks.step", json.dumps(asdict(setting))]
-    if setting.ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(setting.ranks)]
-        command[1:2] = [*launcher, "-m"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(setting.threads), "KINETO_LOG_LEVEL": "99"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    printed = [line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if done.returncode or not printed:
-        raise DistapError(f"the measurement of {setting.backbone} on {setting.ranks} ranks failed; see above")
-    return results_from(json.loads(printed[0]))
 
-
-def measure_here(setting: Setting, world: World) -> Results:
-    """What one of the processes does."""
-    torch.set_num_threads(setting.threads)
-    precision = Precision(setting.precision, world.device.type)
-    network = _network(setting).to(world.device)
-    task = _task(setting, setting.batch, network, world, precision)
-    images = task.images(task.micro_batches[0])
-    with precision.autocast():
-        forward = forward_flops(network, images)
-        graph = graph_bytes(network, images)
-    contenders, omitted = possible_contenders(task, graph)
-    gradients = {}
-    for contender in contenders:
-        with Recorded(contender.optimizer) as recorded:
-            contender()
-        gradients[contender.name] = recorded.gradient
-    exact = next((name for name in (FullBatch.name, CachedGradients.name) if name in gradients), "distap")
-    errors = {name: relative_difference(gradient, gradients[exact]) for name, gradient in gradients.items()}
-    del gradients  # as large as the network, each
-    collectives = {contender.name: collectives_of(contender) for contender in contenders}
-    seconds, processor, stages = _take_turns(contenders, setting.rounds, world)
-    # Last, since it gives back the memory that steps would find again.
-    memory = {name: {setting.batch: peak} for name, peak in _peaks(contenders, world).items()}
-    rate = world.size * _slowest_matrix_rate(world, precision)
-    figures = [
-        Figures(
-            contender.name,
-            seconds[contender.name],
-            processor[contender.name],
-            memory.get(contender.name, {}).get(setting.batch),
-            setting.batch * forward * (contender.forwards + BACKWARD),
-            collectives[contender.name],
-            errors[contender.name],
-            stages.get(contender.name, {}),
-            getattr(contender, "left_out", 0),
-        )
-        for contender in contenders
-    ]
-    del contenders
-    for batch in setting.memory_batches:
-        others, _ = possible_contenders(_task(setting, batch, network, world, precision), graph)
-        for contender in others:
-            contender()  # the first step makes the optimiser's state
-        for name, peak in _peaks(others, world).items():
-            memory.setdefault(name, {})[batch] = peak
-    return Results(
-        setting,
-        _machine(world),
-        rate,
-        figures,
-        memory,
-        exact,
-        task.batch.pixels.nbytes / setting.batch,
-        4 * int(network.dimensions),  # type: ignore[arg-type]
-        omitted,
+    name: ClassVar[str] = "step"
+    backbone: harness.Backbone = "tf_efficientnet_lite0"
+    weights: Annotated[str, Option(help="random, timm, a file, or the name of a package that has weights.")] = (
+        "random"
     )
+    image_size: harness.ImageSize = 96
+    batch: Annotated[int, Option(help="Images of a global batch, B.", min=1)] = 256
+    micro_batch: harness.MicroBatch = 16
+    ranks: Annotated[int | None, Option(help="Ranks on this machine; by default one a GPU, or two on CPUs.")] = None
+    threads: harness.Threads = 1  # of each rank
+    rounds: harness.Rounds = 9
+    bf16: Annotated[bool, Option("--bf16", help="Compute in bfloat16 instead of float32.")] = False
+    memory_batch: Annotated[list[int], Option(help="Measure the peak memory of this B too; repeat for several.")] = []
+
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", 0)) or self.ranks or torch.cuda.device_count() or 2
+
+    @model_validator(mode="after")
+    def _check(self) -> "StepBenchmark":
+        for batch in (self.batch, *self.memory_batch):
+            if batch % self.world_size or batch % IMAGES_A_CLASS or batch < 2 * IMAGES_A_CLASS:
+                raise DistapError(
+                    f"a batch of {batch} images cannot be compared; expected a multiple of the ranks "
+                    f"({self.world_size}) and of the images of a class ({IMAGES_A_CLASS}), and two classes at least"
+                )
+        return self
+
+    def report(self) -> harness.Report | None:
+        found = harness.measure_on_ranks(self, self.world_size, self.threads)
+        return None if found is None else self._report(found)
+
+    def on_rank(self, world: World) -> harness.Row:
+        precision = Precision("bf16" if self.bf16 else "float32", world.device.type)
+        network = seeded_network(self.backbone, self.weights).to(world.device)
+        task = self._task(self.batch, network, world, precision)
+        images = task.images(task.micro_batches[0])
+        with precision.autocast():
+            forward, graph = forward_flops(network, images), graph_bytes(network, images)
+        contenders, omitted = possible_contenders(task, graph)
+        gradients = {name: gradient_of(step, step.optimizer) for name, step in contenders.items()}
+        exact = next((name for name in ("full batch", "cached gradients") if name in contenders), "distap")
+        errors = {name: relative_difference(gradient, gradients[exact]) for name, gradient in gradients.items()}
+        del gradients  # each is as large as the network
+        collectives = {name: collectives_of(step) for name, step in contenders.items()}
+        for step in contenders.values():
+            if isinstance(step, ThreeStages):
+                step.seconds.clear()
+        turns = harness.take_turns(contenders, self.rounds, world)
+        # Peaks are measured last, since that gives back memory that steps would find again.
+        memory = {name: {self.batch: peak} for name, peak in peaks_of(contenders, world).items()}
+        rate = -world.maximum(-matrix_rate(world.device, DTYPES[precision.name])) * world.size
+        figures = []
+        for name, step in contenders.items():
+            own = step.seconds[: self.rounds] if isinstance(step, ThreeStages) else []
+            result = step.result if isinstance(step, ThreeStages) else None
+            figures.append(
+                {
+                    "contender": name,
+                    "seconds": turns[name].wall,
+                    "processor": turns[name].processor,
+                    "peak_bytes": memory.get(name, {}).get(self.batch),
+                    "flops": self.batch * forward * (step.forwards + BACKWARD),
+                    "collectives": [calls._asdict() for calls in collectives[name]],
+                    "error": errors[name],
+                    "stages": {stage: statistics.fmean(each[stage] for each in own) for stage in (own or [{}])[0]},
+                    "left_out": self.batch - result.replayed - result.kept if result else 0,
+                }
+            )
+        del contenders, step
+        for batch in self.memory_batch:
+            others, _ = possible_contenders(self._task(batch, network, world, precision), graph)
+            for other in others.values():
+                other()  # the first step makes the optimiser's state
+            for name, peak in peaks_of(others, world).items():
+                memory.setdefault(name, {})[batch] = peak
+        batches = (self.batch, *self.memory_batch)
+        memory["pixels of a rank"] = {batch: 3.0 * self.image_size**2 * batch / world.size for batch in batches}
+        memory["descriptors of all"] = {batch: 4.0 * network.dimensions * batch for batch in batches}
+        return {"matrix_rate": rate, "figures": figures, "memory": memory, "exact": exact, "omitted": omitted}
+
+    def _task(self, batch: int, network: RetrievalNetwork, world: World, precision: Precision) -> Task:
+        images = SeededBatch(batch, self.image_size, IMAGES_A_CLASS, world)
+        return Task(network, images, self.micro_batch, QuantizedAP(), world, precision)
+
+    def _report(self, found: harness.Row) -> harness.Report:
+        figures = found["figures"]
+        floors = {row["contender"]: row for row in figures if row["contender"] in (TWO_PASSES, ONE_PASS)}
+        title = (
+            f"a step of {self.backbone}, {self.image_size} px, B = {self.batch}, micro-batches of "
+            f"{self.micro_batch}, {self.world_size} ranks, {'bf16' if self.bf16 else 'float32'}"
+        )
+        shown = []
+        for row in figures:
+            seconds = statistics.median(row["seconds"])
+            of_row = {
+                "median": seconds,
+                "least": min(row["seconds"]),
+                "rate": self.batch / seconds,
+                "mb": harness.over(row["peak_bytes"], 1e6),
+                "gflops": row["flops"] / seconds / 1e9,
+                "share": row["flops"] / seconds / found["matrix_rate"],
+            }
+            for name, floor in (("two", TWO_PASSES), ("one", ONE_PASS)):
+                for clock in ("seconds", "processor"):
+                    of_row[f"{name}_{clock}"] = harness.median_ratio(row[clock], floors[floor][clock])
+            for name, reduces in (("reduces", True), ("others", False)):
+                calls = [call for call in row["collectives"] if ("all_reduce" in call["name"]) == reduces]
+                of_row[name] = sum(call["calls"] for call in calls)
+                of_row[f"{name}_mb"] = sum(call["bytes"] for call in calls) / 1e6
+            shown.append(row | of_row)
+        tables = [
+            harness.table_of(title, SPEED, shown, SPEED_COLUMNS),
+            harness.table_of("what it takes", DEMANDS, shown, DEMAND_COLUMNS),
+        ]
+        if self.memory_batch:
+            columns = [f"{batch}={{b{batch}:,.0f}}" for batch in sorted({self.batch, *self.memory_batch})]
+            rows = [
+                {"name": name} | {f"b{batch}": peak / 1e6 for batch, peak in peaks.items()}
+                for name, peaks in found["memory"].items()
+            ]
+            title = "peak memory of a rank by B, MB beside network, optimiser and pixels"
+            tables.append(harness.table_of(title, "", rows, "|".join(["contender={name}", *columns])))
+        errors = ", ".join(f"{row['contender']} {row['error']:.0e}" for row in figures if row["error"] is not None)
+        notes = [f"{name} is left out: {why}" for name, why in found["omitted"].items()]
+        notes.append(f"error of the parameters' gradient, relative to {found['exact']}: {errors}")
+        for row in figures:
+            if row["left_out"]:
+                notes.append(f"{row['contender']} did not replay {row['left_out']} images, whose gradient is zero")
+            if row["stages"]:
+                stages = ", ".join(f"{stage} {1000 * spent:.0f}" for stage, spent in row["stages"].items())
+                notes.append(f"{row['contender']}, ms of rank 0: {stages}")
+        return harness.Report(found, tables, notes)
 
 
-def _network(setting: Setting) -> nn.Module:
-    torch.manual_seed(0)
-    return network_of(setting.backbone, setting.weights).train()
-
-
-def _task(setting: Setting, batch: int, network: nn.Module, world: World, precision: Precision) -> Task:
-    images = SeededBatch(batch, setting.image_size, setting.images_a_class, world)
-    return Task(network, images, setting.micro_batch, QuantizedAP(), world, precision)
-
-
-def possible_contenders(task: Task, graph: float) -> tuple[list[Contender], dict[str, str]]:
-    """Those that there is memory for, and why there is not for the others.
+def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Return the contenders that there is memory for, and why there is not for the others.
 
     Args:
-        task: what is trained on.
-        graph: bytes that the graph of an image takes.
+        graph: bytes of the graph of an image.
     """
-    world, count = task.world, len(task.batch.samples)
+    world, whole = task.world, len(task.micro_batches)
     free = SHARE_OF_FREE * -world.maximum(-free_memory(world.device))
-    chosen: list[Contender] = [Floor(task, describes=True), Floor(task, describes=False), ThreeStages(task, 0)]
+    chosen: dict[str, Contender] = {
+        TWO_PASSES: Floor(task, describes=True),
+        ONE_PASS: Floor(task, describes=False),
+        "distap": ThreeStages(task),
+    }
     omitted = {}
-    whole = len(task.micro_batches)
     keep = min(whole, int(free / (graph * task.micro_batch)) - 1)
     if keep > 0:
-        chosen.append(ThreeStages(task, keep))
+        kept = "graphs kept" if keep >= whole else f"{keep} of {whole} kept"
+        chosen[f"distap, {kept}"] = ThreeStages(task, keep)
     else:
         omitted["distap, graphs kept"] = f"two graphs take {2 * graph * task.micro_batch / 1e9:.1f} GB"
-    pairs = materialised_bytes(task.loss, task.batch.total)
+    pairs, graphs = materialised_bytes(task.loss, task.batch.total), graph * len(task.batch.samples)
     if pairs <= free:
-        chosen.append(CachedGradients(task))
+        chosen["cached gradients"] = CachedGradients(task)
     else:
         omitted["cached gradients"] = f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd"
-    if graph * count + pairs <= free:
-        chosen.append(FullBatch(task))
+    if graphs + pairs <= free:
+        chosen["full batch"] = FullBatch(task)
     else:
-        omitted["full batch"] = f"a rank's graph takes {graph * count / 1e9:.1f} GB, its loss {pairs / 1e9:.1f} GB"
+        omitted["full batch"] = f"a rank's graph takes {graphs / 1e9:.1f} GB, its loss {pairs / 1e9:.1f} GB"
     return chosen, {name: f"{why}; {free / 1e9:.1f} GB may be used" for name, why in omitted.items()}
-
-
-def _peaks(contenders: Sequence[Contender], world: World) -> dict[str, float]:
-    """Of the rank that takes most, where that is known."""
-    peaks = {contender.name: world.maximum(peak_bytes(contender, world.device)) for contender in contenders}
-    return {name: peak for name, peak in peaks.items() if math.isfinite(peak)}
-
-
-def _take_turns(
-    contenders: Sequence[Contender], rounds: int, world: World
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Wall and processor seconds by contender and round; and distap's seconds by stage."""
-    wall: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    processor: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    own = [contender for contender in contenders if isinstance(contender, ThreeStages)]
-    for stages_of in own:
-        stages_of.seconds.clear()
-    for number in range(rounds):
-        # To and fro, so that what changes slowly cancels out.
-        for contender in contenders if number % 2 == 0 else reversed(contenders):
-            world.barrier()
-            synchronise(world.device)
-            used, started = time.process_time(), time.perf_counter()
-            contender()
-            synchronise(world.device)
-            spent, used = time.perf_counter() - started, time.process_time() - used
-            wall[contender.name].append(world.maximum(spent))
-            everyone = world.sum(torch.tensor(used, dtype=torch.float64, device=world.device))
-            processor[contender.name].append(float(everyone))
-    stages = {c.name: {stage: spent / rounds for stage, spent in c.seconds.items()} for c in own}
-    return wall, processor, stages
-
-
-def _slowest_matrix_rate(world: World, precision: Precision) -> float:
-    world.barrier()
-    dtypes = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return -world.maximum(-matrix_rate(world.device, dtypes[precision.name]))
-
-
-def _machine(world: World) -> dict[str, str]:
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else _processor()
-    return {
-        "device": device,
-        "date": date.today().isoformat(),
-        "distap": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def main() -> None:
-    """Measure the setting of the command line and print the results as JSON."""
-    with joined_world() as world:
-        parsed = json.loads(sys.argv[1])
-        setting = Setting(**parsed | {"memory_batches": tuple(parsed["memory_batches"])})
-        results = measure_here(setting, world)
-        if world.rank == 0:
-            print(RESULT + json.dumps(asdict(results)))
-
-
-if __name__ == "__main__":
-    main()

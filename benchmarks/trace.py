@@ -4,20 +4,20 @@ import sys
 import threading
 from collections import defaultdict
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from typer import Option
 
 import distap
-from benchmarks.contenders import SeededBatch
+from benchmarks.contenders import SeededBatch, adam
+from benchmarks.harness import Benchmark, FiguresTable, Report
 from distap.engine.ddp import DDPEngine
 from distap.ranking.loss import build_loss
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
-from distap.telemetry.terminal import text_table
 from distap.world import World
 
 PACKAGE = f"{distap.__path__[0]}/"
@@ -47,7 +47,7 @@ def traced_step(loss: str) -> dict[str, set[int]]:
     torch.manual_seed(0)
     world = World()
     network = TinyNetwork()
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
+    optimizer = adam(network)
     step = ThreeStageStep(
         DDPEngine(network, lambda: optimizer, world), build_loss(loss), world, 0, MicroBatchSizes(8)
     )
@@ -74,8 +74,14 @@ def traced_step(loss: str) -> dict[str, set[int]]:
     return dict(lines)
 
 
-def table(loss: str, lines: dict[str, set[int]]) -> Table:
-    """Lines by file, those with most first, and their sum."""
-    rows = [[file, str(len(found))] for file, found in sorted(lines.items(), key=lambda item: -len(item[1]))]
-    rows.append([f"{len(lines)} files", str(sum(map(len, lines.values())))])
-    return text_table(f"lines that a step with {loss} runs", "", ("file", "lines"), rows)
+class TraceBenchmark(Benchmark):
+    """Print how many files and lines of distap one training step of one rank runs."""
+
+    name: ClassVar[str] = "trace"
+    loss: Annotated[str, Option(help="Loss to rank with, by name.")] = "ap_q"
+
+    def report(self) -> Report:
+        lines = {file: len(found) for file, found in traced_step(self.loss).items()}
+        rows = [[file, str(lines[file])] for file in sorted(lines, key=lambda file: -lines[file])]
+        rows.append([f"{len(lines)} files", str(sum(lines.values()))])
+        return Report(lines, [FiguresTable(f"lines that a step with {self.loss} runs", "", ("file", "lines"), rows)])

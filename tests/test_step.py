@@ -6,7 +6,7 @@ from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
 from reference import listwise_loss
 
-from benchmarks.collectives import collectives_of
+from benchmarks.measuring import collectives_of
 from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
 from distap.randomness import seed_for

@@ -13,8 +13,7 @@ from ranks import on_ranks
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.arithmetic import graph_bytes
-from benchmarks.collectives import collectives_of
+from benchmarks.measuring import collectives_of, graph_bytes
 from distap.apps.plan.cards import machine_of
 from distap.apps.plan.measuring import Trial
 from distap.apps.plan.network_cost import Line, NetworkCost, changed, network_cost
@@ -240,19 +239,19 @@ def test_mistakes_are_named():
 def test_two_hosts_wait_for_their_cable(tmp_path):
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs root, ip and tc (iproute2)")
-    from benchmarks.network import measure, table
+    from benchmarks.network import NetworkBenchmark
 
     config = tmp_path / "recipe.yaml"
     config.write_text(json.dumps(recipe().model_dump(mode="json")))
+    settings = {"overrides": ["data.image_size=32"], "rate": ["500Mb"], "batch": 16, "steps": 1, "rounds": 1}
     try:
-        (figures,) = measure(config, ["data.image_size=32"], ["500Mb"], batch=16, keep=0, steps=1, rounds=1)
+        report = NetworkBenchmark(config=config, **settings).report()
     except DistapError as error:
         if "ip netns" in str(error) or "sch_tbf" in str(error):
             pytest.skip(str(error))
         raise
+    (figures,) = report.figures
     # What was under way cannot have come faster than the cable lets through, but for the bucket's first bytes.
-    assert figures.wire > 0.8 * figures.sent / (500e6 / 8)
-    assert 0.8 * figures.predicted["reduce"] < figures.wire
-    console = Console(width=110, record=True, file=io.StringIO())
-    console.print(table([figures]))
-    assert "500 Mb/s" in console.export_text()
+    assert figures["wire"] > 0.8 * figures["sent"] / (500e6 / 8)
+    assert 0.8 * figures["predicted"]["reduce"] < figures["wire"]
+    assert report.tables[0].rows[0][0] == "500 Mb/s"

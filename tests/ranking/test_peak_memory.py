@@ -11,7 +11,7 @@ import pytest
 MEASURE = """
 import json, sys, torch
 from torch.nn.functional import normalize
-from benchmarks.peak import peak_bytes
+from benchmarks.measuring import peak_bytes
 from distap.ranking.rank import rank
 loss, budget, bins, *batches = sys.argv[1], *map(json.loads, sys.argv[2:])
 options = {"bins": bins} if bins else {}

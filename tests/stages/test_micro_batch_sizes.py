@@ -16,7 +16,7 @@ from distap.world import World
 IN_LITTLE_MEMORY = """
 import json, resource, torch
 from torch import nn
-from benchmarks.memory import SyntheticBatch
+from benchmarks.contenders import SeededBatch
 from distap.world import World
 from distap.engine.ddp import DDPEngine
 from distap.ranking.losses.quantized import QuantizedAP
@@ -34,8 +34,8 @@ torch.manual_seed(0)
 network = Wide()
 engine = DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), World())
 step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(256))
-step(SyntheticBatch(64, 8), 0.1)  # what is set up once
-batch = SyntheticBatch(256, 128)
+step(SeededBatch(64, 8, 8, World()), 0.1)  # what is set up once
+batch = SeededBatch(256, 128, 8, World())
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + 700 * 2**20,) * 2)
 result = step(batch, 0.1)

@@ -59,6 +59,7 @@ class Trial:
         for _ in range(rounds + 1):  # the first one allocates and compiles, and does not count
             for (step, batch), each in zip(steps, taken, strict=True):
                 self._world.barrier()
+                step.stopwatch.catch_up("reduce", self.engine.reduce_seconds)  # of the other steps
                 step.stopwatch.seconds.clear()
                 step(batch, 0.0)
                 each.append({stage: self._world.maximum(step.stopwatch.seconds[stage]) for stage in STAGES})

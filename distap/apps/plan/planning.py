@@ -17,8 +17,8 @@ HEADINGS = ("GPUs", "images", "s/step", "images/s", "efficient", "waits", "hours
 SUMMARY = "{gpus:,}|{images_a_gpu:,}|{seconds_a_step:.3g}|{images_per_second:,.0f}|{efficiency:.0%}|"
 SUMMARY += "{communication_share:.1%}|{hours:,.3g}|{gb:.2f}{mark}|{greatest_replay_size}|{greatest_keep}"
 CAPTION = (
-    "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share of a step that a "
-    "GPU waits for others. micro-batch, keep: the most that fit."
+    "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share of a step that "
+    "a GPU waits for others. micro-batch, keep: the most that fit."
 )
 
 

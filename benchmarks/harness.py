@@ -1,0 +1,200 @@
+"""What all benchmarks share: options, processes, rounds in turns, tables, and files of figures."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import BaseModel
+from typer import Option
+
+from distap import __version__
+from distap.errors import DistapError
+from distap.pages.page import write_page
+from distap.telemetry.terminal import console, text_table, track
+from distap.world import World, joined_world
+
+RESULT = "result: "  # rank 0 of a measurement prints its figures after this
+Row = dict[str, Any]
+Backbone = Annotated[str, Option(help="Any timm network.")]
+ImageSize = Annotated[int, Option(help="Width and height of the images, pixels.", min=32)]
+MicroBatch = Annotated[int, Option(help="Images of a micro-batch.", min=1)]
+Rounds = Annotated[int, Option(help="Rounds to measure; the medians count.", min=1)]
+Threads = Annotated[int, Option(help="CPU threads.", min=1)]
+
+
+class FiguresTable(NamedTuple):
+    """Cells of text; the first of a row is a name."""
+
+    title: str
+    caption: str
+    headings: Sequence[str]
+    rows: list[list[str]]
+
+
+def table_of(title: str, caption: str, rows: Sequence[Row], columns: str) -> FiguresTable:
+    """Make a table of figures by name.
+
+    Args:
+        columns: headings and formats, such as `loss={loss}|ms={ms:,.0f}`; a figure that is None is a dash.
+    """
+    forms = [column.split("=", 1) for column in columns.split("|")]
+    cells = [[_cell(form, row) for _, form in forms] for row in rows]
+    return FiguresTable(title, caption, [heading for heading, _ in forms], cells)
+
+
+def _cell(form: str, row: Row) -> str:
+    try:
+        return form.format(**row)
+    except (TypeError, KeyError):  # None has no format
+        return "-"
+
+
+class Report(NamedTuple):
+    """Everything that a benchmark found; `figures` is for JSON."""
+
+    figures: Any
+    tables: list[FiguresTable]
+    notes: Sequence[str] = ()
+
+
+class Benchmark(BaseModel):
+    """The fields are the options of a benchmark's command; `report` measures."""
+
+    name: ClassVar[str]
+    json_file: Annotated[Path | None, Option("--json", help="File to write all figures to.")] = None
+    page: Annotated[Path | None, Option(help="File to write the tables to as an HTML page.")] = None
+
+    def report(self) -> Report | None:
+        """Measure; None on a rank that has nothing to show."""
+        raise NotImplementedError
+
+    def on_rank(self, world: World) -> Any:
+        """Measure on one of several ranks and return figures for JSON; only those of rank 0 are used."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Measure, print the tables, and write the files that the options name."""
+        report = self.report()
+        if report is None:
+            return
+        for table in report.tables:
+            console.print(text_table(*table))
+        for note in report.notes:
+            console.print(note, markup=False)
+        settings = self.model_dump(mode="json")
+        if self.json_file is not None:
+            everything = {"settings": settings, "machine": machine(), "figures": report.figures}
+            self.json_file.parent.mkdir(parents=True, exist_ok=True)
+            self.json_file.write_text(json.dumps(everything, indent=1) + "\n")
+        if self.page is not None:
+            facts = ", ".join(f"{name} {value}" for name, value in {**settings, **machine()}.items())
+            notes, title = [facts, *report.notes], f"distap: {self.name}"
+            write_page(self.page, "measurements.html", title=title, notes=notes, tables=report.tables)
+
+
+def measure_on_ranks(benchmark: Benchmark, ranks: int, threads: int) -> Any:
+    """Return the figures of rank 0 of new processes, each with so many CPU threads.
+
+    If torchrun started this process, its ranks measure, and all but the first get None.
+    """
+    if "RANK" in os.environ:
+        with joined_world() as world:
+            figures = benchmark.on_rank(world)
+            return figures if world.rank == 0 else None
+    command = worker_command(benchmark)
+    if ranks > 1:
+        command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    return worker_result(benchmark, done.stdout, done.returncode)
+
+
+def worker_command(benchmark: Benchmark) -> list[str]:
+    """Return the command of a process that measures as one rank."""
+    return [sys.executable, "-m", "benchmarks", "worker", benchmark.name, benchmark.model_dump_json()]
+
+
+def work(benchmark: Benchmark) -> None:
+    """Measure as one rank, and print the figures on rank 0."""
+    with joined_world() as world:
+        figures = benchmark.on_rank(world)
+        if world.rank == 0:
+            print(RESULT + json.dumps(figures), flush=True)
+
+
+def worker_result(benchmark: Benchmark, output: str, status: int) -> Any:
+    """Return the figures that a worker printed."""
+    printed = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
+    if status or not printed:
+        raise DistapError(f"a process of the benchmark {benchmark.name} failed ({benchmark}); see above")
+    return json.loads(printed[0])
+
+
+class Turns(NamedTuple):
+    """Seconds of a candidate by round: of the slowest rank, and of all ranks' processors."""
+
+    wall: list[float]
+    processor: list[float]
+
+    @property
+    def median(self) -> float:
+        """Median wall seconds."""
+        return statistics.median(self.wall)
+
+
+def take_turns(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, world: World, description: str = ""
+) -> dict[str, Turns]:
+    """Time every candidate once a round, so that a noisy machine is noisy for all of them.
+
+    Every second round runs backwards, so that slow changes of the machine cancel out. A turn starts with a barrier.
+    A description shows the progress.
+    """
+    taken = {name: Turns([], []) for name in candidates}
+    order = [name for number in range(rounds) for name in list(candidates)[:: -1 if number % 2 else 1]]
+    for name in track(order, description, len(order)) if description else order:
+        world.barrier()
+        synchronise(world.device)
+        used, started = time.process_time(), time.perf_counter()
+        candidates[name]()
+        synchronise(world.device)
+        spent, used = time.perf_counter() - started, time.process_time() - used
+        everyone = world.sum(torch.tensor(used, dtype=torch.float64, device=world.device))
+        taken[name].wall.append(world.maximum(spent))
+        taken[name].processor.append(float(everyone))
+    return taken
+
+
+def median_ratio(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return the median over rounds of left / right."""
+    return statistics.median(one / other for one, other in zip(left, right, strict=True))
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the work that is queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine() -> dict[str, str]:
+    """Return the device, the date and the versions behind a measurement."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(": ")[1] for line in lines if line.startswith("model name")] or [platform.processor()]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else names[0]
+    versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"device": device, "date": date.today().isoformat(), **versions}
+
+
+def over(value: float | None, other: float | None) -> float | None:
+    """Return value / other; None if one is not known."""
+    return None if value is None or other is None else value / other
