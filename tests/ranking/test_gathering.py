@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.collectives import collectives_of
 from problems import problem, remembering
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
+from benchmarks.measuring import collectives_of
 from distap.errors import DistapError
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.loss import build_loss

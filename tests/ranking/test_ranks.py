@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.collectives import collectives_of
 from problems import problem, remembering
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
+from benchmarks.measuring import collectives_of
 from distap.errors import DistapError
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss

@@ -24,8 +24,7 @@ from distap.training.build import describer_of, engine_of, fitting_of, network_o
 from distap.world import World
 
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
-MICRO_BATCHES, KEPT = 4, 2  # of a rank in a measured step; micro-batches of them that keep their graph
-MOST_RANKED, MOST_REDUCED = 4096, 2**24  # images and float32 numbers
+MICRO_BATCHES, KEPT = 4, 2  # of a rank in a measured step, and those of them that keep their graph
 
 
 class Trial:
@@ -75,7 +74,7 @@ class Trial:
             with_graph += (kept["describe"] - plain["describe"]) * MICRO_BATCHES / (KEPT * images)
         inside = between = NetworkLink(link * LINK_SHARE, HOST_MESSAGE_SECONDS)
         if ranks > 1:
-            numbers = torch.zeros(min(MOST_REDUCED, self._network.trained), device=world.device)
+            numbers = torch.zeros(min(2**24, self._network.trained), device=world.device)
             seconds = self._timed(partial(world.sum, numbers), rounds)
             inside = NetworkLink(2 * (ranks - 1) / ranks * numbers.nbytes / seconds, MESSAGE_SECONDS)
         own = self._network.trained / (ranks if Sharding.of(self.recipe.engine).optimizer else 1)
@@ -93,7 +92,7 @@ class Trial:
 
     def _seconds_a_pair(self, rounds: int) -> float:
         """Time the ranking of noisy descriptors by one rank."""
-        count, device, loss = min(MOST_RANKED, max(64, self._batch)), self._world.device, self.recipe.loss
+        count, device, loss = min(4096, max(64, self._batch)), self._world.device, self.recipe.loss
         labels = torch.arange(count) // 8
         noise, centres = torch.randn(2, count, self._network.dimensions, generator=torch.Generator().manual_seed(0))
         descriptors, present = normalize(noise + centres[labels]), torch.ones(count, dtype=torch.bool)

@@ -70,7 +70,6 @@ def network_cost(recipe: Recipe) -> NetworkCost:
 
 
 def without_weights(recipe: Recipe) -> Recipe:
-    """Return the recipe with random weights and without compilation."""
     return changed(recipe, model={"weights": RandomWeights()}, step={"compile": False})
 
 
