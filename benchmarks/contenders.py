@@ -8,6 +8,8 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from distap.model.backbone import TimmBackbone
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 from distap.model.speed.folding import Describer
-from distap.model.weights import weights_from
+from distap.model.weights import FileWeights, PackageWeights, RandomWeights, TimmWeights
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
 from distap.step import StepResult, ThreeStageStep
@@ -62,9 +64,12 @@ class SeededBatch:
 
 
 def seeded_network(backbone: str, weights: str) -> RetrievalNetwork:
-    """Return a network in training mode; `weights` is random, timm, a file, or a package that carries them."""
+    """Return a network in training mode; `weights` is random, timm, a file with a suffix, or a package."""
     torch.manual_seed(0)
-    return build_network(TimmBackbone(backbone), weights_from(weights), GeMPooling()).train()
+    chosen: Any = {"random": RandomWeights(), "timm": TimmWeights()}.get(weights)
+    if chosen is None:
+        chosen = FileWeights(Path(weights)) if Path(weights).suffix else PackageWeights(weights)
+    return build_network(TimmBackbone(backbone), chosen, GeMPooling()).train()
 
 
 def adam(network: nn.Module) -> Optimizer:
