@@ -238,8 +238,8 @@ class Card:
         settings = recipe.model_dump(mode="json")
         # A card is passed on, and there may be keys to someone's storage in it.
         settings["data"]["remote"]["options"] = {}
-        terms = settings["loss"].get("terms") or {settings["loss"]["name"]: {"weight": 1}}
-        loss = " + ".join(f"{term['weight']:g} {name}" for name, term in terms.items())
+        terms = settings["loss"].get("terms") or [(1, settings["loss"])]
+        loss = " + ".join(f"{weight:g} {part['name']}" for weight, part in terms)
         said = _filled(
             f"Loss: {loss}. Steps: {self.origin.step} of {recipe.steps}. Exported by distap {distap.__version__}, "
             f"PyTorch {torch.__version__}; with which versions it was trained is not recorded. This is the recipe in "
