@@ -14,7 +14,7 @@ import torch
 
 import distap
 from distap.apps.export.backbone import BackboneFile, save_backbone
-from distap.apps.export.card import CARD_FILE, Card
+from distap.apps.export.card import CARD_FILE, model_card
 from distap.apps.export.checking import (
     TOLERANCE,
     Agreement,
@@ -180,7 +180,8 @@ def write_export(
         images = example_images(2, (image_size, image_size))
         backbone = save_backbone(network, recipe.model.architecture, folder / BACKBONE_FILE, images, about)
     exported = Exported(describer, programs, backbone, sizes)
-    (folder / CARD_FILE).write_text(Card(describer, origin, programs, backbone, sizes, whitening).text(), "utf-8")
+    card = model_card(describer, origin, programs, backbone, sizes, whitening)
+    (folder / CARD_FILE).write_text(card, "utf-8")
     (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")
     return exported
 
