@@ -1,4 +1,4 @@
-"""`distap export`."""
+"""`distap export`: write a network for programs without distap."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def export_command(
     format: Annotated[
         list[str] | None,
         typer.Option(
-            help="pt2 (torch.export), onnx, safetensors (the backbone for timm); repeatable.",
+            help="Format: pt2 (torch.export), onnx, or safetensors (the backbone for timm); repeatable.",
             show_default="all installed",
         ),
     ] = None,
@@ -27,17 +27,21 @@ def export_command(
     scales: SCALES = "1",
     scale_power: SCALE_POWER = None,
     image_size: Annotated[
-        int | None, typer.Option(help="Height and width, pixels.", min=1, show_default="as in the recipe")
+        int | None,
+        typer.Option(help="Height and width of the images, pixels.", min=1, show_default="as in the recipe"),
     ] = None,
-    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take any height and width.")] = False,
+    dynamic_size: Annotated[
+        bool, typer.Option("--dynamic-size", help="Let the files take images of any height and width.")
+    ] = False,
     opset: Annotated[int, typer.Option(help="Version of ONNX's operators.")] = 20,
 ) -> None:
     """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.
 
-    Normalisation, pooling, whitening and L2 are inside. Each file is compared with the checkpoint's network on the
-    CPU, and nothing is written where one differs by more than 1e-4.
+    The files include normalisation, pooling, whitening and L2. Each is compared with the checkpoint's network on the
+    CPU, and nothing is written if one differs by more than 1e-4.
     """
-    from distap.apps.export import ExportSettings, export_to_folder, installed_formats, parse_formats
+    from distap.apps.export.programs import parse_formats
+    from distap.apps.export.to_folder import ExportSettings, export_to_folder, installed_formats
     from distap.telemetry.terminal import console, set_up_logging, text_table
 
     set_up_logging(0)

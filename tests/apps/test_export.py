@@ -20,11 +20,12 @@ from safetensors import safe_open
 from small_trainings import train
 from torch import nn
 
-from distap.apps.export import ExportSettings, export_to_folder, programs
+from distap.apps.export import programs
 from distap.apps.export.card import model_card
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, program_describer, sizes_to_try
 from distap.apps.export.origin import origin_of
 from distap.apps.export.programs import exportable, program_of, save_onnx, save_program, size_ranges
+from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.checkpoint.finding import find_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError

@@ -1,6 +1,1 @@
-"""A trained network in the forms that other programs load, each held to the network before it is handed out."""
-
-from distap.apps.export.programs import Format, parse_formats
-from distap.apps.export.to_folder import Exported, ExportSettings, export_to_folder, installed_formats
-
-__all__ = ["ExportSettings", "Exported", "Format", "export_to_folder", "installed_formats", "parse_formats"]
+"""Write a trained network in formats that other programs load, each compared with the network first."""

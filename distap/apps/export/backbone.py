@@ -1,4 +1,4 @@
-"""The backbone's weights under timm's names, as a file that timm itself loads."""
+"""Write the backbone's weights under timm's names, as a file that timm loads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ UNPOOLED = 'num_classes=0, global_pool=""'
 
 @dataclass(frozen=True)
 class BackboneFile:
-    """How timm loads the file, and what came of trying it."""
+    """How timm loads the file, and how near its features are."""
 
     arguments: str  # of timm.create_model, beside name and path
     largest_difference: float  # of the feature maps, relative to the greatest
@@ -28,18 +28,17 @@ class BackboneFile:
 def save_backbone(
     network: RetrievalNetwork, name: str, path: Path, images: Tensor, about: Mapping[str, str]
 ) -> BackboneFile:
-    """Write the backbone's weights, load them by timm, and compare what both give.
+    """Write the backbone's weights, load them by timm, and compare the features of both.
 
     Args:
         network: in evaluation mode, on the CPU.
         name: timm's name of the backbone.
-        path: a new .safetensors file.
         images: (n, 3, height, width) uint8 to compare with.
         about: texts for the file's header.
     Raises:
-        DistapError: timm cannot load it, or gives something else.
+        DistapError: timm cannot load the file, or computes other features.
     """
-    # Copies, since the format knows neither another order in memory nor tensors that share theirs.
+    # Copies, since the format stores neither memory formats nor tensors that share memory.
     state = {
         key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, value in network.backbone.state_dict().items()
@@ -56,7 +55,7 @@ def save_backbone(
         )
     try:
         _loaded(name, path)
-    except DistapError:  # timm's own pooling has weights, which distap's network has none of
+    except DistapError:  # timm's own pooling has weights, which distap's network lacks
         return BackboneFile(UNPOOLED, difference)
     return BackboneFile("num_classes=0", difference)
 

@@ -1,4 +1,4 @@
-"""What was exported is held to the network itself: images of several kinds, batches and sizes through both."""
+"""Compare exported files with the network, on images of several kinds, batches and sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far what was exported is from the network; `apart` is what that has to be small beside."""
+    """Differences between an exported file and the network; they should be small beside `apart`."""
 
     batches: tuple[int, ...]
     sizes: tuple[Size, ...]
@@ -37,19 +37,15 @@ class Agreement:
 
 
 def sizes_to_try(image_size: int, ranges: tuple[Range, Range]) -> list[Size]:
-    """The usual size and, where others are allowed, an upright, a lying and the smallest one."""
+    """Return the usual size and, if others are allowed, an upright, a lying and the smallest one."""
     heights, widths = ranges
     wanted = [(image_size, image_size), (image_size * 4 // 3, image_size * 3 // 4), (1, image_size + 1), (1, 1)]
     return list(dict.fromkeys((_within(height, heights), _within(width, widths)) for height, width in wanted))
 
 
 def cases_of(network: Describe, sizes: Sequence[Size], batches: Sequence[int] = BATCHES) -> list[Case]:
-    """Batches of every size, described by the network.
+    """Return batches of images of every size, described by a network in evaluation mode.
 
-    Args:
-        network: in evaluation mode.
-        sizes: of the images.
-        batches: how many at once.
     Raises:
         DistapError: a descriptor is not finite.
     """
@@ -57,7 +53,7 @@ def cases_of(network: Describe, sizes: Sequence[Size], batches: Sequence[int] = 
     for size in sizes:
         for batch in batches:
             images = example_images(batch, size)
-            if batch % 2 == 0:  # how pixels lie in memory must not matter
+            if batch % 2 == 0:  # the order of pixels in memory must not matter
                 images = images.to(memory_format=torch.channels_last)
             with torch.inference_mode():
                 expected = network(images).cpu()
@@ -68,21 +64,19 @@ def cases_of(network: Describe, sizes: Sequence[Size], batches: Sequence[int] = 
 
 
 def example_images(count: int, size: Size) -> Tensor:
-    """(count, 3, height, width) uint8: smooth ones as photographs are, noise, and of one colour."""
+    """Return (count, 3, height, width) uint8: smooth images like photographs, noise, and single colours."""
     generator = torch.Generator().manual_seed(count)
     return torch.stack([_image(number % 4, size, generator) for number in range(count)])
 
 
 def agreement(name: str, describe: Describe, cases: Sequence[Case], tolerance: float = TOLERANCE) -> Agreement:
-    """How far `describe` is from what the network gave.
+    """Compare the descriptors of an exported file with those of the network.
 
     Args:
         name: of the file, for messages.
-        describe: what was exported.
-        cases: to try.
         tolerance: greatest difference of a component.
     Raises:
-        DistapError: it fails on a batch, or is further away.
+        DistapError: the file fails on a batch, or differs by more.
     """
     largest, smallest = 0.0, 1.0
     for case in cases:
@@ -117,13 +111,13 @@ def agreement(name: str, describe: Describe, cases: Sequence[Case], tolerance: f
 
 
 def program_describer(path: Path) -> Describe:
-    """What a .pt2 file computes."""
+    """Load a .pt2 file."""
     program: Describe = torch.export.load(path).module()
     return program
 
 
 def onnx_describer(path: Path) -> Describe:
-    """What an .onnx file computes, by ONNX Runtime on the CPU."""
+    """Load an .onnx file into ONNX Runtime on the CPU."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -136,7 +130,7 @@ def onnx_describer(path: Path) -> Describe:
 
 
 def _image(kind: int, size: Size, generator: torch.Generator) -> Tensor:
-    """(3, height, width) uint8: as smooth as photographs are, noise, smooth again, or of one colour."""
+    """Return (3, height, width) uint8: noise for kind 1, a single colour for kind 3, else as smooth as a photograph."""
     if kind == 1:
         return torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
     octaves = range(1 if kind == 3 else 6)

@@ -1,4 +1,4 @@
-"""What a run tells of the network that came out of it."""
+"""Collect what a run recorded about a checkpoint: its recipe, data and figures."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from distap.telemetry.runlog import read_run_log
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The data set that a network was trained on; None for what is not known."""
+    """The data set that a network was trained on; None if not known."""
 
     source: str
     fingerprint: str | None
@@ -25,23 +25,18 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a checkpoint is from.
-
-    Attributes:
-        figures: what it scored when it was trained, by data set; the validation set's first.
-        validation: the details of that one.
-    """
+    """The run behind a checkpoint."""
 
     checkpoint: Path
     step: int
     recipe: Recipe
     data: TrainingData
-    figures: dict[str, dict[str, float]]
-    validation: SavedEvaluation | None
+    figures: dict[str, dict[str, float]]  # of this very state by data set, the validation set first
+    validation: SavedEvaluation | None  # details of the validation set's figures
 
 
 def origin_of(checkpoint: Checkpoint, recipe: Recipe) -> Origin:
-    """What the run's folder knows of a checkpoint; no figure is taken that is not of this very state."""
+    """Read a checkpoint's origin from its run's folder; figures of another state are left out."""
     run = checkpoint.path.absolute().parent.parent
     score = checkpoint.manifest.score
     data = _data(recipe, checkpoint.manifest.about.get("data"))
@@ -84,10 +79,10 @@ def _scored(
 
 
 def _known(figures: dict[str, Any]) -> dict[str, float]:
-    """Without those that the log says to be no number."""
+    """Leave out figures that the log says are no number."""
     return {name: float(value) for name, value in figures.items() if isinstance(value, float | int)}
 
 
 def _is(figure: Any, score: float) -> bool:
-    """Whether it is the checkpoint's, which was sent over ranks in float64."""
+    """Whether a figure is the checkpoint's score, which ranks exchange in float64."""
     return isinstance(figure, float | int) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)

@@ -1,4 +1,4 @@
-"""Programs that need no distap: torch.export's and ONNX's, from the pixels of an image to its descriptor."""
+"""Export a network with torch.export and ONNX, from the pixels of an image to its descriptor."""
 
 import copy
 import importlib.util
@@ -25,15 +25,11 @@ Range = tuple[int, int | None]  # smallest and largest, None for no limit
 OPSET, SMALLEST_OPSET = 20, 18  # antialiased scaling and torch's translations begin with 18
 NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
-SMALLEST = 2  # where torch says so it means any: it traces with no length of 0 or 1
+SMALLEST = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
 
 
 def parse_formats(names: Sequence[str]) -> tuple[Format, ...]:
-    """The formats that are meant, each once.
-
-    Raises:
-        DistapError: a name is unknown.
-    """
+    """Return the named formats, each once; raise a DistapError for an unknown name."""
     known: tuple[Format, ...] = get_args(Format)
     for name in names:
         if name not in known:
@@ -42,7 +38,7 @@ def parse_formats(names: Sequence[str]) -> tuple[Format, ...]:
 
 
 def require_onnx() -> None:
-    """Raise a DistapError where ONNX's packages are not all installed."""
+    """Raise a DistapError unless all packages for ONNX are installed."""
     missing = [name for name in ONNX_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise DistapError(
@@ -52,23 +48,23 @@ def require_onnx() -> None:
 
 
 def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
-    """A copy on the CPU in evaluation mode, with nothing in it that learns, and rows of pixels as they come."""
+    """Return a copy on the CPU, in evaluation mode, without gradients, in the contiguous memory format."""
     copied = copy.deepcopy(network).cpu().eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
     copied.network.memory_format = torch.contiguous_format
     return copied
 
 
 def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) -> ExportedProgram:
-    """The network as torch.export has traced it, for any number of images.
+    """Trace the network with torch.export, for any number of images.
 
     Args:
-        network: what `exportable` gave.
+        network: a result of `exportable`.
         image_size: height and width in pixels.
-        dynamic_size: whether images may have any other height and width as well.
+        dynamic_size: allow any other height and width as well.
     Raises:
-        DistapError: it cannot be traced; the module that is to blame is named.
+        DistapError: the network cannot be traced; the message names the module at fault.
     """
-    # Unlike lengths, so that none is taken for another; not 1, which torch would take for a constant.
+    # The lengths differ, so that torch takes none for another, and none is 1, which torch takes for a constant.
     shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
     example = torch.zeros(shape, dtype=torch.uint8)
     shapes = ShapesCollection()
@@ -85,36 +81,27 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
 
 
 def size_ranges(program: ExportedProgram, image_size: int) -> tuple[Range, Range]:
-    """Heights and widths that a program takes, pixels; the smallest is found by trying.
+    """Return the heights and widths that a program takes, in pixels; the smallest is found by trying.
 
     Args:
-        program: what `program_of` made.
         image_size: height and width that it takes for certain.
     """
     heights, widths = (_range(program, length) for length in _shape(program)[2:])
     smallest = max(heights[0], widths[0])
     if smallest < image_size:
-        # Where a backbone's map would be one pixel, torch's guards refuse an image, and no range says so.
+        # torch's guards refuse an image whose map would be one pixel, and no range shows that.
         smallest = _smallest_square(program, smallest, image_size)
     return (smallest, heights[1]), (smallest, widths[1])
 
 
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Write a program as torch.export.load reads it.
-
-    Args:
-        program: to write.
-        path: a new file.
-        about: texts that travel in it, by name.
-    Raises:
-        DistapError: torch cannot write this program.
-    """
+    """Write a program for torch.export.load, with texts by name; raise a DistapError if torch cannot."""
     try:
         with _quiet():
             torch.export.save(program, path, extra_files=dict(about))
     except OSError:
         raise
-    except Exception as error:  # the serialiser's are AssertionErrors and more
+    except Exception as error:  # the serialiser raises AssertionErrors and others
         raise DistapError(
             f"{path.name}: torch.export can trace this network but not write it: {_first(error)}; leave "
             "--dynamic-size out, or --format pt2"
@@ -128,16 +115,14 @@ def save_onnx(
     about: Mapping[str, str],
     opset: int = OPSET,
 ) -> None:
-    """Write a program as ONNX, and check that it is well formed; above 2 GB its weights are a file beside it.
+    """Write a program as ONNX and check that it is well formed; weights above 2 GB go to a file beside it.
 
     Args:
-        network: what `exportable` gave.
-        program: what `program_of` made of it.
-        path: a new file.
-        about: texts that travel in it, by name.
+        network: a result of `exportable`, and `program` its trace.
+        about: texts to store in the file, by name.
         opset: version of ONNX's operators.
     Raises:
-        DistapError: something in it is not to be had in ONNX; the module is named where it is known.
+        DistapError: ONNX lacks an operator; the message names the module if it is known.
     """
     import onnx
 
@@ -160,7 +145,7 @@ def save_onnx(
         onnx.checker.check_model(path, full_check=True)
     except OSError:
         raise
-    except Exception as error:  # torch's and ONNX's own, and what onnxscript lets through
+    except Exception as error:  # torch, ONNX and onnxscript have their own
         where, why = _blamed(network, program, error), _first(_causes(error)[-1])
         raise DistapError(f"{where} cannot be exported to ONNX with opset {opset}: {why}") from error
     found = translated.model.opset_imports[""]
@@ -170,7 +155,7 @@ def save_onnx(
 
 @contextmanager
 def _modules_noted(network: nn.Module) -> Iterator[list[str]]:
-    """Names of the modules that a forward pass is in at the moment, or was in when it failed; the innermost last."""
+    """Track the names of the modules that a forward pass is inside of, or was when it failed; the innermost last."""
     inside: list[str] = []
     handles: list[RemovableHandle] = []
 
@@ -194,7 +179,7 @@ def _modules_noted(network: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Exporters warn of their own insides, which nobody can mend here; what they make is compared afterwards."""
+    """Silence warnings of the exporters about their internals; their results are compared afterwards."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -212,9 +197,9 @@ def _described(network: nn.Module, name: str) -> str:
 
 
 def _blamed(network: MultiScaleNetwork, program: ExportedProgram, error: BaseException) -> str:
-    """The module that calls the operator which an exporter's message names, or the network.
+    """Return the module that calls the operator in an exporter's message, or the network.
 
-    It is found by a forward pass, since the exporter's graph has forgotten the modules of what it took apart.
+    A forward pass finds it, since the exporter's graph does not keep the modules of decomposed operators.
     """
     named = set(re.findall(r"target=torch\.ops\.([\w.]+)", " ".join(str(each) for each in _causes(error))))
     with torch.no_grad(), _modules_noted(network) as inside:
@@ -231,7 +216,7 @@ class _FoundError(Exception):
 
 
 class _Stopping(TorchDispatchMode):
-    """Stops a forward pass at the first operator of some names."""
+    """Stop a forward pass at the first operator with one of these names."""
 
     def __init__(self, names: Set[str]) -> None:
         super().__init__()
@@ -244,19 +229,19 @@ class _Stopping(TorchDispatchMode):
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """An exception and what it was raised from, the first cause last."""
+    """Return an exception and the chain of its causes, the first cause last."""
     return [error] if error.__cause__ is None else [error, *_causes(error.__cause__)]
 
 
 def _shape(program: ExportedProgram) -> Sequence[int | torch.SymInt]:
-    """Of the images that a program takes."""
+    """Return the shape of the images that a program takes."""
     images = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
     shape: Sequence[int | torch.SymInt] = images.meta["val"].shape
     return shape
 
 
 def _smallest_square(program: ExportedProgram, smallest: int, largest: int) -> int:
-    """The side of the smallest square image that a program takes, which takes `largest`."""
+    """Find the side of the smallest square image that a program takes; it takes `largest`."""
     describe = program.module()
     while smallest < largest:
         side = (smallest + largest) // 2
@@ -278,6 +263,6 @@ def _range(program: ExportedProgram, length: int | torch.SymInt) -> Range:
 
 
 def _first(error: BaseException) -> str:
-    """What is worth repeating of a message that may fill pages."""
+    """Shorten a message that may fill pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400] or type(error).__name__

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder of exports, whole or not at all, each held to the network that it is of."""
+"""Export a checkpoint into a folder, in one step, after comparing every file with the network."""
 
 import importlib.util
 import json
@@ -55,30 +55,20 @@ from distap.world import World
 
 ABOUT_FILE, PROGRAM_FILE, ONNX_FILE, BACKBONE_FILE = "export.json", "model.pt2", "model.onnx", "backbone.safetensors"
 VERSION = 1
-TELLING = 10  # times the tolerance by which images have to differ
+TELLING = 10  # images have to differ by this many times the tolerance for an agreement to mean much
 logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What is exported.
-
-    Args:
-        formats: to write.
-        image_size: height and width of the images, pixels; None takes the recipe's.
-        dynamic_size: whether other heights and widths are taken as well.
-        scales, scale_power: see `distap.model.MultiScaleNetwork`.
-        opset: version of ONNX's operators.
-    Raises:
-        DistapError: one is no use, or packages are missing.
-    """
+    """Formats and sizes of an export; a DistapError names an unusable setting or missing packages."""
 
     formats: tuple[Format, ...]
-    image_size: int | None = None
-    dynamic_size: bool = False
-    scales: tuple[float, ...] = (1.0,)
+    image_size: int | None = None  # height and width, pixels; None takes the recipe's
+    dynamic_size: bool = False  # allow other heights and widths as well
+    scales: tuple[float, ...] = (1.0,)  # of MultiScaleNetwork
     scale_power: float | None = None
-    opset: int = OPSET
+    opset: int = OPSET  # version of ONNX's operators
 
     def __post_init__(self) -> None:
         if not self.formats:
@@ -91,7 +81,7 @@ class ExportSettings:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how near to the network it is."""
+    """The written files, and how near to the network they are."""
 
     describer: ImageDescriber
     programs: dict[str, Agreement]  # by file
@@ -100,7 +90,7 @@ class Exported:
 
 
 def installed_formats() -> tuple[Format, ...]:
-    """All formats whose packages are installed."""
+    """Return all formats whose packages are installed."""
     has_onnx = all(importlib.util.find_spec(name) for name in ONNX_MODULES)
     return ("pt2", "onnx", "safetensors") if has_onnx else ("pt2", "safetensors")
 
@@ -108,22 +98,21 @@ def installed_formats() -> tuple[Format, ...]:
 def export_to_folder(
     checkpoint: Path | str, output: Path, settings: ExportSettings, whitening: Path | None = None, best: bool = False
 ) -> Exported:
-    """Write a checkpoint's network in several formats, a model card, and export.json on what they are.
+    """Write a checkpoint's network in several formats, a model card, and export.json, which describes them.
 
     Args:
-        checkpoint: a run folder, or one of its checkpoints; or the URL of either.
+        checkpoint: a run folder, one of its checkpoints, or the URL of either.
         output: a new folder, an empty one, or that of an earlier export, which is replaced.
-        settings: what to export.
-        whitening: what `distap whiten` wrote, to be applied last.
-        best: of a run folder the best checkpoint, not the newest.
+        whitening: result of `distap whiten`, applied last.
+        best: with a run folder, take its best checkpoint, not its newest.
     Raises:
-        DistapError: the checkpoint cannot be read, the network cannot be exported, what was exported differs from
-            it, or `output` holds something else; nothing is left behind then.
+        DistapError: the checkpoint cannot be read, the network cannot be exported, an exported file differs from
+            it, or `output` holds something else. Nothing is left behind then.
     """
     output = output.resolve()
     _refuse_foreign(output)
     with opened_checkpoint(checkpoint, best, BESIDE) as found:
-        # By its own name: a training may write a newer one meanwhile.
+        # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World())
         origin = origin_of(found, recipe)
     learned = None if whitening is None else load_whitening(whitening)
@@ -139,11 +128,7 @@ def write_export(
     settings: ExportSettings,
     whitening: Whitening | None = None,
 ) -> Exported:
-    """The same for a network in memory, on the CPU, into a folder that is there.
-
-    Raises:
-        DistapError: as `export_to_folder`; files may be left behind.
-    """
+    """Export a network in memory, on the CPU, into an existing folder; after an error, files may be left behind."""
     image_size = settings.image_size or recipe.data.image_size
     if settings.dynamic_size and (required := required_size(network)) is not None:
         raise DistapError(
@@ -187,7 +172,7 @@ def write_export(
 
 
 def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSettings) -> dict[str, object]:
-    """What export.json tells."""
+    """Return the content of export.json."""
     height, width = exported.sizes
     files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
     return {
@@ -208,7 +193,7 @@ def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSet
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Raise a DistapError where `output` holds something that no export has written."""
+    """Raise a DistapError if `output` holds something that no export has written."""
     if not output.exists():
         return
     found = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
@@ -225,7 +210,7 @@ def _refuse_foreign(output: Path) -> None:
 
 @contextmanager
 def _put_in_place(output: Path) -> Iterator[Path]:
-    """A new folder beside `output`, which takes its place when it is whole, and is removed otherwise."""
+    """Make a folder beside `output` that takes its place on success and is removed after an error."""
     aside, old = (output.with_name(f".{output.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     try:
         aside.mkdir(parents=True)
