@@ -30,9 +30,7 @@ def export_command(
         int | None,
         typer.Option(help="Height and width of the images, pixels.", min=1, show_default="as in the recipe"),
     ] = None,
-    dynamic_size: Annotated[
-        bool, typer.Option("--dynamic-size", help="Let the files take images of any height and width.")
-    ] = False,
+    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take images of any size.")] = False,
     opset: Annotated[int, typer.Option(help="Version of ONNX's operators.")] = 20,
 ) -> None:
     """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.

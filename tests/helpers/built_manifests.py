@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distap.apps.k8s import manifests_folder
-from distap.apps.k8s.building import built
+from distap.apps.k8s.manifests import built, manifests_folder
 from distap.apps.k8s.rendering import render
 from distap.apps.k8s.request import Request
 

@@ -17,8 +17,7 @@ import pytest
 import yaml
 from launching import Job, started
 
-from distap.apps.k8s import manifests_folder
-from distap.apps.k8s.rules import plain_rules
+from distap.apps.k8s.manifests import manifests_folder, plain_rules
 
 MONITORING = manifests_folder() / "monitoring"
 

@@ -7,8 +7,7 @@ import pytest
 import yaml
 from monitors import promtool, rules
 
-from distap.apps.k8s import manifests_folder
-from distap.apps.k8s.rules import plain_rules
+from distap.apps.k8s.manifests import manifests_folder, plain_rules
 
 CASES = sorted((Path(__file__).parent / "rules").glob("*.yaml"))
 ALERTS = {rule["alert"] for rule in rules("alert")}

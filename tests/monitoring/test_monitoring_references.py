@@ -11,8 +11,7 @@ import yaml
 from monitors import MONITORING, dashboard, rules
 from typer.testing import CliRunner
 
-from distap.apps.k8s import manifests_folder
-from distap.apps.k8s.rules import plain_rules
+from distap.apps.k8s.manifests import manifests_folder, plain_rules
 from distap.cli import app
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()

@@ -130,7 +130,7 @@ def onnx_describer(path: Path) -> Describe:
 
 
 def _image(kind: int, size: Size, generator: torch.Generator) -> Tensor:
-    """Return (3, height, width) uint8: noise for kind 1, a single colour for kind 3, else as smooth as a photograph."""
+    """Return (3, height, width) uint8: noise for kind 1, one colour for kind 3, else smooth like a photograph."""
     if kind == 1:
         return torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
     octaves = range(1 if kind == 3 else 6)

@@ -1,4 +1,4 @@
-"""The recipe of a rendered training, and what of it cannot run in a pod."""
+"""Fit a recipe to its pods: arguments of the container, and checks of the recipe as the pods will read it."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -13,24 +13,21 @@ from distap.registry import name_of
 from distap.storage.redact import without_secrets
 
 RECIPE = "/etc/distap/recipe.yaml"
-SET_HERE = {  # keys that the manifests rely on, and what they are
+SET_HERE = {  # keys that the manifests rely on, and their values
     "run": "set by --name",
     "metrics.port": "9400, where probes and Prometheus look",
     "metrics.address": "0.0.0.0, since Prometheus is another pod",
     "data.pixels.spool_folder": "/spool, a volume",
     "checkpoint.store": "set by --checkpoints",
 }
-ALL_ADDRESSES = "::"  # of IPv6, where a cluster has no other; in YAML a text only within quotes
+ALL_ADDRESSES = "::"  # of IPv6, for a cluster without IPv4; YAML needs quotes around it
 
 
 def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides: Sequence[str]) -> list[str]:
-    """The container's arguments: torchrun's options, the recipe, and its overrides.
+    """Return the container's arguments: torchrun's options, the recipe, and its overrides.
 
     Args:
         base: the arguments in k8s/base.
-        request: what was asked for.
-        recipe: the file that was given.
-        overrides: changes to it that were given.
     Raises:
         DistapError: an override changes what the manifests rely on, or the recipe is wrong.
     """
@@ -43,12 +40,8 @@ def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides:
 
 
 def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Recipe:
-    """The recipe as the pods will read it.
+    """Return the recipe as the pods will read it from the arguments of the container.
 
-    Args:
-        path: the file that was given.
-        arguments: of the container.
-        request: what was asked for.
     Raises:
         DistapError: the recipe is wrong, or does not fit the options or a pod.
     """
@@ -70,7 +63,7 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
 
 
 def cautions(recipe: Recipe) -> Iterator[str]:
-    """What keeps the recipe from running, unless somebody has seen to it outside of the manifests."""
+    """Yield preparations outside of the manifests that the recipe needs."""
     for key, text in _texts(recipe.model_dump(mode="json")):
         scheme, port = _web_port(text)
         if scheme and port != 443:
@@ -107,7 +100,7 @@ def _checked_override(override: str, request: Request) -> str:
 
 
 def _read(path: Path, arguments: Sequence[str]) -> Recipe:
-    """The recipe with the overrides among the arguments of the container."""
+    """Read the recipe with the overrides among the arguments of the container."""
     return load_recipe(path, arguments[arguments.index(RECIPE) + 1 :])
 
 
@@ -126,7 +119,7 @@ def _places(request: Request) -> Iterator[str]:
 
 
 def _instead(recipe: Recipe, request: Request) -> Iterator[str]:
-    """What takes the place of places that the recipe names."""
+    """Yield overrides for folders and stores that the recipe names."""
     if recipe.data.cache is not None:
         yield "data.cache.folder=/spool"
     if recipe.checkpoint.store is not None and claim_of(request.checkpoints, "--checkpoints") is not None:
@@ -183,7 +176,7 @@ def _check_path(key: str, text: str, request: Request) -> None:
 
 
 def _texts(content: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a tree, with its key."""
+    """Yield every text in a tree with its key."""
     if isinstance(content, str):
         yield key, content
     entries = (
@@ -194,12 +187,12 @@ def _texts(content: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _web_port(text: str) -> tuple[str | None, int | None]:
-    """Scheme and port of the address of a web server; twice None where it is none."""
+    """Return scheme and port of a web server's address; (None, None) for any other text."""
     scheme = text.partition("://")[0].lower()
     if scheme not in ("http", "https"):
         return None, None
     try:
         port = urlsplit(text).port
-    except ValueError:  # a pattern where the port is
+    except ValueError:  # the port is a pattern
         return None, None
     return scheme, port or (443 if scheme == "https" else 80)

@@ -1,4 +1,4 @@
-"""A folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and what fills them in."""
+"""Write a folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and its patches."""
 
 import logging
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from distap.apps.k8s.building import built
+from distap.apps.k8s.manifests import built
 from distap.apps.k8s.recipes import arguments_of, cautions, checked_recipe
 from distap.apps.k8s.request import Request, claim_of, parsed_image, quantity_bytes
 from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, Sizes, sizes_of
@@ -21,7 +21,7 @@ from distap.processes.stopping import MARGIN_SECONDS
 
 HEAD = "# Written by `distap k8s render`, which writes the whole folder anew: change its options, not these files.\n"
 WRITTEN = ("kustomization.yaml", "base", "components", "training")
-KILL_SECONDS = 30  # for the container to end, once the launcher has killed ranks that were late
+KILL_SECONDS = 30  # for the container to end after the launcher has killed late ranks
 FIRST_METRICS_PORT = 9400
 SCRAPER = "/spec/ingress/1/from/0/namespaceSelector/matchLabels"  # of the NetworkPolicy in k8s/base
 BEFORE_THE_TRAINING = ["NetworkPolicy", "ConfigMap", "Service", "TrainingRuntime", "ClusterTrainingRuntime"]
@@ -37,17 +37,14 @@ def render(
     overrides: Sequence[str] = (),
     warn: Callable[[str], None] = logger.warning,
 ) -> None:
-    """Write the folder.
+    """Write the folder `output`; one that an earlier call wrote is replaced, unless it holds other files.
 
     Args:
         manifests: k8s/.
-        output: the folder; one that an earlier call wrote is replaced, unless something was put beside it.
-        request: what was asked for.
-        recipe: the file.
-        overrides: changes to it.
-        warn: is told what somebody has to see to, so that the training can run.
+        recipe: the file, and `overrides` the changes to it.
+        warn: receives preparations that somebody has to make outside of the manifests.
     Raises:
-        DistapError: options and recipe do not fit, or the folder cannot be written; nothing was.
+        DistapError: options and recipe do not fit, or the folder cannot be written; nothing was written then.
     """
     base = yaml.safe_load((manifests / "base" / "job.yaml").read_text())
     arguments = arguments_of(_container(base)["args"], request, recipe, overrides)
@@ -75,11 +72,7 @@ def rendered(
     overrides: Sequence[str] = (),
     warn: Callable[[str], None] = logger.warning,
 ) -> str:
-    """The manifests themselves, as YAML; the arguments are those of `render`.
-
-    Raises:
-        DistapError: options and recipe do not fit, or kubectl is missing.
-    """
+    """Return the manifests as YAML, built by kubectl; the arguments are those of `render`."""
     with tempfile.TemporaryDirectory() as scratch:
         render(manifests, Path(scratch, request.name), request, recipe, overrides, warn)
         return built(Path(scratch, request.name))
@@ -116,7 +109,7 @@ def _check_output(output: Path) -> None:
 
 
 def _components(request: Request) -> list[str]:
-    """Folders below k8s/, in their order: first what changes the Job, then what makes another kind of it."""
+    """Return folders below k8s/ in order: changes of the Job come before changes of its kind."""
     chosen = {
         "components/gpu": request.gpus > 0,
         "components/data-url": claim_of(request.data, "--data") is None,
@@ -145,7 +138,7 @@ def _kustomization(request: Request, components: list[str]) -> dict[str, Any]:
 
 
 def _training(request: Request) -> dict[str, Any]:
-    """The component that gives the objects of k8s/base their names, and the Job what differs in it."""
+    """Return the component that names the objects of k8s/base and patches the Job."""
     image = parsed_image(request.image)
     version = {"digest": image.digest} if image.digest else {"newTag": image.tag or "latest"}
     return {
@@ -173,13 +166,12 @@ def _training(request: Request) -> dict[str, Any]:
     }
 
 
-def _replaced(path: str, value: Any) -> list[dict[str, Any]]:
-    """A JSON patch."""
+def _replaced(path: str, value: Any) -> list[dict[str, Any]]:  # a JSON patch
     return [{"op": "replace", "path": path, "value": value}]
 
 
 def _job(base: dict[str, Any], request: Request, recipe: Recipe, arguments: list[str]) -> dict[str, Any]:
-    """A strategic merge patch of the Job."""
+    """Return a strategic merge patch of the Job."""
     sizes = sizes_of(recipe, request)
     pod = {
         "subdomain": request.name,
@@ -188,7 +180,7 @@ def _job(base: dict[str, Any], request: Request, recipe: Recipe, arguments: list
         "containers": [
             {
                 "name": _container(base)["name"],
-                # Else the kubelet takes a $(NAME) of a recipe's text for a variable.
+                # Otherwise the kubelet would take a $(NAME) in a recipe's text for a variable.
                 "args": [argument.replace("$", "$$") for argument in arguments],
                 **_settings(request, sizes),
             }
@@ -205,7 +197,7 @@ def _job(base: dict[str, Any], request: Request, recipe: Recipe, arguments: list
 
 
 def _settings(request: Request, sizes: Sizes) -> dict[str, Any]:
-    """Environment, ports and resources of the container."""
+    """Return environment, ports and resources of the container."""
     cpu = request.cpu or sizes.cpu
     environment = {
         "PET_NNODES": request.nodes,
@@ -233,7 +225,7 @@ def _settings(request: Request, sizes: Sizes) -> dict[str, Any]:
 
 
 def _volumes(request: Request, sizes: Sizes) -> list[dict[str, Any]]:
-    """What the volumes of k8s/base are here, by name."""
+    """Return the volumes that replace those of k8s/base."""
     data, runs = claim_of(request.data, "--data"), claim_of(request.checkpoints, "--checkpoints")
     volumes = {
         "recipe": {"configMap": {"name": f"{request.name}-recipe"}},
@@ -243,7 +235,7 @@ def _volumes(request: Request, sizes: Sizes) -> list[dict[str, Any]]:
         "shm": _scratch(f"{sizes.shared_memory}Gi"),
     }
     if data is not None:
-        # Mounted read-only in any case; but drivers that are asked to mount a claim both ways take one for all.
+        # It is mounted read-only in any case, but a driver mounts a claim one way only if it is asked for both.
         both = {"readOnly": None} if runs and runs.name == data.name else {}
         volumes["data"] = {"persistentVolumeClaim": {"claimName": data.name, **both}}
     return [{"name": name, **volume} for name, volume in volumes.items()]

@@ -1,17 +1,19 @@
-"""What `distap k8s render` is asked for, and what of it cannot be."""
+"""The options of `distap k8s render`, and their checks."""
 
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
+
+from typer import Option
 
 from distap.errors import DistapError
 
 Kind = Literal["indexed-job", "jobset", "trainjob"]
 MAX_RANKS = 16  # a host; the NetworkPolicy of k8s/base opens so many metrics ports
 LONGEST_NAME = 63  # of a pod, and of a label's value
-POD_SUFFIX = "-abcde"  # what Kubernetes appends to the names of pods
-# How a kind names its pods, by the number of the host.
+POD_SUFFIX = "-abcde"  # Kubernetes appends such a suffix to the names of pods
+# Names of pods by kind, before the suffix.
 POD_NAMES: dict[Kind, str] = {
     "indexed-job": "{name}-{host}",
     "jobset": "{name}-node-0-{host}",
@@ -30,16 +32,14 @@ _IMAGE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """A folder of a PersistentVolumeClaim, written `pvc://CLAIM/FOLDER`."""
 
     name: str
     folder: str  # "" for all of it
 
 
-@dataclass(frozen=True)
-class Image:
+class Image(NamedTuple):
     """A container image."""
 
     name: str
@@ -49,49 +49,47 @@ class Image:
 
 @dataclass(frozen=True)
 class Request:
-    """The options of a rendering.
+    """The options of `distap k8s render`; a DistapError names a wrong one."""
 
-    Args:
-        name: of the training: its objects, the first part of its pods' names, and the folder of its run.
-        kind: what runs it.
-        image: of the container.
-        nodes: hosts.
-        gpus: of a host, one rank on each; 0 trains on CPUs.
-        ranks: of a host without GPUs.
-        data: where the shards are: `pvc://CLAIM/FOLDER` or a URL; None leaves the recipe's.
-        validation: the same of data.validation.
-        checkpoints: `pvc://CLAIM/FOLDER`, or the URL of an object store.
-        namespace: of all objects; None leaves it to kubectl.
-        queue: Kueue's; None queues nothing.
-        secret: whose keys become environment variables, where it exists.
-        monitoring: namespace whose Prometheus may read the metrics.
-        cpu: cores that a host's pod requests; None follows from ranks and loader workers.
-        memory: of a host's pod, such as 64Gi; None follows from the recipe.
-        spool: of a host's pod, for pixels and cached shards; None follows from the recipe.
-        priority: PriorityClass; None takes the cluster's default.
-        runtime: where a TrainJob's runtime is.
-    Raises:
-        DistapError: an option is wrong; it is named.
-    """
-
-    name: str
-    kind: Kind
-    image: str
-    checkpoints: str
-    nodes: int = 1
-    gpus: int = 0
-    ranks: int | None = None
-    data: str | None = None
-    validation: str | None = None
-    namespace: str | None = None
-    queue: str | None = None
-    secret: str = "distap-credentials"
-    monitoring: str = "monitoring"
-    cpu: int | None = None
-    memory: str | None = None
-    spool: str | None = None
-    priority: str | None = None
-    runtime: Literal["namespace", "cluster"] = "namespace"
+    name: Annotated[str, Option(help="Name of the training, its objects, and the folder of its run.")]
+    image: Annotated[str, Option(help="Container image, best by digest: NAME@sha256:DIGEST.")]
+    checkpoints: Annotated[
+        str, Option(help="Place of checkpoints: pvc://CLAIM/FOLDER that all pods can write to, or s3:// or gs://.")
+    ]
+    kind: Annotated[Kind, Option(help="Kind of object that runs the training; k8s/README.md compares them.")] = (
+        "indexed-job"
+    )
+    nodes: Annotated[int, Option(help="Number of hosts.")] = 1
+    gpus: Annotated[int, Option(help="GPUs of a host, with one rank on each; 0 trains on CPUs.")] = 0
+    ranks: Annotated[int | None, Option(help="Ranks of a host without GPUs.", show_default="1")] = None
+    data: Annotated[
+        str | None,
+        Option(help="Training data: pvc://CLAIM/FOLDER or URL.", show_default="data.train of the recipe"),
+    ] = None
+    validation: Annotated[
+        str | None, Option(help="Validation data, likewise.", show_default="data.validation of the recipe")
+    ] = None
+    namespace: Annotated[str | None, Option(help="Namespace of all objects.", show_default="kubectl's")] = None
+    queue: Annotated[str | None, Option(help="LocalQueue of Kueue.", show_default="not queued")] = None
+    secret: Annotated[str, Option(help="Secret whose keys become environment variables; it may be missing.")] = (
+        "distap-credentials"
+    )
+    monitoring: Annotated[str, Option(help="Namespace whose Prometheus may read the metrics.")] = "monitoring"
+    cpu: Annotated[int | None, Option(help="Cores of a pod.", show_default="2 a rank, and 1 a loader worker")] = None
+    memory: Annotated[
+        str | None, Option(help="Memory of a pod, such as 64Gi.", show_default="estimated from the recipe")
+    ] = None
+    spool: Annotated[
+        str | None,
+        Option(help="Disk of a pod for pixels and cache.", show_default="computed from the recipe"),
+    ] = None
+    priority: Annotated[
+        str | None, Option(help="PriorityClass of the pods.", show_default="the cluster's default")
+    ] = None
+    runtime: Annotated[
+        Literal["namespace", "cluster"],
+        Option(help="With --kind trainjob: a TrainingRuntime, or a ClusterTrainingRuntime, which needs more rights."),
+    ] = "namespace"
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -113,12 +111,10 @@ class Request:
 
     @property
     def ranks_a_host(self) -> int:
-        """Processes of a host."""
         return self.gpus or self.ranks or 1
 
     @property
-    def world(self) -> int:
-        """Processes of the training."""
+    def world(self) -> int:  # ranks of the training
         return self.nodes * self.ranks_a_host
 
     def _check_names(self) -> None:
@@ -134,17 +130,14 @@ class Request:
                 f"--name {self.name}: its pods would be called {pod}, which is longer than the {LONGEST_NAME} "
                 f"characters that Kubernetes allows; make it {excess} shorter"
             )
-        for option, text, form, characters in (
-            ("--namespace", self.namespace, _NAMESPACE, "digits and dashes"),
-            ("--monitoring", self.monitoring, _NAMESPACE, "digits and dashes"),
-            ("--queue", self.queue, _SUBDOMAIN, "digits, dashes and dots"),
-            ("--secret", self.secret, _SUBDOMAIN, "digits, dashes and dots"),
-            ("--priority", self.priority, _SUBDOMAIN, "digits, dashes and dots"),
-        ):
+        for option in ("namespace", "monitoring", "queue", "secret", "priority"):
+            text, has_dots = getattr(self, option), option not in ("namespace", "monitoring")
+            form = _SUBDOMAIN if has_dots else _NAMESPACE
             if text is not None and not (form.fullmatch(text) and len(text) <= LONGEST_NAME):
+                characters = "digits, dashes and dots" if has_dots else "digits and dashes"
                 raise DistapError(
-                    f"{option} {text!r}: expected a name of lower-case letters, {characters}, "
-                    f"{LONGEST_NAME} characters at most"
+                    f"--{option} {text!r}: expected a name of lower-case letters, {characters}, {LONGEST_NAME} "
+                    "characters at most"
                 )
 
     def _check_counts(self) -> None:
@@ -181,7 +174,7 @@ class Request:
 
 
 def claim_of(text: str | None, option: str) -> Claim | None:
-    """The claim that an option names; None where it names none."""
+    """Return the claim that an option names, if any."""
     if text is None or not text.startswith("pvc://"):
         return None
     name, _, folder = text.removeprefix("pvc://").partition("/")
@@ -191,7 +184,6 @@ def claim_of(text: str | None, option: str) -> Claim | None:
 
 
 def parsed_image(text: str) -> Image:
-    """The parts of an image's name."""
     match = _IMAGE.fullmatch(text)
     if match is None:
         raise DistapError(f"--image {text!r}: expected NAME@sha256:DIGEST or NAME:TAG, the name in lower case")
@@ -199,7 +191,7 @@ def parsed_image(text: str) -> Image:
 
 
 def quantity_bytes(text: str, option: str) -> int:
-    """Bytes that a quantity of Kubernetes stands for."""
+    """Return the bytes of a quantity of Kubernetes, such as 64Gi."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise DistapError(f"{option} {text!r}: expected a number with a unit of Kubernetes, such as 64Gi")

@@ -1,7 +1,7 @@
-"""What a host's pod asks for, from the recipe: rules of thumb, which options overrule."""
+"""Estimate the resources of a host's pod from the recipe; options overrule these rules of thumb."""
 
-from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from distap.apps.k8s.request import Request
 from distap.config.recipe import Recipe
@@ -12,14 +12,13 @@ GPU_RANK_BYTES = 10 * GIB  # page-locked buffers, and what CUDA keeps on the hos
 WORKER_BYTES = GIB  # a loader process, with the images that it decodes
 SPARE = 1.1
 TEMPORARY = 20  # GiB of /tmp: downloaded weights, compiled kernels
-OWN_RUN = 20  # GiB of /runs where it is a pod's own: the newest checkpoints, on their way to the object store
-# Of evaluations: copied from distap.evaluation.extraction and distap.data.images.whole_images, which import torch.
+OWN_RUN = 20  # GiB of a pod's own /runs: the newest checkpoints, on their way to the object store
+# Chunks of evaluations, copied from distap.evaluation.extraction and distap.data.images.whole_images to avoid torch.
 EVALUATION_CHUNK, EVALUATION_PREFETCH = 16, 2
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a host's pod: cores, and GiB."""
+class Sizes(NamedTuple):
+    """Cores, and GiB of memory and disk, of a host's pod."""
 
     cpu: int
     memory: int
@@ -28,7 +27,7 @@ class Sizes:
 
 
 def sizes_of(recipe: Recipe, request: Request) -> Sizes:
-    """What the recipe needs on each host."""
+    """Return the needs of the recipe on each host."""
     ranks, data = request.ranks_a_host, recipe.data
     share = ceil(recipe.sampling.size / request.world)
     share_bytes = share * 3 * data.image_size**2
@@ -47,13 +46,12 @@ def sizes_of(recipe: Recipe, request: Request) -> Sizes:
 
 
 def handed_over_bytes(recipe: Recipe, share: int) -> int:
-    """Shared memory that pixels take between a rank's loader workers and the rank.
+    """Return the bytes of shared memory between a rank's loader workers and the rank.
 
-    Each worker has `prefetch` chunks ready, and one more is in use. Those of training wait while it evaluates.
+    Each worker has `prefetch` chunks ready, and one more is in use. Chunks of training stay during evaluations.
 
     Args:
-        recipe: of the training.
-        share: images of a global batch that are the rank's.
+        share: images of a rank in a global batch.
     """
     data, evaluation = recipe.data, recipe.evaluation
     training = (data.prefetch + 1) * min(recipe.loader_chunk, share) * data.image_size**2
@@ -61,12 +59,12 @@ def handed_over_bytes(recipe: Recipe, share: int) -> int:
     if evaluation.every and data.validation is not None:
         of_image = [data.image_size, *(other.max_side or data.image_size for other in evaluation.also.values())]
         of_batch = evaluation.batch_size * data.image_size**2
-        # A worker hands over no more than what is described at once, but an image at least.
+        # A worker hands over at most as much as is described at once, but at least one image.
         chunk = max(min(EVALUATION_CHUNK * side**2, max(of_batch, side**2)) for side in of_image)
         evaluated = (EVALUATION_PREFETCH + 1) * chunk
     return data.workers * 3 * (training + evaluated)
 
 
 def _gib(size: float) -> int:
-    """GiB that hold so many bytes, with some to spare; one at least."""
+    """Return the GiB for so many bytes, with some to spare; one at least."""
     return max(1, ceil(SPARE * size / GIB))

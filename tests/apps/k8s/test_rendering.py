@@ -383,7 +383,7 @@ def test_an_installed_package_has_the_manifests_inside(tmp_path, recipe):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    installed = unpacked / "distap" / "manifests" / "files"
+    installed = unpacked / "distap" / "apps" / "k8s" / "files"
     assert {str(file.relative_to(installed)) for file in installed.rglob("*") if file.is_file()} == {
         str(file.relative_to(K8S)) for file in K8S.rglob("*") if file.is_file()
     }
