@@ -1,32 +1,37 @@
 """Write a folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and its patches."""
 
+import json
 import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distap.apps.k8s.manifests import built
 from distap.apps.k8s.recipes import arguments_of, cautions, checked_recipe
 from distap.apps.k8s.request import Request, claim_of, parsed_image, quantity_bytes
-from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, Sizes, sizes_of
+from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, sizes_of
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.processes.rendezvous import C10D_PORT
 from distap.processes.stopping import MARGIN_SECONDS
 
-HEAD = "# Written by `distap k8s render`, which writes the whole folder anew: change its options, not these files.\n"
 WRITTEN = ("kustomization.yaml", "base", "components", "training")
 KILL_SECONDS = 30  # for the container to end after the launcher has killed late ranks
-FIRST_METRICS_PORT = 9400
-SCRAPER = "/spec/ingress/1/from/0/namespaceSelector/matchLabels"  # of the NetworkPolicy in k8s/base
-BEFORE_THE_TRAINING = ["NetworkPolicy", "ConfigMap", "Service", "TrainingRuntime", "ClusterTrainingRuntime"]
+HEAD = "# Written by `distap k8s render`"  # of the templates
 logger = logging.getLogger("distap")
-COMPONENT = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
+_TEMPLATES = Environment(
+    loader=PackageLoader("distap.apps.k8s"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_TEMPLATES.filters["json"] = partial(
+    json.dumps, ensure_ascii=False
+)  # every text is quoted, so that none is taken for another type of YAML
 
 
 def render(
@@ -47,17 +52,30 @@ def render(
         DistapError: options and recipe do not fit, or the folder cannot be written; nothing was written then.
     """
     base = yaml.safe_load((manifests / "base" / "job.yaml").read_text())
-    arguments = arguments_of(_container(base)["args"], request, recipe, overrides)
+    (container,) = base["spec"]["template"]["spec"]["containers"]
+    arguments = arguments_of(container["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
     _check_output(output)
     for caution in cautions(checked):
         warn(caution)
+    values = _values(request, checked) | {"base_name": base["metadata"]["name"], "container": container["name"]}
     output = output.resolve()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
             draft = Path(scratch, "draft")
-            _fill(draft, manifests, request, recipe, _job(base, request, checked, arguments))
+            for part in ("base", *values["components"]):
+                if part != "training":
+                    shutil.copytree(manifests / part, draft / part)
+            (draft / "training").mkdir()
+            shutil.copyfile(recipe, draft / "training" / "recipe.yaml")
+            for file, template in (
+                ("kustomization.yaml", "kustomization.yaml"),
+                ("training/kustomization.yaml", "training.yaml"),
+                ("training/job.yaml", "job.yaml"),
+            ):
+                text = _TEMPLATES.get_template(template).render(values, arguments=arguments)
+                (draft / file).write_text(text, encoding="utf-8")
             if output.exists():
                 shutil.rmtree(output)
             draft.rename(output)
@@ -78,22 +96,6 @@ def rendered(
         return built(Path(scratch, request.name))
 
 
-def _fill(draft: Path, manifests: Path, request: Request, recipe: Path, job: dict[str, Any]) -> None:
-    shutil.copytree(manifests / "base", draft / "base")
-    components = _components(request)
-    for component in components:
-        if component != "training":
-            shutil.copytree(manifests / component, draft / component)
-    training = draft / "training"
-    training.mkdir()
-    shutil.copyfile(recipe, training / "recipe.yaml")
-    _write(training / "job.yaml", job)
-    _write(training / "name.yaml", _replaced("/metadata/name", request.name))
-    _write(training / "monitoring.yaml", _replaced(SCRAPER, {"kubernetes.io/metadata.name": request.monitoring}))
-    _write(training / "kustomization.yaml", _training(request))
-    _write(draft / "kustomization.yaml", _kustomization(request, components))
-
-
 def _check_output(output: Path) -> None:
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -108,151 +110,35 @@ def _check_output(output: Path) -> None:
         )
 
 
-def _components(request: Request) -> list[str]:
-    """Return folders below k8s/ in order: changes of the Job come before changes of its kind."""
-    chosen = {
+def _values(request: Request, recipe: Recipe) -> dict[str, Any]:
+    """Return the variables of the templates."""
+    sizes, is_train_job = sizes_of(recipe, request), request.kind == "trainjob"
+    data, runs = claim_of(request.data, "--data"), claim_of(request.checkpoints, "--checkpoints")
+    spool = request.spool or f"{sizes.spool}Gi"
+    disk = ceil(quantity_bytes(spool, "--spool") / GIB) + TEMPORARY + (0 if runs else OWN_RUN)
+    # First changes of the Job, then changes of its kind.
+    components = {
         "components/gpu": request.gpus > 0,
-        "components/data-url": claim_of(request.data, "--data") is None,
-        "components/object-store": claim_of(request.checkpoints, "--checkpoints") is None,
+        "components/data-url": data is None,
+        "components/object-store": runs is None,
         "training": True,
         "components/jobset": request.kind == "jobset",
-        "components/trainjob": request.kind == "trainjob",
-        "components/trainjob-in-namespace": request.kind == "trainjob" and request.runtime == "namespace",
+        "components/trainjob": is_train_job,
+        "components/trainjob-in-namespace": is_train_job and request.runtime == "namespace",
     }
-    return [component for component, is_needed in chosen.items() if is_needed]
-
-
-def _kustomization(request: Request, components: list[str]) -> dict[str, Any]:
     return {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        **({"namespace": request.namespace} if request.namespace else {}),
-        "resources": ["base"],
-        "components": components,
-        # Pods start behind their policy. A TrainJob is refused before its runtime, which by name comes after it.
-        "sortOptions": {
-            "order": "legacy",
-            "legacySortOptions": {"orderFirst": BEFORE_THE_TRAINING, "orderLast": []},
-        },
+        "request": request,
+        "image": parsed_image(request.image),
+        "components": [component for component, is_needed in components.items() if is_needed],
+        "data": data,
+        "runs": runs,
+        "cpu": request.cpu or sizes.cpu,
+        "memory": request.memory or f"{sizes.memory}Gi",
+        "spool": spool,
+        "disk": disk,
+        "shared_memory": sizes.shared_memory,
+        "temporary": TEMPORARY,
+        "own_run": OWN_RUN,
+        "grace_seconds": ceil(recipe.stop.grace_seconds) + MARGIN_SECONDS + KILL_SECONDS,
+        "rendezvous_port": C10D_PORT,
     }
-
-
-def _training(request: Request) -> dict[str, Any]:
-    """Return the component that names the objects of k8s/base and patches the Job."""
-    image = parsed_image(request.image)
-    version = {"digest": image.digest} if image.digest else {"newTag": image.tag or "latest"}
-    return {
-        **COMPONENT,
-        "images": [{"name": "distap", "newName": image.name, **version}],
-        "labels": [{"pairs": {"app.kubernetes.io/instance": request.name}, "includeSelectors": True}],
-        "configMapGenerator": [
-            {
-                "name": f"{request.name}-recipe",
-                "files": ["recipe.yaml"],
-                "options": {
-                    "labels": {"app.kubernetes.io/name": "distap", "app.kubernetes.io/component": "trainer"},
-                },
-            }
-        ],
-        "patches": [
-            {"target": {"kind": "Job"}, "path": "job.yaml"},
-            {"target": {"kind": "NetworkPolicy"}, "path": "monitoring.yaml"},
-            {
-                "target": {"kind": "Job|Service|NetworkPolicy"},
-                "path": "name.yaml",
-                "options": {"allowNameChange": True},
-            },
-        ],
-    }
-
-
-def _replaced(path: str, value: Any) -> list[dict[str, Any]]:  # a JSON patch
-    return [{"op": "replace", "path": path, "value": value}]
-
-
-def _job(base: dict[str, Any], request: Request, recipe: Recipe, arguments: list[str]) -> dict[str, Any]:
-    """Return a strategic merge patch of the Job."""
-    sizes = sizes_of(recipe, request)
-    pod = {
-        "subdomain": request.name,
-        "terminationGracePeriodSeconds": ceil(recipe.stop.grace_seconds) + MARGIN_SECONDS + KILL_SECONDS,
-        **({"priorityClassName": request.priority} if request.priority else {}),
-        "containers": [
-            {
-                "name": _container(base)["name"],
-                # Otherwise the kubelet would take a $(NAME) in a recipe's text for a variable.
-                "args": [argument.replace("$", "$$") for argument in arguments],
-                **_settings(request, sizes),
-            }
-        ],
-        "volumes": _volumes(request, sizes),
-    }
-    labels = {"kueue.x-k8s.io/queue-name": request.queue} if request.queue else {}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": base["metadata"]["name"], "labels": labels},
-        "spec": {"completions": request.nodes, "parallelism": request.nodes, "template": {"spec": pod}},
-    }
-
-
-def _settings(request: Request, sizes: Sizes) -> dict[str, Any]:
-    """Return environment, ports and resources of the container."""
-    cpu = request.cpu or sizes.cpu
-    environment = {
-        "PET_NNODES": request.nodes,
-        "PET_NPROC_PER_NODE": request.ranks_a_host,
-        "PET_RDZV_ID": request.name,
-        "PET_RDZV_ENDPOINT": f"{request.name}-0.{request.name}:{C10D_PORT}",
-        "OMP_NUM_THREADS": max(1, cpu // request.ranks_a_host),
-    }
-    limits = {"memory": request.memory or f"{sizes.memory}Gi"}
-    if request.gpus:
-        limits["nvidia.com/gpu"] = str(request.gpus)
-    spool = ceil(quantity_bytes(_spool(request, sizes), "--spool") / GIB)
-    disk = spool + TEMPORARY + (OWN_RUN if claim_of(request.checkpoints, "--checkpoints") is None else 0)
-    ranks = range(request.ranks_a_host)
-    return {
-        "env": [{"name": name, "value": str(value)} for name, value in environment.items()],
-        "envFrom": [{"secretRef": {"name": request.secret, "optional": True}}],
-        "ports": [
-            {"$patch": "replace"},
-            {"name": "rendezvous", "containerPort": C10D_PORT},
-            *({"name": f"metrics-{rank}", "containerPort": FIRST_METRICS_PORT + rank} for rank in ranks),
-        ],
-        "resources": {"requests": {"cpu": str(cpu), "ephemeral-storage": f"{disk}Gi", **limits}, "limits": limits},
-    }
-
-
-def _volumes(request: Request, sizes: Sizes) -> list[dict[str, Any]]:
-    """Return the volumes that replace those of k8s/base."""
-    data, runs = claim_of(request.data, "--data"), claim_of(request.checkpoints, "--checkpoints")
-    volumes = {
-        "recipe": {"configMap": {"name": f"{request.name}-recipe"}},
-        "runs": {"persistentVolumeClaim": {"claimName": runs.name}} if runs else _scratch(f"{OWN_RUN}Gi"),
-        "spool": _scratch(_spool(request, sizes)),
-        "tmp": _scratch(f"{TEMPORARY}Gi"),
-        "shm": _scratch(f"{sizes.shared_memory}Gi"),
-    }
-    if data is not None:
-        # It is mounted read-only in any case, but a driver mounts a claim one way only if it is asked for both.
-        both = {"readOnly": None} if runs and runs.name == data.name else {}
-        volumes["data"] = {"persistentVolumeClaim": {"claimName": data.name, **both}}
-    return [{"name": name, **volume} for name, volume in volumes.items()]
-
-
-def _spool(request: Request, sizes: Sizes) -> str:
-    return request.spool or f"{sizes.spool}Gi"
-
-
-def _scratch(size: str) -> dict[str, Any]:
-    return {"emptyDir": {"sizeLimit": size}}
-
-
-def _container(job: dict[str, Any]) -> dict[str, Any]:
-    container: dict[str, Any] = job["spec"]["template"]["spec"]["containers"][0]
-    return container
-
-
-def _write(path: Path, content: dict[str, Any] | list[dict[str, Any]]) -> None:
-    path.write_text(HEAD + yaml.safe_dump(content, sort_keys=False, width=118), encoding="utf-8")
