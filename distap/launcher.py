@@ -1,13 +1,13 @@
-"""`python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`: a host's ranks, by torchrun's own machinery.
+"""Start this host's ranks, as torchrun does: `python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`.
 
-It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in four things:
-- its exit status is one of `distap.errors`: 2 when a rank of this host met a mistake that a person must mend, or else
-  75 when one stopped on request, 0 when all finished, 1 when they did not;
-- ranks that left with 75 or 2 are not started again, whatever --max-restarts says;
-- after a signal the ranks have the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds;
-- it never lingers. Once a rank has failed, or none is left, and the rendezvous cannot be reached for
-  `linger_seconds` (the recipe's timeout_seconds, a minute at most), it ends, and its ranks with it. A host that was
-  cut off is so gone after timeout_seconds + `watchdog.LEAVE_SECONDS` + `agent.LEAVE_SECONDS` + `linger_seconds`.
+It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in four ways:
+- Its exit status is one of `distap.errors`: 2 if a rank of this host met a mistake that a person must mend, otherwise
+  75 if one stopped on request, 0 if all finished, 1 if they did not.
+- It does not start ranks again that left with 75 or 2, whatever --max-restarts says.
+- After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds.
+- It never lingers. Once a rank has failed, or none is left, and the rendezvous cannot be reached for
+  `linger_seconds` (the recipe's timeout_seconds, a minute at most), it ends, and its ranks with it. So a host that is
+  cut off is gone after timeout_seconds + `watchdog.LEAVE_SECONDS` + `agent.LEAVE_SECONDS` + `linger_seconds`.
 """
 
 import os
@@ -29,12 +29,11 @@ LONGEST_LINGER_SECONDS = 60.0
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
-    """Start this host's ranks of a training and wait for them; returns the exit status.
+    """Start this host's ranks of a training and wait for them; return the exit status.
 
     Args:
-        options: torchrun's, such as ["--nnodes=2", "--nproc-per-node=8"].
-        config: the recipe.
-        overrides: changes to it.
+        options: options of torchrun, such as ["--nnodes=2", "--nproc-per-node=8"].
+        config, overrides: the recipe and changes to it.
     Raises:
         DistapError: the recipe is wrong, or does not fit the options; no rank was started.
     """
@@ -52,16 +51,15 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
 def launch(
     options: list[str], module: str, arguments: list[str], grace_seconds: float, timeout_seconds: float
 ) -> int:
-    """Run `python -m module arguments...` on each rank of this host; returns the exit status.
+    """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    This process hears no signals after it: all that is left to do is to leave with that status.
+    Afterwards this process ignores signals: all that is left to do is to leave with that status.
 
     Args:
-        options: torchrun's.
-        module: calls `exits.record_outcome`.
-        arguments: of the module.
-        grace_seconds: that ranks have to leave after a signal.
-        timeout_seconds: of a collective.
+        options: options of torchrun.
+        module: a module that calls `exit_statuses.record_outcome`.
+        grace_seconds: time that ranks have to leave after a signal.
+        timeout_seconds: limit for a collective.
     """
     from torch.distributed import run as torchrun
 
@@ -87,7 +85,7 @@ def launch(
 
 @contextmanager
 def _outcomes() -> Iterator[Path]:
-    """A folder for the ranks' exit statuses, named in their environment."""
+    """Make a folder for the ranks' exit statuses, and name it in their environment."""
     folder = Path(tempfile.mkdtemp(prefix="distap-outcomes-"))
     ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), STARTED: str(process_started())}
     os.environ |= ours
@@ -101,7 +99,7 @@ def _outcomes() -> Iterator[Path]:
 
 @contextmanager
 def _early_signals(outcomes: Path) -> Iterator[None]:
-    """Until torch takes the signals over with the first ranks, there is nothing to lose."""
+    """End at once on a signal until torch handles signals, with the first ranks: there is nothing to lose yet."""
     end_when_asked(partial(shutil.rmtree, outcomes, ignore_errors=True))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it
     try:
@@ -112,9 +110,9 @@ def _early_signals(outcomes: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Launch what the command line says."""
+    """Launch the training of the command line."""
     end_when_asked()
-    # Imported late, as everything heavy here, so that a signal is heard from the first moment on.
+    # Everything heavy is imported late, so that signals are handled from the first moment on.
     from torch.distributed import run as torchrun
 
     settings = torchrun.get_args_parser().parse_args()

@@ -1,15 +1,15 @@
-"""Randomness that is a function of its key, so that it does not depend on ranks, workers or what ran before."""
+"""Random numbers as functions of a key, so that they do not depend on ranks, workers or earlier draws."""
 
 import numpy as np
 
 
 def seed_for(*key: int) -> int:
-    """A 63-bit seed for a key such as (seed, step, slot); the same on every machine and numpy version."""
+    """Return a 63-bit seed for a key such as (seed, step, slot), the same on every machine and numpy version."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """A random order of range(count), (count,) int64, a pure function of the key.
+    """Return a random order of range(count), (count,) int64, as a pure function of the key.
 
     Sorting raw output of the counter-based Philox generator, whose stream numpy guarantees to keep, makes it
     the same with every numpy version, which `Generator.permutation` does not promise.

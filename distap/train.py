@@ -1,4 +1,4 @@
-"""`torchrun -m distap.train CONFIG [key=value ...]`: one rank of a training."""
+"""Run one rank of a training: `torchrun -m distap.train CONFIG [key=value ...]`."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
 from distap.telemetry.loggers.loggers import end_if_hanging
 
-CONFIG = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
+CONFIG = Annotated[Path, typer.Argument(help="Recipe of the training, a YAML file.", show_default=False)]
 OVERRIDES = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the recipe, such as optimizer.learning_rate=1e-4.", show_default=False),
@@ -21,11 +21,11 @@ OVERRIDES = Annotated[
 
 
 def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
-    """Train on this process's rank: alone, or as one of those that torchrun starts.
+    """Train on this process's rank: alone, or as one of the ranks that torchrun starts.
 
-    The run goes on from its newest checkpoint where it has one. Asked to stop by SIGTERM or SIGINT, it finishes the
-    step or breaks off the evaluation, writes a checkpoint and leaves with status 75: start it again. Other statuses:
-    0 all steps are done, 2 a mistake that needs a person, 1 a failure.
+    The run goes on from its newest checkpoint, if there is one. On SIGTERM or SIGINT it finishes the step or breaks
+    off the evaluation, writes a checkpoint and exits with status 75: start it again. Other exit statuses: 0 all steps
+    are done, 2 a mistake that a person must mend, 1 a failure.
     """
     end_when_asked()
     startup = Startup()
@@ -52,7 +52,7 @@ def train(config: CONFIG, overrides: OVERRIDES = None) -> None:
 
 
 def run(command: typer.Typer, name: str) -> None:
-    """Run the command line called `name`; an error that is meant for a person is printed, without a traceback."""
+    """Run a command line called `name`; a DistapError is printed without a traceback, since it is for a person."""
     status, problem = FAILED, None
     try:
         command(prog_name=name)
@@ -73,7 +73,7 @@ def run(command: typer.Typer, name: str) -> None:
 
 
 def main() -> None:
-    """Run this process's rank as the command line says."""
+    """Run this process's rank with the recipe of the command line."""
     application = typer.Typer(add_completion=False)
     application.command()(train)
     run(application, "torchrun -m distap.train")

@@ -1,4 +1,7 @@
-"""The loop around the step: data, schedule, checkpoints, evaluation, requests to stop."""
+"""The order of a run: resume, evaluate, then for each step train, report, evaluate and save.
+
+`Trainer.train` reads from top to bottom; `distap.training` builds its parts, keeps its state and reports it.
+"""
 
 import time
 from dataclasses import replace
@@ -27,19 +30,17 @@ from distap.training.state import RunState
 from distap.world import World
 
 TRACES = "traces"
-ALWAYS_TOLERATED = 10  # damaged images: a share of a first small batch says little
+ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch says little
 
 
 class Trainer:
     """One training of a recipe on one rank; every rank makes one.
 
     Args:
-        recipe: what to train.
-        world: the ranks.
-        endpoint: what this rank answers on over HTTP; by default it answers nothing.
+        endpoint: answers HTTP requests about this rank; a new one answers nothing until it is served.
         startup: the clock that was started with the process.
     Raises:
-        DistapError: the recipe does not fit the data, the ranks or an earlier state of the run.
+        DistapError: the recipe does not fit the data or the ranks.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class Trainer:
         self.endpoint.watchdog = world.watchdog
         self.tracer = Tracer(recipe.run / TRACES, world.rank)
         self.endpoint.ask_trace = self.tracer.ask
-        # First of all, so that a start that takes long or fails again and again is seen.
+        # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
         self.images = images_of(recipe, world, self.stopwatch)
-        self._check()
+        self._check_data()
         self.startup.reached("data")
         self.network = network_of(recipe, world).train()
         describer = describer_of(recipe, self.network)
@@ -63,17 +64,19 @@ class Trainer:
         memory = CrossBatchMemory(recipe.memory.size)
         self.step = step_of(recipe, self.engine, world, self.images.size, describer, memory, self.stopwatch)
         self.state = RunState(recipe, world, self.images, self.engine, memory)
-        self.done = 0  # steps behind the present state
-        self.not_finite = 0  # steps in a row that were not applied
+        self.done = 0  # steps that have led to the present parameters
+        self.not_finite = 0  # steps in a row whose loss or gradient was not finite
         self.startup.reached("network")
 
     def train(self) -> int:
-        """Train to the last step, from the newest checkpoint where there is one; returns an exit status.
+        """Train from the newest checkpoint, if there is one, to the last step.
 
-        FINISHED after the last step; RESTART where a rank was asked to stop, behind a checkpoint.
+        Returns:
+            FINISHED after the last step; RESTART if a rank was asked to stop, after writing a checkpoint.
+        Raises:
+            DistapError: the run cannot go on from its checkpoint, or cannot be trained.
         """
         with StopRequest(self.recipe.stop.grace_seconds, self.tracer.ask) as stop:
-            self._refuse_different_data()
             self.done = self.state.resume()
             owes_evaluation = self.done > 0 and self._owes_evaluation() and self.state.score is None
             if self.done >= self.recipe.steps and not owes_evaluation:
@@ -87,7 +90,7 @@ class Trainer:
                     if score is None:
                         logger.warning("stopped before the evaluation after step %d was done", self.done)
                         return RESTART
-                    if owes_evaluation:  # a request to stop came before it
+                    if owes_evaluation:  # the process before was asked to stop before this evaluation
                         self._save_if_due(score)
                 self.startup.reached("evaluation")
                 return self._train(stop)
@@ -99,19 +102,18 @@ class Trainer:
             factor = self.recipe.schedule.factor(share.step, self.recipe.steps)
             result = self.step(share, self.recipe.optimizer.learning_rate * factor)
             self.done = share.step + 1
-            if self.done == first + 1:
-                self._keep_graphs()
             stopping = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
             if self.done == first + 1:
-                self._tell_start()
-            self._report(share, result, time.perf_counter() - lap)
+                self._after_first_step()
+            self.report.step(self.done, share, result, self.stopwatch, time.perf_counter() - lap)
+            self.report.checkpoint(self.state.poll())
             self.tracer.step_done(self.done)
-            self._refuse_numbers_that_stay_not_finite(share, result)
+            self._count_not_finite(share, result)
             score = None
             if self._owes_evaluation() and not stopping:
                 self.tracer.interrupt(self.done)
                 score = self.evaluate(stop)
-                stopping = score is None  # the evaluation is made up for after the restart
+                stopping = score is None  # the evaluation is done after the restart
             if stopping:
                 self._save(score=None)
                 break
@@ -130,75 +132,69 @@ class Trainer:
         return self._is_due(self.recipe.evaluation.every)
 
     def _is_due(self, every: int) -> bool:
-        """What is done every so many steps is done after the last one as well."""
+        """Return whether `every` divides the steps done; the last step is always due, unless `every` is 0."""
         return every > 0 and (self.done % every == 0 or self.done == self.recipe.steps)
 
-    def _check(self) -> None:
-        data = self.recipe.data
-        if self.images.size < self.world.size:
+    def _check_data(self) -> None:
+        data, images = self.recipe.data, self.images
+        if images.size < self.world.size:
             raise DistapError(
-                f"sampling gives {self.images.size} images a batch, fewer than the {self.world.size} ranks; "
+                f"sampling gives {images.size} images a batch, fewer than the {self.world.size} ranks; "
                 "each rank needs at least one"
+            )
+        if not self.world.all_same(int(images.fingerprint[:12], 16)):
+            raise DistapError(
+                f"{data.train}: the ranks see different data; rank {self.world.rank} has fingerprint "
+                f"{images.fingerprint[:12]}"
             )
         if data.validation_source is not None:
             validation = load_index(data.validation_source, data.remote)
-            if data.unseen_classes and self.images.index is not None:
-                refuse_seen_classes(self.images.index, validation, data.validation_source)
+            if data.unseen_classes and images.index is not None:
+                refuse_seen_classes(images.index, validation, data.validation_source)
             elif data.unseen_classes and self.world.rank == 0:
-                logger.warning(
-                    "%s: whether %s shares classes with it is not checked, since it has no index",
-                    data.train,
-                    data.validation,
-                )
+                told = "%s has no index, so nothing checks whether it shares classes with %s"
+                logger.warning(told, data.train, data.validation)
 
-    def _keep_graphs(self) -> None:
-        """After a step: as many as memory allows, where the recipe says so."""
+    def _after_first_step(self) -> None:
+        """Keep as many graphs as memory allows, if the recipe wants that, and log the time since the cold start."""
         if self.recipe.replay.keep == "auto" and self.engine.keeps_graphs:
             fitting = fitting_of(self.recipe, self.engine, self.world, self.images.size)
             self.step.sizes.keep = fitting.kept_graphs(self.step.sizes.replay)
-
-    def _report(self, share: ShareOfBatch, result: StepResult, seconds: float) -> None:
-        """Tell what the step did."""
-        for row in result.not_finite:
-            logger.warning("step %d: the descriptor of %s is not finite; it is left out", self.done, share.names[row])
-        parts = dict(self.stopwatch.seconds)
-        self.stopwatch.seconds.clear()
-        self.report.step(self.done, result, len(share.samples), parts, seconds)
-        self.report.checkpoint(self.state.poll())
-
-    def _tell_start(self) -> None:
-        """What took the time from the cold process to the first step."""
         self.startup.reached("first step")
         self.report.started(self.startup.seconds)
         logger.info("%s", self.startup.summary(self.stopwatch.seconds))
 
     def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
-        """Whether any rank was asked to stop; a trace that one was asked for begins on all.
+        """Exchange requests and damage with the other ranks, and begin a trace if a rank was asked for one.
 
-        Too many damaged ones among the `images` read so far are an error.
+        Args:
+            images: number of images that all ranks have read since this process started.
+        Returns:
+            Whether any rank was asked to stop.
+        Raises:
+            DistapError: too many of the images are damaged.
         """
         self.report.reading(self.done, share)
         wanted = self.tracer.asked()
         mine = [len(share.failures), int(stop.requested), wanted, int(wanted > 0)]
-        counts = torch.tensor(mine, device=self.world.device)
-        damaged, stopping, steps, asked = self.world.sum(counts).tolist()
+        damaged, stopping, steps, asked = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
         if asked:
             self.tracer.agreed(round(steps / asked))
         self.report.skipped_images += damaged
         data = self.recipe.data
-        for what, count, of, limit in (
+        for key, count, of, limit in (
             ("data.max_damaged", self.report.skipped_images, images, data.max_damaged),
             ("data.max_damaged_in_step", damaged, self.images.size, data.max_damaged_in_step),
         ):
             if count > max(limit * of, ALWAYS_TOLERATED):
                 raise DistapError(
-                    f"{data.train}: {count} of {of} images are damaged, more than {what} ({limit}) allows; "
+                    f"{data.train}: {count} of {of} images are damaged, more than {key} ({limit}) allows; "
                     "this rank met " + (", ".join(sorted(self.report.damaged)[:10]) or "none of them")
                 )
         return bool(stopping)
 
-    def _refuse_numbers_that_stay_not_finite(self, share: ShareOfBatch, result: StepResult) -> None:
-        """Write down the images of a step that was not applied; stop after too many such steps in a row."""
+    def _count_not_finite(self, share: ShareOfBatch, result: StepResult) -> None:
+        """Record the images of a step whose loss or gradient was not finite; raise after too many in a row."""
         if result.skipped is None:
             self.not_finite = 0
             return
@@ -215,10 +211,10 @@ class Trainer:
             )
 
     def evaluate(self, stop: StopRequest) -> float | None:
-        """The mAP on the validation set; none where a rank was asked to stop in the midst of it."""
+        """Evaluate on all sets; return the mAP on the validation set, or None if a rank was asked to stop."""
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")
-        self._agree_on_statistics()
+        self._average_statistics()
         try:
             with self.engine.describing():
                 described = {
@@ -232,7 +228,7 @@ class Trainer:
         self.report.keep_evaluation(self.done, validation)
         figures = {name: evaluation.figures for name, evaluation in evaluated.items()}
         self.report.validation(self.done, figures, time.perf_counter() - started)
-        # One rank's figure for all: whether it is the best must not depend on the last bit of a sum.
+        # All ranks take rank 0's figure: which checkpoint is the best must not depend on the last bit of a sum.
         score = torch.tensor(validation.figures["mAP"], dtype=torch.float64, device=self.world.device)
         return float(self.world.broadcast(score))
 
@@ -242,25 +238,18 @@ class Trainer:
 
     def _save(self, score: float | None) -> None:
         self.world.note(f"checkpoint after step {self.done}")
-        self._agree_on_statistics()
+        self._average_statistics()
         self.report.checkpoint(self.state.save(self.done, score))
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the last checkpoint; without it the run would not be done."""
+        """Wait for the last checkpoint, without which the run is not done."""
         written = self.state.wait()
         self.report.checkpoint(written)
         if written is not None and written.error is not None:
             kind = UnreachableError if written.may_pass else DistapError
             raise kind(f"{written.path}: the last checkpoint cannot be written: {written.error}")
 
-    def _refuse_different_data(self) -> None:
-        if not self.world.all_same(int(self.images.fingerprint[:12], 16)):
-            raise DistapError(
-                f"{self.recipe.data.train}: the ranks see different data; "
-                f"rank {self.world.rank} has fingerprint {self.images.fingerprint[:12]}"
-            )
-
-    def _agree_on_statistics(self) -> None:
-        """With BatchNorm by micro-batch, each rank has its own running statistics: take their mean."""
+    def _average_statistics(self) -> None:
+        """Average BatchNorm's running statistics over the ranks; each has its own if they come from micro-batches."""
         for statistic in self.network.running_statistics():
             self.world.sum(statistic).div_(self.world.size)

@@ -1,4 +1,4 @@
-"""The `distap` command; each of its commands is a thin call."""
+"""The `distap` command line; each command is a thin call of the library."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""`torchrun -m distap.cli COMMAND ...`: a command on several ranks."""
+"""Run a command on several ranks: `torchrun -m distap.cli COMMAND ...`."""
 
 from distap.cli import main
 

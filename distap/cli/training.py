@@ -1,4 +1,4 @@
-"""`distap train` and `report`."""
+"""The commands `distap train` and `distap report`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +11,11 @@ from distap.train import CONFIG, OVERRIDES, train
 def train_command(
     config: CONFIG,
     overrides: OVERRIDES = None,
-    ranks: Annotated[int, typer.Option(help="Processes on this machine, by torchrun; one a GPU.", min=1)] = 1,
+    ranks: Annotated[int, typer.Option(help="Number of processes on this machine, one a GPU.", min=1)] = 1,
 ) -> None:
     """Train a recipe with the three-stage step; an interrupted run goes on from its newest checkpoint.
 
-    On several machines start `python -m distap.launcher CONFIG` on each, with torchrun's options.
+    To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's options.
     """
     if ranks == 1:
         train(config, overrides)
@@ -30,25 +30,25 @@ def train_command(
 
 def report_command(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run; several runs are compared.")
+        list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run. Several runs are compared.")
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write report.html and summary.json to; by default the run's, or the one around all runs."
+            help="Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
         ),
     ] = None,
     before: Annotated[
         Path | None,
         typer.Option(
-            help="Evaluation before the training, a folder of `distap eval --output`; by default the run's own."
+            help="Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
         ),
     ] = None,
     after: Annotated[
-        Path | None, typer.Option(help="Evaluation after the training; by default the run's own.")
+        Path | None, typer.Option(help="Evaluation after the training, a folder like --before; by default the run's.")
     ] = None,
 ) -> None:
-    """Write a page on a run, or on several side by side: curves, time, figures, neighbours, hardest queries."""
+    """Write a page about one run, or several side by side: curves, times, figures, neighbours, hardest queries."""
     from distap.pages.report import report
     from distap.telemetry.terminal import console, figures_table
 

@@ -1,4 +1,4 @@
-"""The parts of a training as a recipe describes them: images, network, engine, step."""
+"""Build the parts of a training from a recipe: images, network, engine, step, evaluations."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
-PARTS = ("backbone", "pooling", "head")  # of the network, each with settings of the optimiser
+PARTS = ("backbone", "pooling", "head")  # parts of the network that have their own optimiser settings
 logger = logging.getLogger("distap")
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
-    """The recipe's images for this rank, from the source that it chooses (`data.reading`)."""
+    """Open the recipe's training images for this rank, from the source that `data.reading` names."""
     data = recipe.data
     job = LoadingJob(
         source=data.train_source,
@@ -59,7 +59,7 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
 
 
 def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
-    """The recipe's network on this rank's device, the same on every rank."""
+    """Build the recipe's network on this rank's device, with the same parameters on every rank."""
     model = recipe.model
     torch.manual_seed(recipe.seed)
     return build_network(
@@ -74,11 +74,10 @@ def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
 
 
 def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
-    """What describes in stage one, where the recipe wants that done cheaper than by the engine.
+    """Build a cheaper describer for stage one if the recipe asks for one; None leaves it to the engine.
 
     Args:
-        recipe: what to train.
-        network: the recipe's, before an engine takes it over.
+        network: the recipe's network, before an engine takes it over.
     Raises:
         DistapError: the network's BatchNorm cannot be folded.
     """
@@ -99,14 +98,12 @@ def describing_of(
     kept_in: Path | None = None,
     shown: bool = False,
 ) -> Describing:
-    """How the recipe's evaluations describe images.
+    """Return how evaluations describe images with a recipe's network.
 
     Args:
-        recipe: of the network.
-        network: whose parameters are whole, as before an engine takes it over.
-        world: the ranks.
+        network: a network whose parameters are whole, as before an engine takes it over.
         sizing: how images are brought to size; None crops them to the recipe's image size.
-        scales, power: at which each is described, and of their mean.
+        scales, power: scales at which each image is described, and the power of their mean.
         kept_in, shown: see `Describing`.
     Raises:
         DistapError: the network does not take such images.
@@ -127,12 +124,13 @@ def describing_of(
 def evaluations_of(
     recipe: Recipe, network: RetrievalNetwork, world: World
 ) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
-    """The data sets that a training evaluates on by name, data.validation first, and what says how each is described.
+    """Open the data sets that a training evaluates on.
 
-    It is asked at each evaluation, since the mean over scales has the power that GeM has learned by then.
-
+    Returns:
+        By name, data.validation first: the set, and a function that says how to describe its images. It is called at
+        each evaluation, since the mean over scales takes the power that GeM has learned by then.
     Raises:
-        DistapError: one is not there, or the network does not take its images.
+        DistapError: a set is missing, or the network does not take its images.
     """
     data = recipe.data
     if not recipe.evaluation.every or data.validation_source is None:
@@ -147,12 +145,12 @@ def evaluations_of(
         describing = partial(describing_of, recipe, network, world, sizing, other.scales)
         sets[name] = open_set(other.data, name, other.distractors, **settings), describing
     for _, how in sets.values():
-        how()  # images that the network does not take are told before it trains
+        how()  # raises for images that the network does not take, before it trains
     return sets
 
 
 def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
-    """The recipe's engine and optimiser over a network.
+    """Build the recipe's engine over a network, with its optimiser.
 
     Raises:
         DistapError: the engine cannot do what the recipe asks for.
@@ -172,7 +170,7 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
 
 
 def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:
-    """What tries sizes for the recipe's images, of a global batch of `batch`."""
+    """Return a `Fitting`, which finds micro-batch sizes for a global batch of `batch` images."""
     return Fitting(engine, world, recipe.data.image_size, len(world.slots(batch)))
 
 
@@ -185,16 +183,12 @@ def step_of(
     memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> ThreeStageStep:
-    """The recipe's step; where micro-batches are to find their size, they do so here.
+    """Build the recipe's step; sizes of micro-batches that are `auto` are measured here.
 
     Args:
-        recipe: what to train.
-        engine: over the recipe's network.
-        world: the ranks.
         batch: B, images of a global batch.
-        describer: what `describer_of` gave.
+        describer: the result of `describer_of`.
         memory: descriptors of earlier steps; None remembers none.
-        stopwatch: gathers the seconds of each stage.
     Raises:
         DistapError: the network or the engine does not allow the recipe's micro-batches.
     """
@@ -205,7 +199,7 @@ def step_of(
         same = mixes_images(engine.network) is not None
         describe = None if same else fitting_of(recipe, engine, world, batch).describe_size(describer)
     if recipe.replay.keep == "auto" and not engine.keeps_graphs:
-        logger.warning("replay.keep is auto, but this engine can have one graph at a time, so none is kept")
+        logger.warning("replay.keep is auto, but this engine can hold only one graph at a time, so none is kept")
     if recipe.step.compile:
         assert isinstance(engine.network, RetrievalNetwork)
         share = len(world.slots(batch))
@@ -232,8 +226,10 @@ def step_of(
 
 
 def trained_network(path: Path | str, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
-    """The recipe and network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
+    """Load the recipe and the network of a checkpoint, or of a run's newest or best one.
 
+    Args:
+        path: a checkpoint or a run, on disk or behind a URL.
     Raises:
         DistapError: there is no checkpoint, or it is damaged.
     """

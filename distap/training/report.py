@@ -1,4 +1,4 @@
-"""What a run tells while it trains: metrics, the run's log, the terminal."""
+"""Report a run while it trains: to metrics, the run's log, loggers and the terminal."""
 
 import logging
 import math
@@ -16,6 +16,7 @@ from distap.data.loading.training import ShareOfBatch
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
 from distap.step import StepResult
+from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import Loggers, refuse_unusable
 from distap.telemetry.loggers.protocol import LoggedRun
@@ -29,13 +30,11 @@ logger = logging.getLogger("distap")
 
 
 class RunReport:
-    """One rank's account of a run; rank 0 writes the run folder's files.
+    """Reports of one rank; rank 0 writes the run folder's files.
 
     Args:
-        recipe: of the run.
-        world: the ranks.
         batch: B, images of a global batch.
-        endpoint: that gives its metrics to Prometheus.
+        endpoint: answers Prometheus with this rank's metrics.
     """
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
@@ -44,8 +43,8 @@ class RunReport:
         self.metrics.replay_drift_limit.set(recipe.max_drift)
         self.metrics.checkpoint_interval.set(recipe.checkpoint.every)
         self.metrics.planned_steps.set(recipe.steps)
-        self.damaged: set[str] = set()  # images and why, on this rank
-        self.skipped_images = 0  # on all ranks, since this process started; one met again counts again
+        self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
+        self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
         self._log: RunLog | None = None
         self._loggers: Loggers | None = None
         refuse_unusable(recipe.loggers.chosen, is_first=world.rank == 0)
@@ -53,7 +52,7 @@ class RunReport:
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Tell of a run that goes on from `step`, until left."""
+        """Open the log and the loggers of a run that goes on from `step`."""
         recipe, is_first = self.recipe, self.world.rank == 0
         self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
@@ -73,20 +72,22 @@ class RunReport:
             yield
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        """The first step of this process was done, so many seconds after its cold start, by phase."""
+        """Report the seconds from the cold start of this process to the end of its first step, by phase."""
         for phase, of_phase in seconds.items():
             self.metrics.startup_seconds.labels(phase).set(of_phase)
 
-    def step(self, step: int, result: StepResult, images: int, parts: dict[str, float], seconds: float) -> None:
-        """A step was done.
+    def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
+        """Report a step, and clear the stopwatch that has timed its stages.
 
         Args:
-            step: steps behind the present state.
-            result: what the step did.
-            images: of this rank.
-            parts: seconds by stage.
-            seconds: of the whole step.
+            step: number of the step, from 1.
+            share: this rank's images.
+            seconds: duration of the whole step.
         """
+        for row in result.not_finite:
+            logger.warning("step %d: the descriptor of %s is not finite; it is left out", step, share.names[row])
+        parts = dict(stopwatch.seconds)
+        stopwatch.seconds.clear()
         network = parts.pop("network")
         times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
         figures = {
@@ -99,7 +100,7 @@ class RunReport:
             "kept_share": result.kept / self.batch,
             "skipped_queries": result.skipped_queries,
         }
-        self.metrics.observe_step(step, images, times, figures, result.skipped)
+        self.metrics.observe_step(step, len(share.samples), times, figures, result.skipped)
         speed = self.batch / seconds
         self._write(
             step,
@@ -115,7 +116,7 @@ class RunReport:
         self._progress.show(step, told, loss=result.loss, images_per_second=speed)
 
     def reading(self, step: int, share: ShareOfBatch) -> None:
-        """This rank's share of a step was read: damaged images, traffic, the room that pixels take."""
+        """Report the reading of this rank's share of a step: damaged images, traffic, and the bytes of pixels."""
         for failure in share.failures:
             name = f"{failure.where}: {failure.reason}"
             self.metrics.skipped.labels(failure.reason).inc()
@@ -125,22 +126,19 @@ class RunReport:
         self.metrics.observe_reading(share.traffic, share.held.spool_size_bytes, share.held.spool_limit_bytes)
 
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
-        """A step was not applied, since its loss or gradient is not finite; `keys` name its images, on rank 0."""
+        """Report a step that was not applied since its loss or gradient is not finite; `keys` name its images."""
         logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
         if self._not_finite is not None:
             self._not_finite.write(step, what, keys)
 
     def checkpoint(self, written: Written | None) -> None:
-        """A checkpoint was written, or could not be."""
+        """Report the outcome of a checkpoint."""
         if written is None or self.world.rank != 0:
             return
         if written.error is not None:
             self.metrics.checkpoint_failures.inc()
-            logger.error(
-                "%s: the checkpoint cannot be written: %s; the one before stays the newest",
-                written.path,
-                written.error,
-            )
+            told = "%s: the checkpoint cannot be written: %s; the one before stays the newest"
+            logger.error(told, written.path, written.error)
             return
         self.metrics.observe_checkpoint(written.step, written.seconds, written.blocked_seconds, written.bytes)
         self._write(
@@ -151,13 +149,7 @@ class RunReport:
         )
 
     def validation(self, step: int, figures: dict[str, dict[str, float]], seconds: float) -> None:
-        """The network was evaluated.
-
-        Args:
-            step: steps behind it.
-            figures: by data set, the validation set's first.
-            seconds: that it took.
-        """
+        """Report an evaluation after a step; `figures` are by data set, those of the validation set first."""
         self.metrics.stage_seconds.labels("evaluation").observe(seconds)
         for name, of_set in figures.items():
             self.metrics.observe_evaluation(name, of_set)
@@ -170,7 +162,7 @@ class RunReport:
         self._write(step, **entry, seconds={"evaluation": seconds})
 
     def keep_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Keep what an evaluation found in the run folder, on rank 0; a full disk costs it, not the training."""
+        """Write an evaluation to the run folder on rank 0; training goes on if the disk is full."""
         if self.world.rank != 0:
             return
         run = self.recipe.run

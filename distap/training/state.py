@@ -1,16 +1,14 @@
-"""What survives an interruption of a run: saving its state, and going on from it."""
+"""Save the state of a run, and go on from it after an interruption."""
 
 import hashlib
 import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.finding import newest_checkpoint, newest_of_store, probe
@@ -28,39 +26,29 @@ from distap.storage.files import storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 from distap.world import World
 
-# What goes to a store with checkpoints, beside them.
+# Files of the run folder that are sent to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
-BESIDE_SECONDS = 30.0  # for that alone, where a training fails
-MAY_CHANGE = ("learning_rate", "clip_norm")  # of the optimiser's section
+BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
+MAY_CHANGE = ("learning_rate", "clip_norm")  # keys of the optimiser's section that its state does not depend on
 logger = logging.getLogger("distap")
 
 
 class RunState:
-    """The state of a training on one rank, in memory and in the run's folder of checkpoints.
-
-    Args:
-        recipe: of the run.
-        world: the ranks.
-        images: of the training.
-        engine: network and optimiser.
-        memory: descriptors of earlier steps.
-    """
+    """The state of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        images: TrainingImages,
-        engine: Engine,
-        memory: CrossBatchMemory,
+        self, recipe: Recipe, world: World, images: TrainingImages, engine: Engine, memory: CrossBatchMemory
     ) -> None:
         self.recipe, self.world, self.images = recipe, world, images
-        self.engine, self.memory = engine, memory
+        self.engine = engine
+        # What has a state beside the engine, by the prefix of its tensors' names.
+        self._parts: dict[str, CrossBatchMemory | TrainingImages] = {"memory": memory, "streams": images}
+        self._settings = recipe.model_dump(mode="json")
         self.folder = recipe.run / "checkpoints"
-        # Highest validation mAP of a checkpoint, and that without the last one, which may yet fail.
+        # Highest validation mAP of a checkpoint, and the same without the last one, whose writing may yet fail.
         self.best = self._best_before = float("-inf")
-        self._has_failed = False  # the last checkpoint
-        self.score: float | None = None  # of the checkpoint that the run goes on from
+        self._has_failed = False  # whether the last checkpoint could not be written
+        self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section = recipe.checkpoint
         self._stored: StoredRun | None = None
         if section.store is not None:
@@ -71,10 +59,10 @@ class RunState:
         )
 
     def resume(self) -> int:
-        """Take over the newest good checkpoint, where there is one; returns the number of steps behind it.
+        """Load the newest undamaged checkpoint, if there is one; return the number of steps that it has done.
 
         Raises:
-            DistapError: it is of another training, the ranks see different ones, or none is undamaged.
+            DistapError: it belongs to another training, the ranks see different ones, or all are damaged.
         """
         if self._stored is not None:
             return self._resume_from_store(self._stored)
@@ -92,7 +80,7 @@ class RunState:
         return checkpoint.step
 
     def _resume_from_store(self, stored: StoredRun) -> int:
-        """The same where a store has the checkpoints; what the disks have alone is brought there first."""
+        """Resume from a store; a newer checkpoint that only the disks have is uploaded."""
         probe(stored, self.world)
         is_first = self.world.rank == 0
         with newest_of_store(stored, self.folder, self.world) as found:
@@ -119,32 +107,34 @@ class RunState:
     def _set_aside_in_store(self, stored: StoredRun, name: str) -> None:
         try:
             stored.set_aside(name)
-        except DistapError as error:  # it will be passed over again
+        except DistapError as error:  # the next start passes over it again
             logger.warning("%s is damaged and cannot be set aside: %s", stored.where(name), error)
             return
         logger.warning("%s is damaged; its manifest is %s now", stored.where(name), DAMAGED_MANIFEST)
 
     def _agree_on_best(self, score: float | None) -> None:
-        """Take rank 0's, so that the ranks agree on which of the next ones is better."""
+        """Take rank 0's score as the best, so that the ranks agree on whether a later one is better."""
         best = torch.tensor(float("-inf") if score is None else score, dtype=torch.float64, device=self.world.device)
         self.best = float(self.world.broadcast(best))
 
     def _set_aside(self, path: Path) -> None:
         try:
             aside = set_aside(path)
-        except OSError as error:  # it will be passed over again
+        except OSError as error:  # the next start passes over it again
             logger.warning("%s is damaged and cannot be renamed: %s", path, error)
             return
         size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
         logger.warning("%s is damaged; it is %s now, %.1f MB that you may remove", path, aside.name, size / 1e6)
 
     def save(self, step: int, score: float | None = None) -> Written | None:
-        """Start to write a checkpoint; what became of the one before, unless `poll` has told."""
-        recipe = self.recipe.model_dump(mode="json")
+        """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it."""
+        recipe = self._settings
         state = {"step": step, "identity": self._identity(), "may_change": self._may_change(), "recipe": recipe}
-        about = {"configuration": _hash(recipe), "data": self.images.fingerprint}
-        before = self._noted(self._writer.save(step, self._tensors(), state, about, score))
-        # Only now do all ranks know of the one before, and they must agree on which of the next ones is better.
+        digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+        about = {"configuration": digest, "data": self.images.fingerprint}
+        parts = {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}
+        before = self._noted(self._writer.save(step, self.engine.state_dict() | parts, state, about, score))
+        # Only now does every rank know whether the one before was written, and they must agree on the best score.
         if not self.world.all_agree(not self._has_failed):
             self.best = self._best_before
         self._best_before = self.best
@@ -153,36 +143,27 @@ class RunState:
         return before
 
     def send_beside(self) -> None:
-        """Bring what rank 0 has written to the store, where there is one, though no checkpoint comes with it."""
+        """Send the files beside checkpoints to the store, if there is one, without a checkpoint."""
         if self._stored is not None and self.world.rank == 0:
             until = time.monotonic() + BESIDE_SECONDS
             self._stored.by(until).send_beside(self.recipe.run)
 
     def is_best(self, score: float | None) -> bool:
-        """Whether a state with this validation mAP deserves a checkpoint of its own."""
+        """Return whether a state with this validation mAP is the best so far and is to be kept."""
         return score is not None and self.recipe.checkpoint.keep_best and score > self.best
 
     def poll(self) -> Written | None:
-        """What became of the last checkpoint, once, when it is known."""
+        """Return the outcome of the last checkpoint once, as soon as it is known."""
         return self._noted(self._writer.poll())
 
     def wait(self) -> Written | None:
-        """Wait for the checkpoint that is being written; what became of it."""
+        """Wait for the checkpoint that is being written, and return its outcome."""
         return self._noted(self._writer.wait())
 
     def _noted(self, written: Written | None) -> Written | None:
         if written is not None:
             self._has_failed = written.error is not None
         return written
-
-    def _tensors(self) -> dict[str, Tensor]:
-        parts = {f"{part}.{name}": t for part, of in self._parts() for name, t in of.state_dict().items()}
-        return self.engine.state_dict() | parts
-
-    def _parts(self) -> Iterator[tuple[str, CrossBatchMemory | TrainingImages]]:
-        """What has a state beside the engine, and what its tensors are called."""
-        yield "memory", self.memory
-        yield "streams", self.images
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state("identity", "may_change")
@@ -193,7 +174,7 @@ class RunState:
                     f"now {value}; choose another run folder, or go back to it"
                 )
         tensors = checkpoint.tensors()
-        for part, of in self._parts():
+        for part, of in self._parts.items():
             names = [name for name in tensors if name.startswith(f"{part}.")]
             of.load_state_dict({name.removeprefix(f"{part}."): tensors.pop(name) for name in names})
         try:
@@ -208,32 +189,27 @@ class RunState:
         logger.info("going on from %s", checkpoint.where)
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change within a run, since the state would mean something else."""
-        recipe = self.recipe.model_dump(mode="json")
+        """Return the settings that a run cannot change, since its state would mean something else."""
+        recipe = self._settings
         reading = recipe["data"]["reading"]
         return {
-            # Left out where it is as it always was, so that runs from before it could be chosen go on.
+            # `indexed` is left out, so that runs that are older than this key go on.
             **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
             "data.train": self.images.fingerprint,
             "seed": recipe["seed"],
             "sampling": recipe["sampling"],
             "model": recipe["model"],
             "loss": recipe["loss"],
-            # The optimiser's state depends on these; rate, clipping, schedule and steps may change.
+            # The optimiser's state depends on these.
             **{f"optimizer.{key}": recipe["optimizer"][key] for key in recipe["optimizer"].keys() - set(MAY_CHANGE)},
         }
 
     def _may_change(self) -> dict[str, Any]:
-        """What may change within a run, though figures before and after are then of two trainings."""
-        recipe = self.recipe.model_dump(mode="json")
-        data = recipe["data"]
+        """Return the settings that may change within a run; a change is logged, since figures may not compare."""
+        recipe, data = self._settings, self._settings["data"]
         return {
             "schedule": recipe["schedule"] | {"steps": recipe["steps"]},
             **{f"optimizer.{key}": recipe["optimizer"][key] for key in MAY_CHANGE},
             "precision": recipe["precision"],
             **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
         }
-
-
-def _hash(recipe: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

@@ -19,7 +19,13 @@ class Run:
         self.folder = folder / "run"
         self.records = folder / "records"
         self.records.mkdir(parents=True)
-        settings = {"steps": STEPS, "checkpoint": {"every": 2}, "timeout_seconds": 60.0, "optimizer": {}, **changes}
+        settings = {
+            "steps": STEPS,
+            "checkpoint": {"every": 2},
+            "timeout_seconds": 60.0,
+            "optimizer": {"eps": 1e-2},
+            **changes,
+        }
         self.steps = int(settings["steps"])
         self.config = folder / "recipe.yaml"
         self.config.write_text(json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json")))

@@ -33,12 +33,12 @@ from distap.launcher import main
 main()
 """
 MEETS = """
-from distap.processes.agent import Agent
-meet = Agent._rendezvous
-def said_to_meet(agent, group):
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+meet = DynamicRendezvousHandler.next_rendezvous
+def said_to_meet(handler):
     print("meeting", flush=True)
-    meet(agent, group)
-Agent._rendezvous = said_to_meet
+    return meet(handler)
+DynamicRendezvousHandler.next_rendezvous = said_to_meet
 """
 TWO = "--standalone --nproc-per-node=2"
 

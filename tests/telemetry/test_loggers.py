@@ -72,7 +72,7 @@ def test_tensorboard_shows_every_figure_at_its_step_and_none_that_was_lost(train
     assert {(name, step): value for name, step, value in shown} == pytest.approx(expected, rel=1e-6)
     assert len(shown) == len(expected)
     assert {"loss", "seconds/describe", "validation/mAP", "also/seen/R@1"} <= {name for name, *_ in shown}
-    assert b"resnet10t" in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
+    assert b"test_resnet" in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
 
 
 def wandb_records(path: Path) -> Iterator[object]:
@@ -125,7 +125,7 @@ def test_mlflow_goes_on_in_the_run_that_was_interrupted_and_marks_it_as_finished
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.run_id == (run / "loggers" / "mlflow").read_text()
     assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
-    assert found.data.params["model.backbone"] == "resnet10t"
+    assert found.data.params["model.backbone"] == "test_resnet"
     assert found.data.params["optimizer.name"] == "adam"
     logged = {}
     for name in found.data.metrics:

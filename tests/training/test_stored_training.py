@@ -14,6 +14,7 @@ from small_trainings import losses, parameters, recipe, train
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.saved import saved_steps
+from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
@@ -107,7 +108,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_trained_again(tmp_path, training_
 def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there(tmp_path, training_shards, caplog):
     store, run = tmp_path / "store", tmp_path / "run"
     changes = {**STEPS, "checkpoint__store": f"file://{store}"}
-    trainer = Trainer(recipe(run, training_shards, **changes), World())
+    endpoint = Endpoint()
+    trainer = Trainer(recipe(run, training_shards, **changes), World(), endpoint)
     step = trainer.step
 
     def blocked_after_the_probe(share, learning_rate):
@@ -119,7 +121,7 @@ def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there
     trainer.step = blocked_after_the_probe
     with pytest.raises(DistapError, match=r"the last checkpoint cannot be written: .*it stays in .*step-00000004"):
         trainer.train()
-    assert trainer.report.metrics.checkpoint_failures._value.get() == 2
+    assert endpoint.registry.get_sample_value("distap_checkpoint_failures_total") == 2
     assert "the one before stays the newest" in caplog.text
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
     before = parameters(run)
