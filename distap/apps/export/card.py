@@ -40,6 +40,8 @@ def model_card(
     recipe, several, network = origin.recipe, describer.network, describer.network.network
     size = describer.sizing.pixels
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
+    others = f"; others too, height {_limits(*sizes[0])}, width {_limits(*sizes[1])}"
+    others = others if any(smallest != largest for smallest, largest in sizes) else ""
     settings = recipe.model_dump(mode="json")
     settings["data"]["remote"]["options"] = {}  # a card is passed on, and these may hold keys to someone's storage
     terms = settings["loss"].get("terms") or [(1, settings["loss"])]
@@ -56,14 +58,17 @@ def model_card(
         programs=programs,
         backbone=backbone,
         steps="".join((", ", " and ".join(steps))) if steps else "",
-        facts=_facts(describer, origin, programs, sizes, whitening),
-        data=_data(origin),
-        table=_table,
+        several=several,
+        network=network,
+        whitening=whitening,
+        other_sizes=others,
+        numbers=_numbers,
+        began_with=_began_with(origin),
         size=size,
         trained_size=recipe.data.image_size,
         alike=alike,
-        mean=[round(value, 6) for value in mean],
-        std=[round(value, 6) for value in std],
+        mean=mean,
+        std=std,
         loss=" + ".join(f"{weight:g} {part['name']}" for weight, part in terms),
         recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
         version=distap.__version__,
@@ -97,70 +102,21 @@ def _pretrained(origin: Origin) -> dict[str, Any]:
     return {} if config is None else dict(config.to_dict())
 
 
-def _facts(
-    describer: ImageDescriber,
-    origin: Origin,
-    programs: Mapping[str, Agreement],
-    sizes: tuple[Range, Range],
-    whitening: Whitening | None,
-) -> dict[str, str]:
-    several, network, model = describer.network, describer.network.network, origin.recipe.model
-    mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
-    size = f"{describer.sizing.pixels} x {describer.sizing.pixels} pixels"
-    if any(smallest != largest for smallest, largest in sizes):
-        size += f"; others too, height {_limits(*sizes[0])}, width {_limits(*sizes[1])}"
-    power = f", mean of power {several.power:g}" if len(several.scales) > 1 else ""
-    facts = {
-        "backbone": f"`{model.architecture}` of timm",
-        "pooling": repr(network.pooling),
-        "projection": "none" if model.projection is None else f"linear, {model.projection} dimensions",
-        "input": f"(n, 3, height, width) uint8, RGB; {size}",
-        "normalisation": f"inside: value / 255, minus {_numbers(mean)}, divided by {_numbers(std)}",
-        "output": f"(n, {describer.dimensions}) float32",
-        "scales": _numbers(several.scales) + power,
-        "whitening": "none",
-        "network's SHA-256": f"`{describer.described_by.network}`",
-    }
-    if whitening is not None:
-        facts["whitening"] = (
-            f"{whitening.kind}, power {whitening.power:g}, learned from `{whitening.learned_from}`; SHA-256 "
-            f"`{whitening.fingerprint}`"
-        )
-    for name, agreement in programs.items():
-        facts[f"`{name}`"] = (
-            f"differs from the network by {agreement.largest_difference:.1e} at most, where images differ by "
-            f"{agreement.apart:.1e}; smallest cosine {agreement.smallest_cosine:.7f}"
-        )
-    return facts
-
-
-def _data(origin: Origin) -> dict[str, str]:
-    data, model, pretrained = origin.data, origin.recipe.model, _pretrained(origin)
+def _began_with(origin: Origin) -> str:
+    model, pretrained = origin.recipe.model, _pretrained(origin)
     begun = {
         "random": "random weights",
         "file": "a file of weights, named in the recipe",
         "package": "the weights of a package, named in the recipe",
     }.get(name_of("weights", model.weights), f"timm's `{pretrained.get('hf_hub_id') or model.architecture}`")
-    if pretrained.get("license"):
-        begun += f", which timm says to be under {pretrained['license']}"
-    counts = {"images": data.images, "classes": data.classes}
-    return {
-        "data set": f"`{data.source}`",
-        **{name: "not known" if count is None else f"{count:,}" for name, count in counts.items()},
-        "fingerprint": "not known" if data.fingerprint is None else f"`{data.fingerprint}`",
-        "began with": begun,
-    }
+    licence = pretrained.get("license")
+    return f"{begun}, which timm says to be under {licence}" if licence else begun
 
 
 def _at_scales(scales: tuple[float, ...]) -> str:
     if len(scales) > 1:
         return f"described at the scales {_numbers(scales)} and averaged"
     return f"described at {_numbers(scales)} of its size"
-
-
-def _table(facts: Mapping[str, str]) -> str:
-    rows = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in facts.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])
 
 
 def _numbers(values: Any) -> str:
