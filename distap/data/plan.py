@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from distap.errors import DistapError
 from distap.randomness import permutation
 
-EPOCH, STAND_IN = 11, 13  # first words of the keys that randomness is drawn with; distap.data.sampling has others
+EPOCH, STAND_IN = 11, 13  # first words of random keys; no two uses share one
 
 Samples = NDArray[np.int64]
 

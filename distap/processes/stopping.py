@@ -1,7 +1,8 @@
 """Listen for requests to stop: SIGTERM, SIGINT, and SIGHUP when a terminal is closed.
 
 Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
-with the others; the ranks decide together when that is, and this module only listens on one of them.
+with the others; the ranks decide together when that is. This module listens on one of them, and ends its process when
+the grace time is over or a second signal comes.
 
 Python runs a signal's handler when the main thread returns to Python code, which is too late if that thread hangs in
 a collective. So a thread of its own reads the signals from a pipe that Python's C handler writes to at once.

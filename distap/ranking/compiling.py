@@ -56,7 +56,7 @@ def _fastest(function: Function, by_hand: Function | None, dtype: torch.dtype, d
 
 @contextmanager
 def _one_graph_for_all_sizes() -> Iterator[None]:
-    """By default torch takes sizes that happen to be equal to be so always, and soon runs uncompiled, silently."""
+    """Compile for any sizes: torch would take sizes that are equal once for equal always, and give up silently."""
     # Imported here, since it takes a second that only those who compile should wait.
     import torch._dynamo
     import torch.fx.experimental._config

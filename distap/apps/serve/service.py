@@ -54,7 +54,7 @@ class ServeSettings:
 
 
 class Places:
-    """A number of places, to take for a block by `with`; the problem is told when none is free."""
+    """A bounded number of places; `with` takes one, and raises the problem if none is free."""
 
     def __init__(self, total: int, problem: str) -> None:
         self._total, self._problem = total, problem

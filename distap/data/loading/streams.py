@@ -24,7 +24,7 @@ from distap.storage.locations import Source, shard_names
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter, Traffic
 
-SHARDS, SHUFFLE = 18, 19  # first words of the keys that orders of shards, and of samples within one, are drawn with
+SHARDS, SHUFFLE = 18, 19  # first words of random keys; no two uses share one
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
 Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members

@@ -10,7 +10,7 @@ from distap.data.plan import Classes, Samples
 from distap.errors import DistapError
 from distap.randomness import permutation
 
-TURN, EXTRA = 14, 15  # first words of the keys that orders within a class, and of larger shares, are drawn with
+TURN, EXTRA = 14, 15  # first words of random keys; no two uses share one
 
 
 @dataclass(frozen=True)

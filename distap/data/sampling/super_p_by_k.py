@@ -12,7 +12,7 @@ from distap.data.sampling.p_by_k import some_of_each
 from distap.errors import DistapError
 from distap.randomness import permutation
 
-PAIRS, GROUP = 16, 17  # first words of the keys that pairs, and classes within one, are drawn with
+PAIRS, GROUP = 16, 17  # first words of random keys; no two uses share one
 
 
 @dataclass(frozen=True)
