@@ -1,6 +1,6 @@
 """Read a recipe from YAML, apply overrides, and say what is wrong with a key or value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -110,7 +110,13 @@ def _known_beside(keys: list[str]) -> list[str]:
     for key in keys[:-1]:
         if not issubclass(section, BaseModel):
             break
-        annotation = section.model_fields[key].annotation if key in section.model_fields else section
-        candidates = [annotation, *get_args(annotation)]
-        section = next((one for one in candidates if isinstance(one, type) and fields_of(one)), section)
+        annotation = section.model_fields[key].annotation if key in section.model_fields else None
+        section = next((one for one in _inside(annotation) if isinstance(one, type) and fields_of(one)), section)
     return fields_of(section)
+
+
+def _inside(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of, such as the members of a union."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _inside(inner)
