@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -183,6 +184,7 @@ def _launch(what: Launch, said: Path, environment: dict[str, str]) -> NoReturn:
     os.chdir(HELPERS)
     os.environ.clear()
     os.environ |= environment
+    tempfile.tempdir = None  # the server's, which TMPDIR of this environment may change
     multiprocessing.set_start_method(None, force=True)  # loader workers start as they do outside the tests
     subprocess_handler.Popen = _ForkedRank  # torch's agent starts ranks with it
     given = what.options.split(), what.module, what.arguments.split()
