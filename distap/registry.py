@@ -8,7 +8,7 @@ pydantic model: its fields are the keys that stand beside `name`, and METHODS na
 import difflib
 import importlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError, ValidationInfo
@@ -159,7 +159,9 @@ def name_of(kind: str, part: object) -> str:
 
 def fields_of(chosen: type) -> list[str]:
     """The names of a dataclass's or pydantic model's fields."""
-    return [*getattr(chosen, "model_fields", ()), *getattr(chosen, "__dataclass_fields__", ())]
+    return (
+        [field.name for field in fields(chosen)] if is_dataclass(chosen) else [*getattr(chosen, "model_fields", ())]
+    )
 
 
 def build_part(kind: str, name: str, **options: Any) -> Any:

@@ -35,7 +35,7 @@ def plan_command(
         Path | None, typer.Option("--json", help="File to write the figures to.", show_default="printed only")
     ] = None,
 ) -> None:
-    """Predict seconds a step, memory, bytes on the wire and days of a recipe, from one GPU to thousands.
+    """Predict seconds a step, memory, bytes on the wire and hours of a recipe, from one GPU to thousands.
 
     A prediction needs no GPU, no data and no weights, and prints its assumptions. With --measure, a minute of steps
     of the recipe's network on this machine replaces the data sheet of the card; started by torchrun (`torchrun

@@ -100,7 +100,7 @@ def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> 
             here = here.get(part)
         elif isinstance(here, list) and isinstance(part, int):
             keys.append(str(part))
-            here = here[part]
+            here = here[part] if part < len(here) else None
     return keys
 
 

@@ -193,7 +193,7 @@ class RunState:
         recipe = self._settings
         reading = recipe["data"]["reading"]
         return {
-            # `indexed` is left out, so that runs that are older than this key go on.
+            # Without the key for `indexed`, the usual case.
             **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
             "data.train": self.images.fingerprint,
             "seed": recipe["seed"],
