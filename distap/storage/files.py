@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -222,6 +223,13 @@ class LocalStorage(Storage):
 
     def _local(self, name: str) -> Path:
         return Path(self.where(name).removeprefix("file://"))
+
+    @retried("read")
+    def about(self, name: str) -> About:
+        found = self._local(name).stat()  # fsspec would tell when a link was made, and not when its target changed
+        if stat.S_ISDIR(found.st_mode):
+            raise DistapError(f"{self.where(name)}: expected a file, not a folder")
+        return About(found.st_size, str(found.st_mtime))
 
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:

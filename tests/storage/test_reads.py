@@ -363,3 +363,16 @@ def test_google_storage_is_read_listed_and_written(shards):
         assert [reader.data(sample) for sample in range(9)] == [expected.data(sample) for sample in range(9)]
         with pytest.raises(MissingFileError, match="gs://shards/train/none: there is no such file"):
             storage.read("none", 0, 1)
+
+
+def test_a_link_changes_with_its_target(tmp_path):
+    for name, seconds in (("one", 1), ("two", 2)):
+        (tmp_path / name).write_bytes(b"same size")
+        os.utime(tmp_path / name, (seconds, seconds))
+    (tmp_path / "link").symlink_to("one")
+    before = storage_of(str(tmp_path)).about("link")
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("two")
+    os.utime(tmp_path / "link", (0, 0), follow_symlinks=False)
+    after = storage_of(str(tmp_path)).about("link")
+    assert before.size == after.size and before != after
