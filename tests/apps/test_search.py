@@ -53,7 +53,7 @@ def test_hits_are_those_of_all_similarities(gallery, searcher):
 
 
 @pytest.mark.parametrize(
-    "kind", ["flat", "hnsw", "ivf-pq", "IVF2,PQ48x4np", "IVF1,PQ256x3np,Refine(SQfp16)", "PCA16,IVF2,Flat"]
+    "kind", ["flat", "hnsw", "ivf-pq", "IVF2,PQ48x4np", "IVF1,PQ48x3np,Refine(SQfp16)", "PCA16,IVF2,Flat"]
 )
 def test_a_key_finds_what_its_image_finds_but_for_itself(tmp_path, gallery, kind):
     searcher = open_searcher(index_to(gallery, tmp_path / "index", kind), gallery.run, world=World())
