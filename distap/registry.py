@@ -229,7 +229,8 @@ def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
     name = settings["name"]
     chosen = class_of(kind, name)
     options = {key: value for key, value in settings.items() if key != "name"}
-    known = [field for field in fields_of(chosen) if field != "name"]
+    own = fields_of(chosen)
+    known = [field for field in own if field != "name"]
     presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
     if options.get("preset") is not None:
         preset = options.pop("preset")
@@ -239,7 +240,7 @@ def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
     wrong = [unknown_key(key, options[key], known) for key in options if key not in known]
     if wrong:
         raise ValidationError.from_exception_data(f"{kind} {name}", wrong)
-    if "name" in fields_of(chosen):
+    if "name" in own:
         options["name"] = name
     return TypeAdapter(chosen).validate_python(options)
 

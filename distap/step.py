@@ -41,7 +41,7 @@ Forward = Callable[[Tensor], Tensor]  # images to descriptors
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. Loss and counts are of the global batch."""
+    """The outcome of a step. Loss and counts are of the global batch."""
 
     loss: float
     learning_rate: float

@@ -25,7 +25,7 @@ from distap.storage.remotes import RemoteSettings
 
 
 class DataSection(Section):
-    """Where the images are and how they are read."""
+    """The images: their places, and how to read them."""
 
     train: TrainShards = Field(description="Shards to train on: a folder, a pattern or a URL.")
     validation: Shards | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
@@ -187,7 +187,7 @@ class OptimizerSection(ChoosingSection):
 
 
 class CheckpointSection(Section):
-    """What survives an interruption."""
+    """Checkpoints: how often, how many, and where."""
 
     every: PositiveInt = Field(100, description="Steps between checkpoints; the last step always writes one.")
     keep: PositiveInt = Field(2, description="Keep this many of the newest checkpoints.")
@@ -201,7 +201,7 @@ class CheckpointSection(Section):
 
 
 class StopSection(Section):
-    """What happens on SIGTERM or SIGINT: all ranks finish the step, write a checkpoint and leave."""
+    """Requests to stop (SIGTERM, SIGINT, SIGHUP): all ranks finish the step, write a checkpoint and leave."""
 
     grace_seconds: PositiveFloat = Field(
         300,
@@ -259,7 +259,7 @@ class LogsSection(Section):
 
 
 class LoggersSection(ChoosingSection):
-    """Where figures go beside Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."""
+    """Loggers beside Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."""
 
     chosen: dict[str, Annotated[Any, Chosen("logger")]] = Field({}, description="Each logger's keys, by its name.")
     lines: PositiveInt = Field(1000, description="Lose further lines when this many wait for a slow logger.")

@@ -23,12 +23,12 @@ class Engine(Protocol):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks must replay the same number of micro-batches, because each one communicates."""
+        """Tell whether all ranks must replay the same number of micro-batches, because each one communicates."""
         ...
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether `forward` may be called several times before the backward passes."""
+        """Tell whether `forward` may be called several times before the backward passes."""
         ...
 
     @property

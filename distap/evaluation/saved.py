@@ -41,7 +41,7 @@ Figures = Annotated[dict[str, float], BeforeValidator(_without_none)]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a network retrieved from a data set, with one refinement of its descriptors."""
+    """The figures and hits of a network on a data set, with one refinement of its descriptors."""
 
     figures: dict[str, float]  # means over the queries, from 0 to 1
     queries: int
@@ -61,7 +61,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What each of N images of K classes retrieved. Rows are numbered 0 to N-1."""
+    """The hits of each of N images of K classes. Rows are numbered 0 to N-1."""
 
     sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending
     key: NDArray[np.str_]  # (N,)

@@ -81,12 +81,12 @@ class Chart:
         self._left, self._right = self._left - margin, self._right + margin
 
     def x(self, value: float) -> float:
-        """Where an x value lies, from the left edge."""
+        """Return the place of an x value, from the left edge."""
         width = self._right - self._left
         return LEFT + ((value - self._left) / width if width else 0.5) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Where a y value lies, from the top edge."""
+        """Return the place of a y value, from the top edge."""
         return HEIGHT - BOTTOM - (value - self._low) / (self._high - self._low) * (HEIGHT - TOP - BOTTOM)
 
     def x_ticks(self) -> list[tuple[float, str]]:

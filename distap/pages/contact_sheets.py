@@ -24,7 +24,7 @@ class Picture(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one network retrieved for a query, best first."""
+    """The hits of one network for a query, best first."""
 
     name: str  # of the network, such as "before"
     average_precision: float

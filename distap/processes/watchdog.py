@@ -111,7 +111,7 @@ class Watchdog:
 
     @property
     def activity(self) -> tuple[str, float]:
-        """What this rank does at present, and for how many seconds."""
+        """Return what this rank does at present, and for how many seconds."""
         return self._activity, time.monotonic() - self._active_since
 
     def note(self, activity: str) -> None:

@@ -84,5 +84,5 @@ def _known(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def _is(figure: Any, score: float) -> bool:
-    """Whether a figure is the checkpoint's score, which ranks exchange in float64."""
+    """Tell whether a figure is the checkpoint's score, which ranks exchange in float64."""
     return isinstance(figure, float | int) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)

@@ -116,7 +116,7 @@ class _Server(uvicorn.Server):
         self.loading.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to close; uvicorn asks ten times a second."""
+        """Tell whether to close; uvicorn asks ten times a second."""
         drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
         if self._service.draining and drained:
             self.should_exit = True

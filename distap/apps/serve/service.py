@@ -110,7 +110,7 @@ class Pool:
 
 
 class Service:
-    """What a server's routes answer from."""
+    """The searcher, queues and limits from which a server's routes answer."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings

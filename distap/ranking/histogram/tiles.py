@@ -61,7 +61,7 @@ class Tile:
         return slice(first + self.rows.start, first + self.rows.stop)
 
     def mirror(self) -> "Tile":
-        """The same pairs, seen from the others."""
+        """Return the same pairs, seen from the other side."""
         return Tile(self.others, self.columns, self.queries, self.rows, self.mirrored)
 
     def similarities(self) -> Float[Tensor, "r c"]:

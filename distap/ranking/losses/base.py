@@ -68,7 +68,7 @@ class Rows:
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
 
     def without_query(self) -> "Rows":
-        """The same rows, with no query among its own positives."""
+        """Return the same rows, with no query among its own positives."""
         return replace(self, is_positive=self.is_positive & (self.same_class != self.queries[:, None]))
 
     def with_positives(

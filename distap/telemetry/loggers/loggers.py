@@ -39,7 +39,7 @@ def refuse_unusable(chosen: Mapping[str, LoggerSettings], is_first: bool) -> Non
     """
     for name, settings in chosen.items():
         missing = f"loggers.{name}: the package {name} is missing; pip install 'distap[{name}]', or leave it out"
-        if ":" not in name and name in ("tensorboard", "wandb", "mlflow") and importlib.util.find_spec(name) is None:
+        if name in ("tensorboard", "wandb", "mlflow") and importlib.util.find_spec(name) is None:
             raise DistapError(missing)
         if is_first:
             try:
