@@ -2,11 +2,12 @@
 
 import inspect
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
-from distap.apps.k8s.request import Request, parsed_image
+from distap.apps.k8s.request import Request
 from distap.train import CONFIG, OVERRIDES
 
 k8s = typer.Typer(help="Kubernetes manifests of a training, and rules for Prometheus.", no_args_is_help=True)
@@ -19,9 +20,9 @@ def rules_command(
     ] = "k8s/monitoring/RUNBOOK.md",
 ) -> None:
     """Print the recording rules and alerts as a rule file for a Prometheus without its operator."""
-    from distap.apps.k8s.manifests import manifests_folder, plain_rules
+    from distap.apps.k8s.rendering import plain_rules
 
-    typer.echo(plain_rules(manifests_folder(), runbook), nl=False)
+    typer.echo(plain_rules(runbook), nl=False)
 
 
 def render_command(
@@ -38,20 +39,15 @@ def render_command(
 
     The recipe is checked as the pods will read it. This command does not talk to a cluster.
     """
-    from distap.apps.k8s.manifests import manifests_folder
-    from distap.apps.k8s.rendering import render, rendered
+    from distap.apps.k8s.rendering import built, render
 
     request = Request(**options)
-    if parsed_image(request.image).digest is None:
-        _warn(
-            f"--image {request.image}: a tag can change between the pods of a training and its restarts; better "
-            "NAME@sha256:DIGEST"
-        )
-    if str(output) == "-":
-        typer.echo(rendered(manifests_folder(), request, config, overrides or [], _warn), nl=False)
-        return
-    render(manifests_folder(), output, request, config, overrides or [], _warn)
-    typer.echo(f"{output}: kubectl apply -k {output}")
+    with TemporaryDirectory() as scratch:
+        is_printed = str(output) == "-"
+        folder = Path(scratch, request.name) if is_printed else output
+        for caution in render(folder, request, config, overrides or []):
+            typer.echo(f"warning: {caution}", err=True)
+        typer.echo(built(folder) if is_printed else f"{output}: kubectl apply -k {output}", nl=not is_printed)
 
 
 # Typer reads the signature of a command: replace **options by the fields of Request, whose types carry their help.
@@ -63,7 +59,3 @@ _FIELDS = [
 ]
 render_command.__signature__ = inspect.Signature([*_OWN, *_FIELDS])  # type: ignore[attr-defined]
 k8s.command("render")(render_command)
-
-
-def _warn(text: str) -> None:
-    typer.echo(f"warning: {text}", err=True)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distap.apps.k8s.manifests import built, manifests_folder
-from distap.apps.k8s.rendering import render
+from distap.apps.k8s.rendering import built, manifests_folder, render
 from distap.apps.k8s.request import Request
 
 needs_kubectl = pytest.mark.skipif(
@@ -90,7 +89,7 @@ def _text(build: str) -> str:
         else:
             recipe = Path(scratch, "recipe.yaml")
             recipe.write_text(RECIPE)
-            render(K8S, folder, request(**REQUESTS[build]), recipe)
+            render(folder, request(**REQUESTS[build]), recipe)
         return built(folder)
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from launching import Job, started
 
-from distap.apps.k8s.manifests import manifests_folder, plain_rules
+from distap.apps.k8s.rendering import manifests_folder, plain_rules
 
 MONITORING = manifests_folder() / "monitoring"
 
@@ -37,7 +37,7 @@ def program(name: str) -> str:
 
 def rules(kind: str) -> list[dict[str, Any]]:
     """All rules that are an `alert`, or that `record`."""
-    groups = yaml.safe_load(plain_rules(manifests_folder()))["groups"]
+    groups = yaml.safe_load(plain_rules())["groups"]
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 
 
@@ -107,7 +107,7 @@ class Prometheus:
 def prometheus(folder: Path, port: int, targets: list[str], training: str) -> Iterator[Prometheus]:
     """A Prometheus that scrapes a training every second and evaluates its rules as often."""
     folder.mkdir()
-    (folder / "rules.yaml").write_text(plain_rules(manifests_folder()))
+    (folder / "rules.yaml").write_text(plain_rules())
     settings = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": ["rules.yaml"],

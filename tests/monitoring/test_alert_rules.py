@@ -7,7 +7,7 @@ import pytest
 import yaml
 from monitors import promtool, rules
 
-from distap.apps.k8s.manifests import manifests_folder, plain_rules
+from distap.apps.k8s.rendering import plain_rules
 
 CASES = sorted((Path(__file__).parent / "rules").glob("*.yaml"))
 ALERTS = {rule["alert"] for rule in rules("alert")}
@@ -24,21 +24,21 @@ def run_cases(folder: Path, text: str) -> tuple[int, str]:
 
 def with_every_alert(expression: str, **settings: str) -> str:
     """The rules with one expression in all alerts."""
-    content = yaml.safe_load(plain_rules(manifests_folder()))
+    content = yaml.safe_load(plain_rules())
     for rule in (rule for group in content["groups"] for rule in group["rules"] if "alert" in rule):
         rule.update(expr=expression, **settings)
     return yaml.safe_dump(content)
 
 
 def test_promtool_passes_the_rules(tmp_path):
-    (tmp_path / "rules.yaml").write_text(plain_rules(manifests_folder()))
+    (tmp_path / "rules.yaml").write_text(plain_rules())
     done = promtool("check", "rules", "--lint=all", "--lint-fatal", str(tmp_path / "rules.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules('alert')) + len(rules('record'))} rules found" in done.stdout
 
 
 def test_each_alert_fires_for_the_sick_training_alone_and_not_before_its_time(tmp_path):
-    status, said = run_cases(tmp_path, plain_rules(manifests_folder()))
+    status, said = run_cases(tmp_path, plain_rules())
     assert status == 0, said
 
 
@@ -68,6 +68,6 @@ def test_each_alert_says_how_bad_it_is_for_how_long_and_where_to_read_on():
 
 
 def test_a_runbook_that_is_read_elsewhere_is_what_the_alerts_link_to():
-    content = yaml.safe_load(plain_rules(manifests_folder(), "https://wiki.example/distap"))
+    content = yaml.safe_load(plain_rules("https://wiki.example/distap"))
     links = {rule["annotations"]["runbook_url"] for rule in content["groups"][1]["rules"]}
     assert links == {f"https://wiki.example/distap#{alert.lower()}" for alert in ALERTS}

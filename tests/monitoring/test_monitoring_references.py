@@ -11,7 +11,7 @@ import yaml
 from monitors import MONITORING, dashboard, rules
 from typer.testing import CliRunner
 
-from distap.apps.k8s.manifests import manifests_folder, plain_rules
+from distap.apps.k8s.rendering import manifests_folder, plain_rules
 from distap.cli import app
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()
@@ -86,4 +86,4 @@ def test_the_runbook_names_panels_of_the_dashboard():
 
 def test_the_command_prints_the_rules():
     done = CliRunner().invoke(app, ["k8s", "rules"])
-    assert (done.exit_code, done.output) == (0, plain_rules(manifests_folder()))
+    assert (done.exit_code, done.output) == (0, plain_rules())

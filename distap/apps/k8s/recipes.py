@@ -1,11 +1,12 @@
 """Fit a recipe to its pods: arguments of the container, and checks of the recipe as the pods will read it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from distap.apps.k8s.request import Request, claim_of, quantity_bytes
+from distap.apps.k8s.request import Request, claim_of, parsed_image, quantity_bytes
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
@@ -20,6 +21,7 @@ SET_HERE = {  # keys that the manifests rely on, and their values
     "data.pixels.spool_folder": "/spool, a volume",
     "checkpoint.store": "set by --checkpoints",
 }
+WEB_PORTS = {"http": 80, "https": 443}
 ALL_ADDRESSES = "::"  # of IPv6, for a cluster without IPv4; YAML needs quotes around it
 
 
@@ -31,12 +33,23 @@ def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides:
     Raises:
         DistapError: an override changes what the manifests rely on, or the recipe is wrong.
     """
-    overrides = [_checked_override(override, request) for override in overrides]
-    runs = claim_of(request.checkpoints, "--checkpoints")
-    folder = "/".join(filter(None, ("/runs", runs.folder if runs else "", request.name)))
-    start = [f"run={folder}" if argument.startswith("run=") else argument for argument in base]
-    arguments = [*start, *overrides, *_places(request)]
-    return [*arguments, *_instead(_read(recipe, arguments), request)]
+    changes = [_checked_override(override, request) for override in overrides]
+    runs = request.run_claim
+    folder = PurePosixPath("/runs", runs.folder if runs else "", request.name)
+    arguments = [f"run={folder}" if argument.startswith("run=") else argument for argument in base] + changes
+    for key, (option, text) in request.data_sets.items():
+        if text is not None:
+            claim = claim_of(text, option)
+            arguments.append(f"{key}={PurePosixPath('/data', claim.folder) if claim else text}")
+    if runs is None:
+        arguments.append(f"checkpoint.store={request.checkpoints.rstrip('/')}/{request.name}")
+    # Folders and stores that the recipe names give way to volumes.
+    named = _read(recipe, arguments)
+    if named.data.cache is not None:
+        arguments.append("data.cache.folder=/spool")
+    if named.checkpoint.store is not None and runs is not None:
+        arguments.append("checkpoint.store=null")
+    return arguments
 
 
 def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Recipe:
@@ -62,15 +75,22 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
     return recipe
 
 
-def cautions(recipe: Recipe) -> Iterator[str]:
-    """Yield preparations outside of the manifests that the recipe needs."""
+def cautions(recipe: Recipe, request: Request) -> Iterator[str]:
+    """Yield preparations outside of the manifests that the training needs."""
+    if parsed_image(request.image).digest is None:
+        yield (
+            f"--image {request.image}: a tag can change between the pods of a training and its restarts; better "
+            "NAME@sha256:DIGEST"
+        )
     for key, text in _texts(recipe.model_dump(mode="json")):
-        scheme, port = _web_port(text)
-        if scheme and port != 443:
-            yield (
-                f"{key}: {without_secrets(text)}: pods may connect to port 443 only; this needs a NetworkPolicy that "
-                f"selects their label app.kubernetes.io/instance, with an egress rule for TCP port {port}"
-            )
+        with suppress(ValueError):  # the port is a pattern
+            address = urlsplit(text if "://" in text else "")
+            port = address.port or WEB_PORTS.get(address.scheme)
+            if address.scheme in WEB_PORTS and port != 443:
+                yield (
+                    f"{key}: {without_secrets(text)}: pods may connect to port 443 only; this needs a NetworkPolicy "
+                    f"that selects their label app.kubernetes.io/instance, with an egress rule for TCP port {port}"
+                )
     if recipe.step.compile:
         yield (
             "step.compile: the image of launch/container/Dockerfile has no C++ compiler, without which no rank "
@@ -82,12 +102,9 @@ def _checked_override(override: str, request: Request) -> str:
     key, _, given = override.partition("=")
     if key == "metrics.address" and given.strip("'\"") == ALL_ADDRESSES:
         return f'{key}="{ALL_ADDRESSES}"'
-    for name, option, asked in (
-        ("data.train", "--data", request.data),
-        ("data.validation", "--validation", request.validation),
-    ):
-        if key == name and asked is not None:
-            raise DistapError(without_secrets(f"{override}: {option} {asked} says this already; leave one out"))
+    option, asked = request.data_sets.get(key, ("", None))
+    if asked is not None:
+        raise DistapError(without_secrets(f"{override}: {option} {asked} says this already; leave one out"))
     for one, value in SET_HERE.items():
         if one == key:
             raise DistapError(f"{override}: in a pod {key} is {value}; leave it out")
@@ -102,28 +119,6 @@ def _checked_override(override: str, request: Request) -> str:
 def _read(path: Path, arguments: Sequence[str]) -> Recipe:
     """Read the recipe with the overrides among the arguments of the container."""
     return load_recipe(path, arguments[arguments.index(RECIPE) + 1 :])
-
-
-def _places(request: Request) -> Iterator[str]:
-    for key, option, text in (
-        ("data.train", "--data", request.data),
-        ("data.validation", "--validation", request.validation),
-    ):
-        claim = claim_of(text, option)
-        if claim is not None:
-            yield f"{key}=" + (f"/data/{claim.folder}" if claim.folder else "/data")
-        elif text is not None:
-            yield f"{key}={text}"
-    if claim_of(request.checkpoints, "--checkpoints") is None:
-        yield f"checkpoint.store={request.checkpoints.rstrip('/')}/{request.name}"
-
-
-def _instead(recipe: Recipe, request: Request) -> Iterator[str]:
-    """Yield overrides for folders and stores that the recipe names."""
-    if recipe.data.cache is not None:
-        yield "data.cache.folder=/spool"
-    if recipe.checkpoint.store is not None and claim_of(request.checkpoints, "--checkpoints") is not None:
-        yield "checkpoint.store=null"
 
 
 def _check_batch(recipe: Recipe, request: Request) -> None:
@@ -162,11 +157,8 @@ def _check_path(key: str, text: str, request: Request) -> None:
     if text.startswith("pipe:") or ("://" in text and not text.startswith("file://")):
         return
     path = PurePosixPath(text.removeprefix("file://"))
-    claims = {
-        "/data": claim_of(request.data, "--data"),
-        "/runs": claim_of(request.checkpoints, "--checkpoints"),
-    }
-    filled = [folder for folder, claim in claims.items() if claim]
+    volumes = {"/data": request.data_claim, "/runs": request.run_claim}
+    filled = [folder for folder, claim in volumes.items() if claim]
     if ".." in path.parts or not any(path.is_relative_to(folder) for folder in filled):
         below = f"a path without .. below {' or '.join(filled)}, or a URL" if filled else "a URL"
         raise DistapError(
@@ -179,20 +171,8 @@ def _texts(content: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield every text in a tree with its key."""
     if isinstance(content, str):
         yield key, content
-    entries = (
-        content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    )
-    for name, inner in entries:
-        yield from _texts(inner, f"{key}.{name}".lstrip("."))
-
-
-def _web_port(text: str) -> tuple[str | None, int | None]:
-    """Return scheme and port of a web server's address; (None, None) for any other text."""
-    scheme = text.partition("://")[0].lower()
-    if scheme not in ("http", "https"):
-        return None, None
-    try:
-        port = urlsplit(text).port
-    except ValueError:  # the port is a pattern
-        return None, None
-    return scheme, port or (443 if scheme == "https" else 80)
+    if isinstance(content, list):
+        content = dict(enumerate(content))
+    if isinstance(content, dict):
+        for name, inner in content.items():
+            yield from _texts(inner, f"{key}.{name}".lstrip("."))

@@ -1,63 +1,75 @@
-"""Write a folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and its patches."""
+"""Write a folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and its patches.
+
+The installed package contains the files of k8s/.
+"""
 
 import json
-import logging
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from distap.apps.k8s.manifests import built
 from distap.apps.k8s.recipes import arguments_of, cautions, checked_recipe
-from distap.apps.k8s.request import Request, claim_of, parsed_image, quantity_bytes
+from distap.apps.k8s.request import Request, parsed_image, quantity_bytes
 from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, sizes_of
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.processes.rendezvous import C10D_PORT
 from distap.processes.stopping import MARGIN_SECONDS
 
+RUNBOOK = "k8s/monitoring/RUNBOOK.md"
 WRITTEN = ("kustomization.yaml", "base", "components", "training")
 KILL_SECONDS = 30  # for the container to end after the launcher has killed late ranks
 HEAD = "# Written by `distap k8s render`"  # of the templates
-logger = logging.getLogger("distap")
 _TEMPLATES = Environment(
     loader=PackageLoader("distap.apps.k8s"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_TEMPLATES.filters["json"] = partial(
-    json.dumps, ensure_ascii=False
-)  # every text is quoted, so that none is taken for another type of YAML
+# The templates quote every text with it, so that YAML takes none for another type.
+_TEMPLATES.filters["json"] = partial(json.dumps, ensure_ascii=False)
 
 
-def render(
-    manifests: Path,
-    output: Path,
-    request: Request,
-    recipe: Path,
-    overrides: Sequence[str] = (),
-    warn: Callable[[str], None] = logger.warning,
-) -> None:
+def manifests_folder() -> Path:
+    """Return k8s/, the folder of kustomize bases, overlays and components; raise a DistapError if it is missing."""
+    folder = Path(__file__).parent / "files"
+    if not (folder / "monitoring").is_dir():
+        raise DistapError(f"{folder}: the manifests are missing; install distap anew, from a clone with its k8s/")
+    return folder
+
+
+def plain_rules(runbook: str = RUNBOOK) -> str:
+    """Return the recording rules and alerts as a rule file for a Prometheus without its operator.
+
+    Args:
+        runbook: URL of RUNBOOK.md, which the alerts link to.
+    """
+    text = (manifests_folder() / "monitoring" / "prometheusrule.yaml").read_text("utf-8")
+    return dedent(text.partition("\nspec:\n")[2]).replace(RUNBOOK, runbook)
+
+
+def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Write the folder `output`; one that an earlier call wrote is replaced, unless it holds other files.
 
     Args:
-        manifests: k8s/.
         recipe: the file, and `overrides` the changes to it.
-        warn: receives preparations that somebody has to make outside of the manifests.
+    Returns:
+        Preparations that somebody has to make outside of the manifests.
     Raises:
         DistapError: options and recipe do not fit, or the folder cannot be written; nothing was written then.
     """
+    manifests = manifests_folder()
     base = yaml.safe_load((manifests / "base" / "job.yaml").read_text())
     (container,) = base["spec"]["template"]["spec"]["containers"]
     arguments = arguments_of(container["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
     _check_output(output)
-    for caution in cautions(checked):
-        warn(caution)
     values = _values(request, checked) | {"base_name": base["metadata"]["name"], "container": container["name"]}
     output = output.resolve()
     try:
@@ -81,19 +93,25 @@ def render(
             draft.rename(output)
     except OSError as error:
         raise DistapError(f"--output {output}: cannot be written: {error.strerror or error}") from error
+    return list(cautions(checked, request))
 
 
-def rendered(
-    manifests: Path,
-    request: Request,
-    recipe: Path,
-    overrides: Sequence[str] = (),
-    warn: Callable[[str], None] = logger.warning,
-) -> str:
-    """Return the manifests as YAML, built by kubectl; the arguments are those of `render`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        render(manifests, Path(scratch, request.name), request, recipe, overrides, warn)
-        return built(Path(scratch, request.name))
+def built(folder: Path) -> str:
+    """Return the manifests of a kustomization as YAML; this needs kubectl, but no cluster.
+
+    Raises:
+        DistapError: kubectl is missing, or refuses the folder.
+    """
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise DistapError(
+            "--output -: kubectl is not installed, which builds the manifests; install it, or name a folder with "
+            "--output and build that elsewhere (`kubectl apply -k FOLDER` or `kustomize build FOLDER`)"
+        )
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        raise DistapError(f"{folder}: kubectl kustomize refuses it: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _check_output(output: Path) -> None:
@@ -113,7 +131,7 @@ def _check_output(output: Path) -> None:
 def _values(request: Request, recipe: Recipe) -> dict[str, Any]:
     """Return the variables of the templates."""
     sizes, is_train_job = sizes_of(recipe, request), request.kind == "trainjob"
-    data, runs = claim_of(request.data, "--data"), claim_of(request.checkpoints, "--checkpoints")
+    data, runs = request.data_claim, request.run_claim
     spool = request.spool or f"{sizes.spool}Gi"
     disk = ceil(quantity_bytes(spool, "--spool") / GIB) + TEMPORARY + (0 if runs else OWN_RUN)
     # First changes of the Job, then changes of its kind.

@@ -12,18 +12,10 @@ from distap.errors import DistapError
 Kind = Literal["indexed-job", "jobset", "trainjob"]
 MAX_RANKS = 16  # a host; the NetworkPolicy of k8s/base opens so many metrics ports
 LONGEST_NAME = 63  # of a pod, and of a label's value
-POD_SUFFIX = "-abcde"  # Kubernetes appends such a suffix to the names of pods
-# Names of pods by kind, before the suffix.
-POD_NAMES: dict[Kind, str] = {
-    "indexed-job": "{name}-{host}",
-    "jobset": "{name}-node-0-{host}",
-    "trainjob": "{name}-node-0-{host}",
-}
-SHARED_STORES = ("s3", "gs")
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(rf"{_NAMESPACE.pattern}(\.{_NAMESPACE.pattern})*")
-_STORE = re.compile(rf"({'|'.join(SHARED_STORES)})://[^\s/?#]+(/[^\s?#]*)?")
+_STORE = re.compile(r"(s3|gs)://[^\s/?#]+(/[^\s?#]*)?")
 _QUANTITY = re.compile(r"([1-9][0-9]*)(Ki|Mi|Gi|Ti|k|M|G|T)?")
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BYTES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -117,8 +109,22 @@ class Request:
     def world(self) -> int:  # ranks of the training
         return self.nodes * self.ranks_a_host
 
+    @property
+    def data_sets(self) -> dict[str, tuple[str, str | None]]:
+        """The options for data, and what they say, by the recipe's key."""
+        return {"data.train": ("--data", self.data), "data.validation": ("--validation", self.validation)}
+
+    @property
+    def data_claim(self) -> Claim | None:
+        return claim_of(self.data, "--data")
+
+    @property
+    def run_claim(self) -> Claim | None:
+        return claim_of(self.checkpoints, "--checkpoints")
+
     def _check_names(self) -> None:
-        pod = POD_NAMES[self.kind].format(name=self.name, host=self.nodes - 1) + POD_SUFFIX
+        job = self.name if self.kind == "indexed-job" else f"{self.name}-node-0"
+        pod = f"{job}-{self.nodes - 1}-abcde"  # Kubernetes appends such a suffix
         if not _LABEL.fullmatch(self.name):
             raise DistapError(
                 f"--name {self.name!r}: expected lower-case letters, digits and dashes, beginning with a letter and "
@@ -160,13 +166,13 @@ class Request:
             raise DistapError(f"--cpu {self.cpu}: less than a core for each of the host's {self.ranks_a_host} ranks")
 
     def _check_places(self) -> None:
-        data, validation = claim_of(self.data, "--data"), claim_of(self.validation, "--validation")
+        data, validation = self.data_claim, claim_of(self.validation, "--validation")
         if validation is not None and (data is None or data.name != validation.name):
             raise DistapError(
                 f"--validation {self.validation}: one claim is mounted, that of --data ({self.data}); expected a "
                 "folder of it, or a URL"
             )
-        if claim_of(self.checkpoints, "--checkpoints") is None and not _STORE.fullmatch(self.checkpoints):
+        if self.run_claim is None and not _STORE.fullmatch(self.checkpoints):
             raise DistapError(
                 f"--checkpoints {self.checkpoints}: expected pvc://CLAIM or pvc://CLAIM/FOLDER, of a claim that all "
                 "pods can write to (ReadWriteMany), or an object store, such as s3://bucket/prefix or gs://bucket/prefix"

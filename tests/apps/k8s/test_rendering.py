@@ -12,7 +12,7 @@ from built_manifests import DIGEST, K8S, RECIPE, RENDERED, REQUESTS, STORAGE, ne
 from launching import OF_JOBS
 from manifest_parts import parts_of
 
-from distap.apps.k8s.rendering import render, rendered
+from distap.apps.k8s.rendering import built, render
 from distap.apps.k8s.request import parsed_image, quantity_bytes
 from distap.cli import main
 from distap.config.reading import load_recipe
@@ -29,8 +29,12 @@ def recipe(tmp_path):
 
 
 def rendered_folder(folder, recipe, *overrides, **options):
-    render(K8S, folder, request(**{**CLAIMS, **options}), recipe, overrides)
+    render(folder, request(**{**CLAIMS, **options}), recipe, overrides)
     return folder
+
+
+def objects_rendered(folder, recipe, *overrides, **options):
+    return list(yaml.safe_load_all(built(rendered_folder(folder, recipe, *overrides, **options))))
 
 
 def distap(monkeypatch, *arguments):
@@ -89,19 +93,19 @@ def test_data_and_checkpoints_are_where_the_options_say():
 
 
 @needs_kubectl
-def test_trainings_have_nothing_in_common_but_the_secret(recipe):
+def test_trainings_have_nothing_in_common_but_the_secret(tmp_path, recipe):
     def names(name):
-        text = rendered(K8S, request(name=name, **CLAIMS), recipe)
-        return {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all(text)}
+        objects = objects_rendered(tmp_path / name, recipe, name=name)
+        return {(one["kind"], one["metadata"]["name"]) for one in objects}
 
     assert not names("first") & names("second")
 
 
 @needs_kubectl
-def test_a_changed_recipe_is_another_object(recipe):
+def test_a_changed_recipe_is_another_object(tmp_path, recipe):
     def configuration():
-        text = rendered(K8S, request(**CLAIMS), recipe)
-        return next(one["metadata"]["name"] for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")
+        objects = objects_rendered(tmp_path / "out", recipe)
+        return next(one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap")
 
     before = configuration()
     recipe.write_text(RECIPE.replace("steps: 100", "steps: 200"))
@@ -123,23 +127,23 @@ def test_what_options_say_need_not_be_in_the_recipe(tmp_path, recipe):
 
 
 @needs_kubectl
-def test_a_store_of_the_recipe_gives_way_to_a_claim(recipe):
+def test_a_store_of_the_recipe_gives_way_to_a_claim(tmp_path, recipe):
     recipe.write_text(RECIPE + "checkpoint: {store: s3://bucket/mine}")
-    parts = parts_of(list(yaml.safe_load_all(rendered(K8S, request(**CLAIMS), recipe))))
+    parts = parts_of(objects_rendered(tmp_path / "out", recipe))
     assert parts.recipe.checkpoint.store is None
 
 
 @needs_kubectl
-def test_text_of_an_override_reaches_the_program_as_it_was_given(recipe):
+def test_text_of_an_override_reaches_the_program_as_it_was_given(tmp_path, recipe):
     text = "of $(HOME), $$ and 'a: b'"
-    objects = yaml.safe_load_all(rendered(K8S, request(**CLAIMS), recipe, [f'logs.run_id="{text}"']))
-    assert parts_of(list(objects)).recipe.run_id == text
+    objects = objects_rendered(tmp_path / "out", recipe, f'logs.run_id="{text}"')
+    assert parts_of(objects).recipe.run_id == text
 
 
 @needs_kubectl
-def test_a_claim_for_both_is_asked_for_once_to_be_written_to(recipe):
+def test_a_claim_for_both_is_asked_for_once_to_be_written_to(tmp_path, recipe):
     places = {"data": "pvc://team/data", "validation": None, "checkpoints": "pvc://team/runs"}
-    parts = parts_of(list(yaml.safe_load_all(rendered(K8S, request(**places), recipe))))
+    parts = parts_of(objects_rendered(tmp_path / "out", recipe, **places))
     assert parts.mounts["/data"]["persistentVolumeClaim"] == {"claimName": "team"}
     assert parts.mounts["/data"]["readOnly"]
 
@@ -270,9 +274,8 @@ def test_a_cluster_without_ipv4_has_its_metrics_on_all_addresses_of_ipv6(tmp_pat
     ],
 )
 def test_what_needs_somebody_beside_the_manifests_is_said(tmp_path, recipe, overrides, options, said):
-    told: list[str] = []
     asked = request(**{**CLAIMS, **({"validation": None} if options else {}), **options})
-    render(K8S, tmp_path / "out", asked, recipe, overrides, told.append)
+    told = render(tmp_path / "out", asked, recipe, overrides)
     assert [bool(re.match(said, one)) for one in told] == [True] if said else not told
 
 
