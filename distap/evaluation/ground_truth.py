@@ -18,7 +18,6 @@ from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.saved import Evaluation, nan_as_null
-from distap.retrieval.decomposability import DecomposabilityGap
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors, reading
 from distap.retrieval.ground_truth_metrics import (
     GroundTruthResult,
@@ -155,9 +154,3 @@ class DescribedGroundTruthSet:
             },
         }
         return Evaluation(result.summary, len(self.records), result.left_out, about)
-
-    def gap(self, batch: int) -> DecomposabilityGap:
-        """Raise a DistapError: queries and a gallery cannot be split into batches."""
-        raise DistapError(
-            f"{self.of.name}: the decomposability gap over batches of {batch} is of shards with classes only"
-        )

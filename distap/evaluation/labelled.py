@@ -13,8 +13,12 @@ from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.saved import Evaluation
-from distap.retrieval.decomposability import DecomposabilityGap, decomposability_gap, random_batches
-from distap.retrieval.metrics import evaluate_labelled_set
+from distap.retrieval.metrics import (
+    DecomposabilityGap,
+    decomposability_gap,
+    evaluate_labelled_set,
+    random_batches,
+)
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.storage.locations import Source
 

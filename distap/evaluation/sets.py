@@ -110,6 +110,8 @@ def evaluate_sets(
         console.print(figures_table({variant: evaluation.figures for variant, evaluation in found.items()}))
         results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
         if gap is not None:
+            if isinstance(one, DescribedGroundTruthSet):
+                raise DistapError(f"{name}: only shards with classes have a decomposability gap")
             measured = one.gap(gap)
             gaps[name] = {"batch": gap, "gap": measured.gap} | asdict(measured)
             console.print(

@@ -27,7 +27,6 @@ from torch import Tensor
 from distap.errors import DistapError
 from distap.retrieval.ranks import (
     NONE,
-    Ties,
     Tiles,
     negatives_before,
     padded,
@@ -37,7 +36,7 @@ from distap.retrieval.ranks import (
     require_head,
 )
 
-AT = (1, 5, 10)
+AT = (1, 5, 10)  # of Revisited: the k of P@k
 SHOWN, FIRST = 100, 10  # of Google Landmarks: AP@100 and P@10
 BLOCK_PAIRS = 2**27  # similarities held at once: 512 MB in float32, 70 queries against 1.9 million images
 
@@ -99,8 +98,6 @@ def evaluate_graded(
     truth: Sequence[GradedQuery],
     *,
     head: Int64[Tensor, "Q K"] | None = None,
-    ties: Ties = "pessimistic",
-    at: Sequence[int] = AT,
 ) -> GroundTruthResult:
     """Rank the gallery for each query once, for all three protocols of Revisited Oxford and Paris.
 
@@ -109,8 +106,6 @@ def evaluate_graded(
         gallery: (N, C) of length 1; a tensor or an array, possibly a memory map of float16, which is read in blocks.
         truth: for each query.
         head: gallery rows that come first for each query, in this order, whatever their similarity.
-        ties: `pessimistic` or `index`, see `negatives_before`.
-        at: the k of mP@k.
     Returns:
         Figures such as `Medium mAP` and `Hard mP@10`, and AP for `Easy`, `Medium` and `Hard`.
     Raises:
@@ -120,7 +115,7 @@ def evaluate_graded(
     device = queries.device
     easy, hard, junk = (padded([getattr(own, grade) for own in truth], device) for grade in ("easy", "hard", "junk"))
     positives = torch.cat([easy, hard], dim=1)
-    before = negatives_before(Tiles(queries, gallery, BLOCK_PAIRS), positives, junk, ties, head)
+    before = negatives_before(Tiles(queries, gallery, BLOCK_PAIRS), positives, junk, head)
     is_easy = torch.arange(positives.shape[1], device=device) < easy.shape[1]
     exists = positives != NONE
     summary, by_protocol = {}, {}
@@ -129,7 +124,7 @@ def evaluate_graded(
         by_protocol[name] = _trapezoids(ranks)
         summary[f"{name} mAP"] = float(by_protocol[name].nanmean())
         last = ranks.amax(1) if ranks.shape[1] else ranks.sum(1)
-        for k in at:
+        for k in AT:
             shown = last.clamp(max=k)
             precision = ((ranks > 0) & (ranks <= shown[:, None])).sum(1).double() / shown  # 0 / 0 is NaN
             summary[f"{name} mP@{k}"] = float(precision.nanmean())
@@ -143,7 +138,6 @@ def evaluate_landmarks(
     truth: Sequence[LandmarkQuery],
     *,
     head: Int64[Tensor, "Q K"] | None = None,
-    ties: Ties = "pessimistic",
 ) -> GroundTruthResult:
     """Rank the gallery for each query of Google Landmarks v2, in blocks of queries; arguments as `evaluate_graded`.
 
@@ -157,7 +151,7 @@ def evaluate_landmarks(
         part = slice(start, start + height)
         positives = padded([own.positives for own in truth[part]], queries.device)
         tiles = Tiles(queries[part], gallery, BLOCK_PAIRS)
-        before = negatives_before(tiles, positives, positives[:, :0], ties, None if head is None else head[part])
+        before = negatives_before(tiles, positives, positives[:, :0], None if head is None else head[part])
         ranks = ranks_of_positives(before, positives != NONE)
         count = (ranks > 0).sum(1)
         found = precision_at_positives(ranks).masked_fill(ranks > SHOWN, 0).sum(1)

@@ -6,14 +6,15 @@ Public codebases disagree, so here are the definitions:
 - AP is the finite sum of precision at the ranks of the positives, over the full ranking.
 - mAP@R (Musgrave et al. 2020) stops at R, the number of positives of the query.
 - A query without a positive is left out and counted. An image without a class is in the gallery, but is no query.
-- By default a positive ranks after the negatives that it ties with, so that a network that maps every image to the
+- A positive ranks after the negatives that it ties with, so that a network that maps every image to the
   same descriptor scores near zero and not one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
@@ -22,7 +23,6 @@ from torch import Tensor
 from distap.errors import DistapError
 from distap.retrieval.ranks import (
     NONE,
-    Ties,
     Tiles,
     converted,
     interpolated_precision,
@@ -34,7 +34,7 @@ from distap.retrieval.ranks import (
     require_head,
 )
 
-AT = (1, 5, 10)
+AT = (1, 5, 10)  # the k of R@k and P@k
 BLOCK_PAIRS = 2**26  # similarities held at once: 256 MB in float32
 RESIDENT_BYTES = 2**30  # a gallery up to this size is converted once, a larger one for every block of queries
 
@@ -49,8 +49,7 @@ class LabelledSetResult:
     neighbours: Int64[Tensor, "N k"]  # the most similar other images, best first
     # Mean over the queries of the greatest precision at any recall of at least r, for r = 0, 0.01 ... 1.
     precision_at_recall: Float64[Tensor, "101"]
-    at: Int64[Tensor, " at"]  # the k of R@k and mP@k
-    hits: Int64[Tensor, "N at"]  # positives among the first k
+    hits: Int64[Tensor, "N 3"]  # positives among the first k, for each k of AT
 
     @property
     def is_query(self) -> Bool[Tensor, " N"]:
@@ -62,13 +61,14 @@ class LabelledSetResult:
 
         P@k is the share of positives among the first k, or among all others if there are fewer than k.
         """
-        hits, ks = self.hits[self.is_query].double(), self.at.tolist()
-        recall, shown = (hits > 0).double().mean(0), self.at.clamp(max=len(self.hits) - 1)
+        hits = self.hits[self.is_query].double()
+        shown = torch.tensor(AT, device=hits.device).clamp(max=len(self.hits) - 1)
+        recall, precision = (hits > 0).double().mean(0), (hits / shown).mean(0)
         return {
             "mAP": float(self.average_precision[self.is_query].mean()),
             "mAP@R": float(self.average_precision_at_r[self.is_query].mean()),
-            **{f"R@{k}": value for k, value in zip(ks, recall.tolist(), strict=True)},
-            **{f"mP@{k}": value for k, value in zip(ks, (hits / shown).mean(0).tolist(), strict=True)},
+            **{f"R@{k}": value for k, value in zip(AT, recall.tolist(), strict=True)},
+            **{f"mP@{k}": value for k, value in zip(AT, precision.tolist(), strict=True)},
         }
 
     def class_figures(self, labels: Int64[Tensor, " N"]) -> dict[int, dict[str, int | float]]:
@@ -83,7 +83,7 @@ class LabelledSetResult:
         of_query = {
             "mAP": self.average_precision[queries],
             "mAP@R": self.average_precision_at_r[queries],
-            **{f"R@{k}": hit for k, hit in zip(self.at.tolist(), hits, strict=True)},
+            **{f"R@{k}": hit for k, hit in zip(AT, hits, strict=True)},
         }
         columns: dict[str, list[int | float]] = {"queries": counts.tolist()}
         for name, values in of_query.items():
@@ -101,8 +101,6 @@ def evaluate_labelled_set(
     labels: Int64[Tensor, " N"],
     neighbours: int = 10,
     *,
-    at: Sequence[int] = AT,
-    ties: Ties = "pessimistic",
     head: Int64[Tensor, "N K"] | None = None,
     queries: Tensor | NDArray[Any] | None = None,
 ) -> LabelledSetResult:
@@ -113,8 +111,6 @@ def evaluate_labelled_set(
             possibly a memory map of float16.
         labels: class of each image, -1 for none.
         neighbours: number of most similar images to report.
-        at: the k of R@k and mP@k.
-        ties: `pessimistic` or `index`, see `negatives_before`.
         head: other images that come first for each image, in this order, whatever their similarity.
         queries: descriptors of the same images as queries, if they differ from those in the gallery.
     Raises:
@@ -132,8 +128,7 @@ def evaluate_labelled_set(
     neighbours = min(neighbours, total - 1)
     precision = torch.full((total,), torch.nan, dtype=torch.float64, device=labels.device)
     at_r, first = precision.clone(), torch.zeros_like(labels)
-    ks = torch.tensor(tuple(at), device=labels.device)
-    hits, nearest = labels.new_zeros(total, len(ks)), labels.new_zeros(total, neighbours)
+    hits, nearest = labels.new_zeros(total, len(AT)), labels.new_zeros(total, neighbours)
     curve, asked = precision.new_zeros(101), 0
     for rows in classes.blocks(classes.members > (-1 if neighbours else 1)):
         tiles = Tiles(_converted_rows(asking, rows), descriptors, BLOCK_PAIRS)
@@ -142,18 +137,66 @@ def evaluate_labelled_set(
             if head is not None:
                 nearest[rows] = _headed(head[rows], nearest[rows])
         positives = classes.positives(rows)
-        before = negatives_before(tiles, positives, rows[:, None], ties, None if head is None else head[rows])
+        before = negatives_before(tiles, positives, rows[:, None], None if head is None else head[rows])
         ranks = ranks_of_positives(before, positives != NONE)
         count = (ranks > 0).sum(1)
         of_positives = precision_at_positives(ranks)
         precision[rows] = of_positives.sum(1) / count  # 0 / 0 is NaN: a query without a positive has no precision
         at_r[rows] = of_positives.masked_fill(ranks > count[:, None], 0).sum(1) / count
         first[rows] = ranks[:, 0]
-        hits[rows] = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in ks], dim=1)
+        hits[rows] = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in AT], dim=1)
         is_query = ranks[:, 0] > 0
         curve += interpolated_precision(ranks[is_query]).sum(0)
         asked += int(is_query.sum())
-    return LabelledSetResult(precision, at_r, first, nearest, curve / asked, ks, hits)
+    return LabelledSetResult(precision, at_r, first, nearest, curve / asked, hits)
+
+
+@dataclass(frozen=True)
+class DecomposabilityGap:
+    """By how much mAP within batches overstates mAP over the whole set (Ramzi et al. 2021, eq. 6)."""
+
+    within_batches: float  # mean over batches of the mAP within the batch
+    whole: float
+    batches: int  # in which some image has another of its class
+    left_out: int  # the other batches
+
+    @property
+    def gap(self) -> float:
+        """How much greater mAP is within batches. It is positive, since a batch holds fewer negatives."""
+        return self.within_batches - self.whole
+
+
+def decomposability_gap(
+    descriptors: Tensor | NDArray[Any],
+    labels: Int64[Tensor, " N"],
+    batches: Iterable[Tensor | NDArray[np.int64]],
+) -> DecomposabilityGap:
+    """Evaluate each batch of rows as a labelled set of its own, and the whole set.
+
+    Raises:
+        DistapError: no batch has two images of a class.
+    """
+    values, left_out = [], 0
+    for rows in batches:
+        batch = torch.as_tensor(rows, device=labels.device)
+        own = labels[batch]
+        if not bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
+            left_out += 1
+            continue
+        described = descriptors[batch] if isinstance(descriptors, Tensor) else descriptors[batch.cpu().numpy()]
+        values.append(evaluate_labelled_set(described, own, 0).summary()["mAP"])
+    if not values:
+        raise DistapError(f"none of {left_out} batches has two images of a class: take greater batches")
+    whole = evaluate_labelled_set(descriptors, labels, 0).summary()["mAP"]
+    return DecomposabilityGap(float(np.mean(values)), whole, len(values), left_out)
+
+
+def random_batches(images: int, batch: int, generator: torch.Generator) -> Iterator[Int64[Tensor, " B"]]:
+    """Rows of batches that split the images at random; images that do not fill a batch are in none."""
+    if batch > images:
+        raise DistapError(f"a batch of {batch} images from a set of {images}; take smaller batches")
+    order = torch.randperm(images, generator=generator)
+    return iter(order[: images - images % batch].view(-1, batch))
 
 
 class _ClassMembers:

@@ -6,11 +6,12 @@ computed tile by tile (some columns of the gallery, all queries), in two passes:
     pass 1   read the similarity of each positive, its bound
     pass 2   count, in each tile, the negatives above each bound
 
-Both passes compute bit-identical similarities. So ties are decided by the rule asked for, and never by rounding.
+Both passes compute bit-identical similarities, so rounding decides no tie. A positive ranks after the negatives of
+equal similarity.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from distap.errors import DistapError
 
-Ties = Literal["pessimistic", "index"]
 NONE = -1  # fills a table of gallery rows whose queries have different numbers of them
 CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
 FEW = 16  # up to this many positives, one pass over the similarities for each is faster than sorting them
@@ -94,7 +94,6 @@ def negatives_before(
     tiles: Tiles,
     positives: Int64[Tensor, "q P"],
     ignored: Int64[Tensor, "q I"],
-    ties: Ties = "pessimistic",
     head: Int64[Tensor, "q K"] | None = None,
 ) -> Int64[Tensor, "q P"]:
     """Number of gallery images before each positive that are neither positive nor ignored.
@@ -103,7 +102,6 @@ def negatives_before(
         tiles: similarities. Positives, ignored images and the head stay masked in the last tile.
         positives: gallery rows of each query, padded with NONE.
         ignored: gallery rows to remove, such as junk and the query itself, padded with NONE.
-        ties: `pessimistic` ranks a positive after the negatives of equal similarity; `index` ranks by gallery row.
         head: gallery rows that come first, in this order, whatever their similarity.
     Returns:
         Counts, 0 where `positives` is NONE.
@@ -117,7 +115,7 @@ def negatives_before(
     bounds[in_head] = torch.inf
     for span, similarities in tiles:
         mask(similarities, span, positives, ignored, *(() if head is None else (head,)))
-        before += _count_before(similarities, span, positives, bounds, ties)
+        before += count_above(similarities, bounds)
     return before
 
 
@@ -194,50 +192,27 @@ def _places_in_head(positives: Tensor, ignored: Tensor, head: Tensor | None) -> 
     return in_head, before
 
 
-def _count_before(similarities: Tensor, span: range, positives: Tensor, bounds: Tensor, ties: Ties) -> Tensor:
-    if ties == "pessimistic":
-        return count_above(similarities, bounds, torch.zeros_like(bounds, dtype=torch.bool))
-    # Equal columns count if they lie before the positive's own column. Tiles left of it count equals as well,
-    # tiles right of it do not, and its own tile adds the equals to the left of its column.
-    counts = count_above(similarities, bounds, positives < span.stop)
-    for query, place in zip(*(part.tolist() for part in _inside(positives, span)), strict=True):
-        column = int(positives[query, place]) - span.start
-        counts[query, place] += (similarities[query, :column] == bounds[query, place]).sum()
-    return counts
-
-
-def count_above(
-    similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], strictly: Bool[Tensor, "q P"]
-) -> Int64[Tensor, "q P"]:
-    """How many of a row's similarities are above each bound, or equal to it unless `strictly`; 0 for infinity."""
+def count_above(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
+    """How many of a row's similarities reach each bound; 0 for infinity."""
     if similarities.device.type != "cpu":
-        return count_above_in_columns(similarities, bounds, strictly)
+        return count_above_in_columns(similarities, bounds)
     result = np.zeros(bounds.shape, dtype=np.int64)
-    rows = zip(similarities.numpy(), bounds.numpy(), strictly.numpy(), result, strict=True)
     # On a CPU, one row at a time stays in the cache.
-    for row, own, more, counts in rows:
+    for row, own, counts in zip(similarities.numpy(), bounds.numpy(), result, strict=True):
         (finite,) = np.isfinite(own).nonzero()
         if len(finite) > FEW:
-            ascending = np.sort(row)
-            sides = (np.searchsorted(ascending, own[finite], side) for side in ("right", "left"))
-            counts[finite] = len(row) - np.where(more[finite], *sides)
+            counts[finite] = len(row) - np.searchsorted(np.sort(row), own[finite])
         else:
             for place in finite:
-                above = row > own[place] if more[place] else row >= own[place]
-                counts[place] = np.count_nonzero(above)
+                counts[place] = np.count_nonzero(row >= own[place])
     return torch.from_numpy(result)
 
 
-def count_above_in_columns(
-    similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], strictly: Bool[Tensor, "q P"]
-) -> Int64[Tensor, "q P"]:
+def count_above_in_columns(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
     """`count_above` for all rows together, as suits a GPU."""
     if bounds.shape[1] > FEW:
-        ascending, bounds = similarities.sort(dim=1).values, bounds.contiguous()
-        right, left = (torch.searchsorted(ascending, bounds, side=side) for side in ("right", "left"))
-        return similarities.shape[1] - torch.where(strictly, right, left)
+        return similarities.shape[1] - torch.searchsorted(similarities.sort(dim=1).values, bounds.contiguous())
     counts = torch.zeros_like(bounds, dtype=torch.int64)
     for place in range(bounds.shape[1]):
-        own, more = bounds[:, place : place + 1], strictly[:, place : place + 1]
-        counts[:, place] = ((similarities > own) | ((similarities == own) & ~more)).sum(dim=1)
+        counts[:, place] = (similarities >= bounds[:, place : place + 1]).sum(dim=1)
     return counts

@@ -7,27 +7,23 @@ def order_of(
     similarities: Sequence[float],
     positives: set[int],
     ignored: set[int],
-    ties: str = "pessimistic",
     head: Sequence[int] = (),
 ) -> list[int]:
     """Gallery rows, the head first and then the most similar ones, without the ignored."""
     rows = [row for row in range(len(similarities)) if row not in head]
-    if ties == "pessimistic":
-        rows.sort(key=lambda row: (-similarities[row], row in positives))
-    else:
-        rows.sort(key=lambda row: (-similarities[row], row))
+    rows.sort(key=lambda row: (-similarities[row], row in positives))
     return [row for row in [*head, *rows] if row not in ignored]
 
 
 def labelled_orders(
-    similarities: list[list[float]], labels: list[int], ties: str = "pessimistic", head: list[list[int]] | None = None
+    similarities: list[list[float]], labels: list[int], head: list[list[int]] | None = None
 ) -> dict[int, list[bool]]:
     """For each query with a positive, which places of its ranking hold one."""
     orders = {}
     for query, label in enumerate(labels):
         positives = {other for other in range(len(labels)) if labels[other] == label and other != query}
         if label >= 0 and positives:
-            order = order_of(similarities[query], positives, {query}, ties, head[query] if head else ())
+            order = order_of(similarities[query], positives, {query}, head[query] if head else ())
             orders[query] = [row in positives for row in order]
     return orders
 

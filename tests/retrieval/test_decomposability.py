@@ -4,7 +4,7 @@ from retrieval_reference import average_precision, labelled_orders, mean
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.retrieval.decomposability import decomposability_gap, random_batches
+from distap.retrieval.metrics import decomposability_gap, random_batches
 
 
 def mean_average_precision(descriptors, labels):

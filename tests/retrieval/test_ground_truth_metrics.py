@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.retrieval.ground_truth_metrics import (
+    AT,
     GradedQuery,
     LandmarkQuery,
     evaluate_graded,
@@ -21,8 +22,6 @@ from distap.retrieval.ground_truth_metrics import (
     graded_queries,
     landmark_queries,
 )
-
-AT = (1, 4, 1000)
 
 
 def problem(seed, queries, gallery, tied):
@@ -40,14 +39,14 @@ def problem(seed, queries, gallery, tied):
     return described[:queries], described[queries:], truth
 
 
-def rights(queries, gallery, truth, ties, head=None):
+def rights(queries, gallery, truth, head=None):
     """By protocol and query, which places of the ranking without junk hold a positive."""
     result = {"Easy": [], "Medium": [], "Hard": []}
     for number, (row, own) in enumerate(zip((queries @ gallery.t()).tolist(), truth, strict=True)):
         easy, hard, junk = set(own.easy), set(own.hard), set(own.junk)
         protocols = {"Easy": (easy, junk | hard), "Medium": (easy | hard, junk), "Hard": (hard, junk | easy)}
         for name, (positives, ignored) in protocols.items():
-            order = order_of(row, positives, ignored, ties, head[number].tolist() if head is not None else ())
+            order = order_of(row, positives, ignored, head[number].tolist() if head is not None else ())
             result[name].append([found in positives for found in order])
     return result
 
@@ -72,34 +71,32 @@ def require_equal(result, expected):
     seed=st.integers(0, 10_000),
     gallery=st.integers(2, 40),
     tied=st.booleans(),
-    ties=st.sampled_from(["pessimistic", "index"]),
 )
-def test_three_protocols_equal_those_of_sorting_without_junk(seed, gallery, tied, ties):
+def test_three_protocols_equal_those_of_sorting_without_junk(seed, gallery, tied):
     queries, described, truth = problem(seed, 4, gallery, tied)
-    result = evaluate_graded(queries, described, truth, ties=ties, at=AT)
-    require_equal(result, rights(queries, described, truth, ties))
+    result = evaluate_graded(queries, described, truth)
+    require_equal(result, rights(queries, described, truth))
 
 
 @settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 10_000), kept=st.integers(1, 20), ties=st.sampled_from(["pessimistic", "index"]))
-def test_a_head_comes_first_and_its_junk_is_taken_out(seed, kept, ties):
+@given(seed=st.integers(0, 10_000), kept=st.integers(1, 20))
+def test_a_head_comes_first_and_its_junk_is_taken_out(seed, kept):
     queries, described, truth = problem(seed, 3, 20, tied=True)
     generator = torch.Generator().manual_seed(seed)
     head = torch.stack([torch.randperm(20, generator=generator)[:kept] for _ in range(3)])
-    result = evaluate_graded(queries, described, truth, ties=ties, at=AT, head=head)
-    require_equal(result, rights(queries, described, truth, ties, head))
+    result = evaluate_graded(queries, described, truth, head=head)
+    require_equal(result, rights(queries, described, truth, head))
 
 
-@pytest.mark.parametrize("ties", ["pessimistic", "index"])
 @pytest.mark.parametrize("pairs", [60, 1])
-def test_a_gallery_read_in_blocks_gives_the_same_three_protocols(tmp_path, monkeypatch, ties, pairs):
+def test_a_gallery_read_in_blocks_gives_the_same_three_protocols(tmp_path, monkeypatch, pairs):
     queries, described, truth = problem(1, 6, 50, tied=True)
-    expected = rights(queries, described, truth, ties)
+    expected = rights(queries, described, truth)
     np.save(tmp_path / "gallery.npy", described.half().numpy())
     mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
     monkeypatch.setattr("distap.retrieval.ground_truth_metrics.BLOCK_PAIRS", pairs)
     monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 9)
-    require_equal(evaluate_graded(queries.float(), mapped, truth, ties=ties, at=AT), expected)
+    require_equal(evaluate_graded(queries.float(), mapped, truth), expected)
 
 
 def test_one_perfect_query_and_one_known_by_hand():
@@ -174,10 +171,10 @@ def landmark_problem(seed, tied, gallery=260):
     return described[:5], described[5:], truth
 
 
-def expected_figures(queries, gallery, truth, ties, head=None):
+def expected_figures(queries, gallery, truth, head=None):
     rights = []
     for number, (row, own) in enumerate(zip((queries @ gallery.t()).tolist(), truth, strict=True)):
-        order = order_of(row, set(own.positives), set(), ties, head[number].tolist() if head is not None else ())
+        order = order_of(row, set(own.positives), set(), head[number].tolist() if head is not None else ())
         rights.append([found in own.positives for found in order])
     result = {}
     for name, usages in (("", ("Public", "Private")), ("Public ", ("Public",)), ("Private ", ("Private",))):
@@ -191,15 +188,14 @@ def expected_figures(queries, gallery, truth, ties, head=None):
 @given(
     seed=st.integers(0, 10_000),
     tied=st.booleans(),
-    ties=st.sampled_from(["pessimistic", "index"]),
     headed=st.booleans(),
 )
-def test_figures_of_landmarks_equal_those_of_sorting_the_gallery(seed, tied, ties, headed):
+def test_figures_of_landmarks_equal_those_of_sorting_the_gallery(seed, tied, headed):
     queries, gallery, truth = landmark_problem(seed, tied)
     generator = torch.Generator().manual_seed(seed)
     head = torch.stack([torch.randperm(260, generator=generator)[:30] for _ in range(5)]) if headed else None
-    result = evaluate_landmarks(queries, gallery, truth, ties=ties, head=head)
-    assert result.summary == pytest.approx(expected_figures(queries, gallery, truth, ties, head), abs=1e-12)
+    result = evaluate_landmarks(queries, gallery, truth, head=head)
+    assert result.summary == pytest.approx(expected_figures(queries, gallery, truth, head), abs=1e-12)
     assert result.left_out == 1
 
 
@@ -210,4 +206,4 @@ def test_a_gallery_read_in_blocks_gives_the_same_figures_of_landmarks(tmp_path, 
     mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
     monkeypatch.setattr("distap.retrieval.ground_truth_metrics.BLOCK_PAIRS", pairs)
     result = evaluate_landmarks(queries.float(), mapped, truth)
-    assert result.summary == pytest.approx(expected_figures(queries, gallery, truth, "pessimistic"), abs=1e-12)
+    assert result.summary == pytest.approx(expected_figures(queries, gallery, truth), abs=1e-12)
