@@ -78,7 +78,7 @@ def extract_command(
         raise typer.Exit(launch(options, "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
     from distap.data.images.image_sets import open_images
     from distap.evaluation.extraction.image_describer import ImageDescriber
-    from distap.evaluation.extraction.to_folder import extract_to_folder
+    from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
     from distap.processes.stopping import leave_when_asked
     from distap.retrieval.whitening import load_whitening
     from distap.storage.locations import parse_source
@@ -118,6 +118,7 @@ def extract_command(
         console.print(f"stopped: the same command continues from the parts in {output}", markup=False)
         raise
     if written is not None:
-        left_out = f"; {written.left_out} images left out, see {output / 'left_out.txt'}" if written.left_out else ""
-        numbers = f"{written.images} descriptors of {written.dimensions} dimensions, {dtype}"
-        console.print(f"{output}: {numbers}{left_out}", markup=False)
+        left_out = len(left_out_of(output))
+        told = f"; {left_out} images left out, see {output / 'left_out.txt'}" if left_out else ""
+        numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions, {dtype}"
+        console.print(f"{output}: {numbers}{told}", markup=False)

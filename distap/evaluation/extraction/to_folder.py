@@ -10,12 +10,11 @@ import hashlib
 import io
 import json
 import logging
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,30 +45,12 @@ from distap.world import World
 
 PLAN_FILE, PARTS_FOLDER, LEFT_OUT_FILE = "extraction.json", "parts", "left_out.txt"
 PLAN_VERSION = 1
-PART_NAME = re.compile(r"(\d{6,})\.npz")
 LISTING_SECONDS = 60.0  # for which a network file system may show an old listing of a folder
 POLL_SECONDS = 0.5
 REMEDY = "give what it was begun with, remove the folder, or choose another one"
 
 DType = Literal["float32", "float16"]
 logger = logging.getLogger("distap")
-
-
-@dataclass(frozen=True)
-class ExtractionSummary:
-    """Numbers of a finished extraction.
-
-    Attributes:
-        images: that were described.
-        dimensions: of the descriptors.
-        left_out: images that could not be described, listed in LEFT_OUT_FILE.
-        described_now: images that this call described on all ranks; an earlier call described the others.
-    """
-
-    images: int
-    dimensions: int
-    left_out: int
-    described_now: int
 
 
 def extract_to_folder(
@@ -84,7 +65,7 @@ def extract_to_folder(
     workers: int = 2,
     part_images: int | None = None,
     shown: bool = False,
-) -> ExtractionSummary | None:
+) -> DescriptorSet | None:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
     Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images, describer
@@ -92,7 +73,6 @@ def extract_to_folder(
 
     Args:
         describer, images: the same on every rank.
-        world: the ranks.
         output: a new or empty folder, or that of a stopped extraction; the same for all hosts.
         boxes: by key, the part of an image to describe, in pixels; other images are described whole.
         dtype: of the stored descriptors.
@@ -102,7 +82,7 @@ def extract_to_folder(
             128 to 4096.
         shown: whether rank 0 shows a progress bar.
     Returns:
-        The summary on rank 0. None on other ranks, which return while rank 0 still writes.
+        The descriptors on rank 0. None on other ranks, which return while rank 0 still writes.
     Raises:
         DistapError: the folder holds something else, the ranks see different images, no image can be described, or
             a file cannot be written.
@@ -132,9 +112,9 @@ def extract_to_folder(
     parts = plan_parts(images, describer, numbered, int(world.broadcast(size)), world)
     done = torch.zeros(len(parts.parts), dtype=torch.uint8, device=world.device)
     if world.rank == 0:
-        there = range(len(done)) if stored is not None else _written_parts(output)
-        done[[number for number in there if number < len(done)]] = 1
-    missing = [number for number, is_done in enumerate(world.broadcast(done).tolist()) if not is_done]
+        for number in range(len(done)):
+            done[number] = stored is not None or _part_path(output, number).exists()
+    missing = np.flatnonzero(~world.broadcast(done).bool().cpu()).tolist()
     before = len(images) - sum(len(parts.parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
@@ -145,8 +125,7 @@ def extract_to_folder(
     if stored is None:
         stored = _join_parts(describer, images, output, len(done), dtype, form)
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
-    dimensions = stored.descriptors.shape[1]
-    return ExtractionSummary(len(stored), dimensions, len(left_out_of(output)), len(images) - before)
+    return stored
 
 
 def left_out_of(output: Path) -> dict[str, str]:
@@ -160,8 +139,7 @@ def left_out_of(output: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     except (OSError, ValueError) as error:
         raise DistapError(f"{path}: not readable: {error}; remove {output} and extract again") from error
-    pairs = (line.partition("\t") for line in lines)
-    return {name: reason for name, _, reason in pairs}
+    return {name: reason for name, _, reason in (line.partition("\t") for line in lines)}
 
 
 def write_part(output: Path, number: int, part: DescribedPart, dtype: str) -> None:
@@ -179,12 +157,6 @@ def write_part(output: Path, number: int, part: DescribedPart, dtype: str) -> No
 
 def _part_path(output: Path, number: int) -> Path:
     return output / PARTS_FOLDER / f"{number:06d}.npz"
-
-
-def _written_parts(output: Path) -> set[int]:
-    folder = output / PARTS_FOLDER
-    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
-    return {int(match[1]) for match in map(PART_NAME.fullmatch, names) if match}
 
 
 @contextmanager
@@ -213,8 +185,6 @@ def _begin(output: Path, plan: dict[str, Any]) -> int:
 
     Returns:
         Images of a part, as the plan in the folder says.
-    Raises:
-        DistapError: something else is in the folder.
     """
     path = output / PLAN_FILE
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
