@@ -37,9 +37,8 @@ def index_command(
     that described its images: descriptors of another network are refused.
     """
     from distap.retrieval.descriptor_files import read_descriptors
-    from distap.retrieval.index_building import KINDS, build_index
     from distap.retrieval.index_files import require_free_for_index, write_index
-    from distap.retrieval.index_recall import measure_recall
+    from distap.retrieval.indexing import KINDS, build_index, measure_recall
     from distap.telemetry.terminal import console, text_table, track
 
     if kind is not None and factory is not None:

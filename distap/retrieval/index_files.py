@@ -31,7 +31,7 @@ from distap.retrieval.descriptor_files import (
     require_intact,
     save_array,
 )
-from distap.retrieval.index_building import BuiltIndex
+from distap.retrieval.indexing import BuiltIndex
 from distap.retrieval.nearest import as_float32, bounded_threads
 from distap.storage.atomic import sync_path, write_whole
 from distap.storage.hashing import FileIdentity, file_identity

@@ -15,8 +15,8 @@ from distap.data.shards.packing import pack
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.index_building import build_index
 from distap.retrieval.index_files import write_index
+from distap.retrieval.indexing import build_index
 from distap.trainer import Trainer
 from distap.training.build import trained_network
 from distap.world import World

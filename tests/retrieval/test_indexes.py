@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from distap.cli import app
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import write_descriptors
-from distap.retrieval.index_building import KINDS, build_index
 from distap.retrieval.index_files import read_index, write_index
-from distap.retrieval.index_recall import measure_recall
+from distap.retrieval.indexing import KINDS, build_index, measure_recall
 from distap.retrieval.nearest import nearest
 from distap.retrieval.whitening import load_whitening
 from distap.retrieval.whitening_learning import learn_discriminative, learn_pca
@@ -63,7 +62,7 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
 
 
 def test_a_flat_index_is_exact_also_for_a_map_in_half_precision_in_blocks(tmp_path, monkeypatch, gallery):
-    monkeypatch.setattr("distap.retrieval.index_building.ADDED_NUMBERS", 16 * 90)
+    monkeypatch.setattr("distap.retrieval.indexing.ADDED_NUMBERS", 16 * 90)
     np.save(tmp_path / "half.npy", gallery.descriptors.astype(np.float16))
     mapped = np.load(tmp_path / "half.npy", mmap_mode="r")
     shown = []

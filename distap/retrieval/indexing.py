@@ -1,8 +1,8 @@
-"""Build a Faiss index over descriptors, from a named kind or from any factory string of Faiss.
+"""Build a Faiss index over descriptors, and measure it against exact search: recall, time of a query, and size.
 
 A factory string such as `OPQ64,IVF4096,PQ64` lists the parts of an index from its first transformation to its codes
-(https://github.com/facebookresearch/faiss/wiki/The-index-factory). A named kind is a factory string, with search
-parameters, whose numbers follow from the size of the gallery.
+(https://github.com/facebookresearch/faiss/wiki/The-index-factory). A named kind of index is a factory string, with
+search parameters, whose numbers follow from the size of the gallery.
 """
 
 import math
@@ -18,21 +18,13 @@ from jaxtyping import Float
 
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.retrieval.nearest import as_float32, bounded_threads, gallery_blocks
+from distap.retrieval.nearest import as_float32, bounded_threads, gallery_blocks, nearest, without_rows
 
 ADDED_NUMBERS = 2**20  # numbers added at once: few, so that a slowly growing graph shows its progress
 SAMPLE_NUMBERS = 2**27  # most numbers that an index is trained on: 512 MB in float32
 SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST = 2**16, 64  # descriptors to train on: 256 for each of 256 codes, 64 for each list
-
-
-def flat(images: int, dimensions: int) -> tuple[str, str]:
-    """Exact search: all descriptors in float32, each compared with the query."""
-    return "Flat", ""
-
-
-def hnsw(images: int, dimensions: int) -> tuple[str, str]:
-    """Fastest at high recall: a search walks a graph of neighbours (Malkov and Yashunin 2018)."""
-    return "HNSW32", "efConstruction=100,efSearch=64"
+MEASURED, TIMED = 1000, 100  # queries that recall is measured with, and of these timed, at most
+TIE = 1e-6  # absolute or relative difference of similarities that float32 sums in another order may have
 
 
 def ivf_pq(images: int, dimensions: int) -> tuple[str, str]:
@@ -48,7 +40,12 @@ def ivf_pq(images: int, dimensions: int) -> tuple[str, str]:
     return f"IVF{lists},PQ{parts}x{bits}np", f"nprobe={min(max(lists // 16, 8), lists)}"
 
 
-KINDS = {"flat": flat, "ivf-pq": ivf_pq, "hnsw": hnsw}
+# Factory string and search parameters by the number of images and of dimensions.
+KINDS: dict[str, Callable[[int, int], tuple[str, str]]] = {
+    "flat": lambda *_: ("Flat", ""),  # exact: all descriptors in float32
+    "ivf-pq": ivf_pq,
+    "hnsw": lambda *_: ("HNSW32", "efConstruction=100,efSearch=64"),  # graph of neighbours (Malkov and Yashunin 2018)
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,12 @@ def build_index(
             codes: Any = faiss.downcast_index(ivf)
             codes.cp.min_points_per_centroid = codes.pq.cp.min_points_per_centroid = 1
         if gpu:
-            index = _on_gpus(index)
+            if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
+                raise DistapError(
+                    "--gpu: the installed Faiss has no GPU, or this machine has none; install faiss-gpu instead of "
+                    "faiss-cpu, or leave --gpu out"
+                )
+            index = faiss.index_cpu_to_all_gpus(index)
         if not index.is_trained:
             rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
             index.train(as_float32(values[rows], 0, "sampled descriptor"))
@@ -115,18 +117,82 @@ def build_index(
         parameters = f" with search parameters {search!r}" if search else ""
         raise DistapError(
             f"Faiss cannot build an index {factory!r}{parameters} over {images} descriptors of {dimensions} "
-            f"dimensions: {reason}"
+            f"dimensions{' with --gpu' if gpu else ''}: {reason}"
         ) from error
     return BuiltIndex(index, kind, factory, search, time.perf_counter() - started)
 
 
-def _on_gpus(index: Any) -> Any:
-    if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
-        raise DistapError(
-            "--gpu: the installed Faiss has no GPU, or this machine has none; install faiss-gpu instead of "
-            "faiss-cpu, or leave --gpu out"
-        )
-    try:
-        return faiss.index_cpu_to_all_gpus(index)
-    except RuntimeError as error:
-        raise DistapError(f"--gpu: Faiss builds this index on the CPU only; leave --gpu out: {error}") from error
+@dataclass(frozen=True)
+class IndexFigures:
+    """Recall, speed and size of an index."""
+
+    recall: float  # share of the first `at` results that are as near as the exact ones
+    at: int
+    queries: int
+    milliseconds: float  # for one query at a time
+    bytes: int  # of the index's file
+
+
+def measure_recall(
+    index: Any,
+    values: Float[np.ndarray, "N C"],
+    queries: Float[np.ndarray, "Q _"] | None = None,
+    at: int = 10,
+) -> IndexFigures:
+    """Compare the results of an index with those of exact search, for at most MEASURED queries.
+
+    An image counts as found if its similarity reaches that of the last exact result. So any of several exact
+    duplicates will do.
+
+    Args:
+        index: of Faiss, over `values`.
+        values: a memory map is read in blocks.
+        queries: held-out queries; None samples rows of `values` and leaves each out of its own results.
+        at: results of a query, at most the size of the gallery.
+    Raises:
+        DistapError: there is nothing to search, or the queries have other dimensions.
+    """
+    own = None
+    if queries is None:
+        own = np.sort(permutation(len(values), 1)[:MEASURED]).astype(np.int64)
+        asked = as_float32(values[own], 0, "sampled descriptor")
+    else:
+        asked = as_float32(queries[np.sort(permutation(len(queries), 1)[:MEASURED])], 0, "query")
+    at = min(at, len(values) - (own is not None))
+    if at < 1 or not len(asked):
+        raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
+    exact, rows = nearest(asked, values, at + (own is not None))
+    bounded_threads()
+    found, found_rows = index.search(asked, at + (own is not None))
+    if own is not None:
+        exact, _ = without_rows(exact, rows, own)
+        found, found_rows = without_rows(found, found_rows, own)
+    # The index may store codes, so compare by the similarities of the descriptors themselves.
+    near = np.asarray(values[np.maximum(found_rows, 0)], np.float32)
+    similarities = np.einsum("qc,qkc->qk", asked, near)
+    last = exact[:, -1:] - TIE * np.maximum(np.abs(exact[:, -1:]), 1)
+    started = time.perf_counter()
+    for row in range(min(TIMED, len(asked))):
+        index.search(asked[row : row + 1], at)
+    seconds = time.perf_counter() - started
+    return IndexFigures(
+        recall=float(((similarities >= last) & (found_rows >= 0)).mean()),
+        at=at,
+        queries=len(asked),
+        milliseconds=1000 * seconds / min(TIMED, len(asked)),
+        bytes=_file_bytes(index),
+    )
+
+
+def _file_bytes(index: Any) -> int:
+    """Size of the index's file, without writing it."""
+    sizes: list[int] = []
+
+    def count(piece: bytes) -> int:
+        sizes.append(len(piece))
+        return len(piece)
+
+    writer = faiss.PyCallbackIOWriter(count)  # type: ignore[attr-defined]  # missing from its annotations
+    faiss.write_index(index, writer)
+    del writer  # flushes its buffer
+    return sum(sizes)
