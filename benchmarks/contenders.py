@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from benchmarks.materialised import materialised_loss
 from distap.engine.ddp import DDPEngine
 from distap.engine.precision import Precision
-from distap.model.backbone import TimmBackbone
+from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 from distap.model.speed.folding import Describer
-from distap.model.weights import FileWeights, PackageWeights, RandomWeights, TimmWeights
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
 from distap.step import StepResult, ThreeStageStep

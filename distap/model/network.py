@@ -105,15 +105,10 @@ class RetrievalNetwork(nn.Module):
         """Return descriptors of length 1, float32 or wider, of images with values from 0 to 255."""
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
-            features = self._features(pixels)
+            compiled = self.compiled if self.training else None
+            features = self.backbone(pixels) if compiled is None else compiled(self.backbone, pixels)
         with in_full_precision(features.device):
             return normalize(self.head(self.pooling(self._as_map(features).to(self.mean.dtype))))
-
-    def _features(self, pixels: Float[Tensor, "n 3 height width"]) -> Tensor:
-        if self.compiled is not None and self.training:
-            return self.compiled(self.backbone, pixels)
-        features: Tensor = self.backbone(pixels)
-        return features
 
     def _as_map(self, features: Tensor) -> Float[Tensor, "n C h w"]:
         if features.ndim == 3:

@@ -21,10 +21,10 @@ from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import EvaluationSet, open_set
+from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import Describer
-from distap.model.weights import RandomWeights
 from distap.ranking.memory import CrossBatchMemory
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images

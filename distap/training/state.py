@@ -5,13 +5,11 @@ import json
 import logging
 import shutil
 import time
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.finding import newest_checkpoint, newest_of_store, probe
+from distap.checkpoint.finding import Found, newest_checkpoint, newest_of_store, probe
 from distap.checkpoint.folder import Checkpoint, best_checkpoint, set_aside
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
@@ -64,67 +62,53 @@ class RunState:
         Raises:
             DistapError: it belongs to another training, the ranks see different ones, or all are damaged.
         """
-        if self._stored is not None:
-            return self._resume_from_store(self._stored)
-        checkpoint, damaged = newest_checkpoint(self.folder, self.world)
-        if checkpoint is None:
-            return 0
-        self._take_over(checkpoint)
-        score = None
-        if self.world.rank == 0:
-            for path in damaged:
-                self._set_aside(path)
-            best = best_checkpoint(self.folder)
-            score = None if best is None else read_manifest(best).score
-        self._agree_on_best(score)
-        return checkpoint.step
-
-    def _resume_from_store(self, stored: StoredRun) -> int:
-        """Resume from a store; a newer checkpoint that only the disks have is uploaded."""
-        probe(stored, self.world)
-        is_first = self.world.rank == 0
-        with newest_of_store(stored, self.folder, self.world) as found:
+        with self._newest() as found:
             if found is None:
                 return 0
-            checkpoint = found.checkpoint
+            checkpoint, is_first = found.checkpoint, self.world.rank == 0
             self._take_over(checkpoint)
-
-            def tidy() -> float | None:
-                for name in found.passed_over:
-                    self._set_aside_in_store(stored, name)
-                if found.name is None:
-                    stored.add(checkpoint.path, checkpoint.manifest)
-                else:
-                    stored.fetch_beside(self.recipe.run)
-                best = stored.best()
-                return None if best is None else stored.manifest(best).score
-
-            self._agree_on_best(on_all(self.world, tidy, mine=is_first)[0])
-            if found.name is None and is_first:  # no rank reads it any more, and the store has it
-                shutil.rmtree(checkpoint.path, ignore_errors=True)
+            # Later scores are compared with rank 0's, so that the ranks agree on which one is better.
+            score = on_all(self.world, lambda: self._tidy(found), mine=is_first)[0]
+            self.best = float("-inf") if score is None else score
+            if self._stored is not None and found.name is None and is_first:
+                shutil.rmtree(checkpoint.path, ignore_errors=True)  # no rank reads it any more, and the store has it
         return checkpoint.step
 
-    def _set_aside_in_store(self, stored: StoredRun, name: str) -> None:
-        try:
-            stored.set_aside(name)
-        except DistapError as error:  # the next start passes over it again
-            logger.warning("%s is damaged and cannot be set aside: %s", stored.where(name), error)
-            return
-        logger.warning("%s is damaged; its manifest is %s now", stored.where(name), DAMAGED_MANIFEST)
+    def _newest(self) -> AbstractContextManager[Found | None]:
+        if self._stored is not None:
+            probe(self._stored, self.world)
+            return newest_of_store(self._stored, self.folder, self.world)
+        checkpoint, damaged = newest_checkpoint(self.folder, self.world)
+        names = [path.name for path in damaged]
+        return nullcontext(None if checkpoint is None else Found(checkpoint, None, names))
 
-    def _agree_on_best(self, score: float | None) -> None:
-        """Take rank 0's score as the best, so that the ranks agree on whether a later one is better."""
-        best = torch.tensor(float("-inf") if score is None else score, dtype=torch.float64, device=self.world.device)
-        self.best = float(self.world.broadcast(best))
+    def _tidy(self, found: Found) -> float | None:
+        """Set damaged checkpoints aside, upload one that only the disks have, and return the best score."""
+        for name in found.passed_over:
+            self._set_aside(name)
+        if self._stored is None:
+            path = best_checkpoint(self.folder)
+            return None if path is None else read_manifest(path).score
+        if found.name is None:
+            self._stored.add(found.checkpoint.path, found.checkpoint.manifest)
+        else:
+            self._stored.fetch_beside(self.recipe.run)
+        best = self._stored.best()
+        return None if best is None else self._stored.manifest(best).score
 
-    def _set_aside(self, path: Path) -> None:
+    def _set_aside(self, name: str) -> None:
+        where = str(self.folder / name) if self._stored is None else self._stored.where(name)
         try:
-            aside = set_aside(path)
-        except OSError as error:  # the next start passes over it again
-            logger.warning("%s is damaged and cannot be renamed: %s", path, error)
-            return
-        size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
-        logger.warning("%s is damaged; it is %s now, %.1f MB that you may remove", path, aside.name, size / 1e6)
+            if self._stored is not None:
+                self._stored.set_aside(name)
+                told = f"its manifest is {DAMAGED_MANIFEST} now"
+            else:
+                aside = set_aside(self.folder / name)
+                size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
+                told = f"it is {aside.name} now, {size / 1e6:.1f} MB that you may remove"
+        except (OSError, DistapError) as error:  # the next start passes over it again
+            told = f"it cannot be set aside: {error}"
+        logger.warning("%s is damaged; %s", where, told)
 
     def save(self, step: int, score: float | None = None) -> Written | None:
         """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it."""

@@ -31,9 +31,8 @@ from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation
-from distap.model.backbone import TimmBackbone
+from distap.model.backbone import TimmBackbone, TimmWeights
 from distap.model.multiscale import MultiScaleNetwork
-from distap.model.weights import TimmWeights
 from distap.retrieval.descriptor_files import DescriptorSet
 from distap.retrieval.whitening import load_whitening, save_whitening
 from distap.retrieval.whitening_learning import learn_pca

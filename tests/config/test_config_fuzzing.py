@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from distap.config.reading import load_recipe, recipe_from
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
-from distap.model.weights import read_state
+from distap.model.backbone import read_state
 
 VALID = {
     "run": "runs/x",

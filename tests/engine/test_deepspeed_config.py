@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distap.engine.deepspeed.config import DeepSpeedSettings, complete, merged_config
+from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.errors import DistapError
 
 
@@ -90,21 +90,3 @@ def test_a_key_that_is_distaps_or_nobodys_is_refused_with_file_and_remedy(merged
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(DistapError, match=r"nowhere\.json: engine\.config cannot be read: No such file"):
         merged_config(DeepSpeedSettings(config=tmp_path / "nowhere.json"), 1, 10, None)
-
-
-def test_the_effective_configuration_says_what_deepspeed_would_assume(merged):
-    pytest.importorskip("deepspeed")
-    config = merged({"zero_optimization": {"stage3_max_live_parameters": 7}})
-    complete(config)
-    zero = config["zero_optimization"]
-    assert (zero["reduce_scatter"], zero["contiguous_gradients"], zero["stage"]) == (True, True, 2)
-    assert zero["stage3_max_live_parameters"] == 7
-    again = {"zero_optimization": dict(zero)}
-    complete(again)
-    assert again["zero_optimization"] == zero
-
-
-def test_a_misspelt_key_of_zero_is_refused(merged):
-    pytest.importorskip("deepspeed")
-    with pytest.raises(ValueError, match="reduce_buckets_size"):
-        complete(merged({"zero_optimization": {"reduce_buckets_size": 64}}))

@@ -206,11 +206,21 @@ def test_freeing_the_whole_network_at_once_is_refused():
 
 
 @pytest.mark.slow
+def test_a_misspelt_key_of_zero_is_refused(tmp_path):
+    pytest.importorskip("deepspeed")
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"zero_optimization": {"reduce_buckets_size": 64}}')
+    with pytest.raises(DistapError, match=r"(?s)deepspeed\.json: DeepSpeed .* refuses .*reduce_buckets_size"):
+        checks.engine_of(World(), "zero 2", settings=DeepSpeedSettings(config=path))
+
+
+@pytest.mark.slow
 def test_deepspeed_needs_no_process_group_for_a_lone_process(caplog):
     pytest.importorskip("deepspeed")
     engine = checks.engine_of(World(), "zero 2", settings=DeepSpeedSettings(stage=2))
     checks.three_stages(World(), engine)
-    assert '"gradient_clipping": 0.0' in caplog.text and '"overlap_comm": false' in caplog.text
+    told = ('"gradient_clipping": 0.0', '"overlap_comm": false', '"contiguous_gradients": true')
+    assert all(text in caplog.text for text in told)
     del engine
     gc.collect()
     assert not torch.distributed.is_initialized()

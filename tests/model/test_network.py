@@ -8,10 +8,9 @@ from safetensors.torch import save_file
 from torch.autograd.graph import saved_tensors_hooks
 
 from distap.errors import DistapError
-from distap.model.backbone import TimmBackbone
+from distap.model.backbone import FileWeights, PackageWeights, TimmBackbone, file_of_package, read_state
 from distap.model.network import build_network
 from distap.model.pooling import GeM, GeMPooling
-from distap.model.weights import FileWeights, PackageWeights, file_of_package, read_state
 
 
 def network_with(backbone, weights):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distap.config.recipe import Recipe
 from distap.engine.precision import Precision
-from distap.model.weights import RandomWeights
+from distap.model.backbone import RandomWeights
 from distap.stages.sizes import SavedBytes
 from distap.training.build import network_of
 from distap.world import World

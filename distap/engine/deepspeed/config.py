@@ -1,17 +1,14 @@
 """Settings of the DeepSpeed engine, and the configuration for DeepSpeed: ours with the user's JSON merged in."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
-
-from distap.engine.precision import Precision
-from distap.engine.protocol import BuildOptimizer, Engine
+from distap.engine.protocol import Engine
 from distap.errors import DistapError
 from distap.registry import suggestion
-from distap.world import World
 
 SWITCHED_OFF = {"enabled": False}  # a section that asks for nothing
 AUTO = "auto"  # other trainers fill such values in; here it is the same as no key
@@ -22,50 +19,48 @@ _PASSED_ON = (
     *("disable_python_gc", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
     *("timers", "flops_profiler", "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor"),
 )
-_SHARES_IMAGES = "ranks share out the images, not the network's layers"
-_OTHER_GRADIENT = "the gradient would not be that of the batch"
-_NOT_SAVED = "checkpoints would not hold all of the state"
-# Keys that distap sets itself or does not support -> what to do instead, or why. The keys below them are refused too.
-_REFUSED = {
-    "train_batch_size": "set `sampling`",
-    "train_micro_batch_size_per_gpu": "set `replay.size`",
-    "gradient_accumulation_steps": "set `replay.size`",
-    "managed_gradient_accumulation": "ranks reduce gradients once a step",
-    "gradient_clipping": "set `optimizer.clip_norm`",
-    "gradient_allreduce_op": _OTHER_GRADIENT,
-    "prescale_gradients": _OTHER_GRADIENT,
-    "gradient_predivide_factor": _OTHER_GRADIENT,
-    "optimizer": "set `optimizer`",
-    "scheduler": "set `schedule`",
-    "fp16.enabled": "it sums gradients in 16 bits; set `precision: fp16`",
-    "bf16.enabled": "it sums gradients in 16 bits; set `precision: bf16`",
-    "bfloat16": "set `precision: bf16`",
-    "torch_autocast.enabled": "set `precision`",
-    "data_types": "set `precision`; parameters and gradients stay float32",
-    "zero_allow_untested_optimizer": "set `optimizer`",
-    "zero_force_ds_cpu_optimizer": "set `optimizer`",
-    "zero_optimization.stage": "set `engine.stage`",
-    "zero_optimization.compute_grad_norm": "steps whose norm is not finite are skipped",
-    "zero_optimization.zero_quantized_weights": "describe and replay would give different descriptors",
-    "zero_optimization.zero_quantized_nontrainable_weights": "it would change the network",
-    "zero_optimization.zero_quantized_gradients": _OTHER_GRADIENT,
-    "zero_optimization.zero_hpz_partition_size": "all ranks share out the parameters",
-    "zero_optimization.legacy_stage1": "DeepSpeed has removed it",
-    "zero_optimization.offload_optimizer.ratio": _NOT_SAVED,
-    "zero_optimization.offload_optimizer.super_offload": _NOT_SAVED,
-    "zero_optimization.zenflow": "it updates some parameters later than others",
-    "activation_checkpointing": "set `step.activation_checkpointing`",
-    "compile": "set `step.compile`",
-    "dataloader_drop_last": "set `sampling`",
-    "data_efficiency": "set `sampling`",
-    "checkpoint": "set `checkpoint`",
-    "load_universal_checkpoint": "set `checkpoint`",
-    "pipeline": _SHARES_IMAGES,
-    "tensor_parallel": _SHARES_IMAGES,
-    "expert_parallel": _SHARES_IMAGES,
-    "sequence_parallel_size": _SHARES_IMAGES,
-    "autotuning": "it would start the training by itself",
+# Why distap refuses a key, or what to set instead -> the keys. The keys below them are refused too.
+_REASONS = {
+    "set `sampling`": ("train_batch_size", "dataloader_drop_last", "data_efficiency"),
+    "set `replay.size`": ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "set `optimizer`": ("optimizer", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    "set `optimizer.clip_norm`": ("gradient_clipping",),
+    "set `schedule`": ("scheduler",),
+    "set `precision`": ("torch_autocast.enabled",),
+    "set `precision: bf16`": ("bfloat16",),
+    "set `precision`; parameters and gradients stay float32": ("data_types",),
+    "it sums gradients in 16 bits; set `precision: fp16`": ("fp16.enabled",),
+    "it sums gradients in 16 bits; set `precision: bf16`": ("bf16.enabled",),
+    "set `engine.stage`": ("zero_optimization.stage",),
+    "set `step.activation_checkpointing`": ("activation_checkpointing",),
+    "set `step.compile`": ("compile",),
+    "set `checkpoint`": ("checkpoint", "load_universal_checkpoint"),
+    "the gradient would not be that of the batch": (
+        "gradient_allreduce_op",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "zero_optimization.zero_quantized_gradients",
+    ),
+    "ranks share out the images, not the network's layers": (
+        "pipeline",
+        "tensor_parallel",
+        "expert_parallel",
+        "sequence_parallel_size",
+    ),
+    "checkpoints would not hold all of the state": (
+        "zero_optimization.offload_optimizer.ratio",
+        "zero_optimization.offload_optimizer.super_offload",
+    ),
+    "ranks reduce gradients once a step": ("managed_gradient_accumulation",),
+    "steps whose norm is not finite are skipped": ("zero_optimization.compute_grad_norm",),
+    "describe and replay would give different descriptors": ("zero_optimization.zero_quantized_weights",),
+    "it would change the network": ("zero_optimization.zero_quantized_nontrainable_weights",),
+    "all ranks share out the parameters": ("zero_optimization.zero_hpz_partition_size",),
+    "DeepSpeed has removed it": ("zero_optimization.legacy_stage1",),
+    "it updates some parameters later than others": ("zero_optimization.zenflow",),
+    "it would start the training by itself": ("autotuning",),
 }
+_REFUSED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 
 
 @dataclass(frozen=True)
@@ -80,17 +75,10 @@ class DeepSpeedSettings:
     stage: Literal[1, 2, 3] = 2
     config: Path | None = None
 
-    def build(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        clip_norm: float | None = None,
-        precision: Precision | None = None,
-    ) -> Engine:
+    def build(self, *parts: Any, **more: Any) -> Engine:
         from distap.engine.deepspeed.engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(network, build_optimizer, world, self, clip_norm, precision)
+        return DeepSpeedEngine(*parts, **more, settings=self)
 
 
 def merged_config(settings: DeepSpeedSettings, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
@@ -133,21 +121,6 @@ def merged_config(settings: DeepSpeedSettings, ranks: int, numel: int, clip_norm
     return ours
 
 
-def complete(config: dict[str, Any]) -> None:
-    """Write ZeRO's defaults into the absent keys of `zero_optimization`.
-
-    Raises:
-        ValueError: DeepSpeed does not know a key or value there.
-    """
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    zero = DeepSpeedZeroConfig(**config["zero_optimization"])
-    renamed = {
-        name for name, field in type(zero).model_fields.items() if "deprecated" in (field.json_schema_extra or {})
-    }
-    config["zero_optimization"] = zero.model_dump(mode="json", exclude_none=True, by_alias=True, exclude=renamed)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
@@ -161,11 +134,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return content
+    for name, times in Counter(name for name, _ in pairs).items():
+        if times > 1:
+            raise ValueError(f"the key {name!r} appears twice")
+    return dict(pairs)
 
 
 def _merge(ours: dict[str, Any], theirs: dict[str, Any], path: Path, parents: tuple[str, ...]) -> None:

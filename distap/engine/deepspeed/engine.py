@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from distap.engine.deepspeed.config import DeepSpeedSettings, complete, merged_config
+from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.engine.deepspeed.state import PREFIX, load_zero_state, zero_state
-from distap.engine.precision import LossScale, Precision
-from distap.engine.protocol import BuildOptimizer
+from distap.engine.precision import Precision
+from distap.engine.updating import TorchEngine
 from distap.errors import DistapError
 from distap.world import World
 
@@ -32,56 +32,44 @@ WHOLE_TENSORS = (timm.optim.Lamb, timm.optim.Lars, timm.optim.Adafactor)
 logger = logging.getLogger("distap")
 
 
-class DeepSpeedEngine:
-    """The network under DeepSpeed.
+class DeepSpeedEngine(TorchEngine):
+    """The network under DeepSpeed; it has to have the same parameters on every rank.
 
-    Args:
-        network: on its device already, in float32, with the same parameters on every rank.
-        build_optimizer: returns the optimiser over the network's parameters; `factor` of a group multiplies its rate.
-        clip_norm: greatest norm of the whole gradient; None never clips.
-        precision: dtype of the network's arithmetic.
     Raises:
         DistapError: DeepSpeed is not installed or refuses its configuration, a parameter is not float32, or the
             optimiser needs whole tensors.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        settings: DeepSpeedSettings | None = None,
-        clip_norm: float | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        settings, precision = settings or DeepSpeedSettings(), precision or Precision()
-        self._scalars = {name for name, parameter in network.named_parameters() if parameter.ndim == 0}
-        for name, parameter in network.named_parameters():
-            if parameter.dtype != torch.float32:
-                raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
-            # DeepSpeed reads elements in contiguous order, even of 1 x 1 kernels, and takes no scalars.
-            parameter.data = parameter.data.reshape(-1).view(1 if name in self._scalars else parameter.shape)
-        self.network = network
-        self.lockstep = self._shares_parameters = settings.stage == 3
-        self.keeps_graphs = not self._shares_parameters
-        self.reduce_seconds = 0.0
-        self._world = world
-        optimizer = build_optimizer()
+    def __init__(self, *parts: Any, settings: DeepSpeedSettings | None = None, **more: Any) -> None:
+        settings = settings or DeepSpeedSettings()
+        super().__init__(*parts, **more, settings=settings)
+        optimizer, world = self._optimizer, self.world
         if isinstance(optimizer, WHOLE_TENSORS):
             raise DistapError(
                 f"the deepspeed engine gives the optimiser slices of the parameters, but {type(optimizer).__name__} "
                 "needs whole ones; choose another optimizer.name, or the engine ddp or fsdp"
             )
         chosen = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        self._trained = {name: p for name, p in network.named_parameters() if p in chosen}
-        config = merged_config(settings, world.size, sum(p.numel() for p in self._trained.values()), clip_norm)
-        self._in_precision = _InPrecision(network, precision)
-        self._engine, is_alone = _initialized(self._in_precision, optimizer, world, settings, config)
+        self._trained = {name: p for name, p in self.network.named_parameters() if p in chosen}
+        numel = sum(parameter.numel() for parameter in self._trained.values())
+        config = merged_config(settings, world.size, numel, self._clip_norm)
+        wrapped = _InPrecision(self.network, self._precision)
+        self._engine, is_alone = _initialized(wrapped, optimizer, world, settings, config)
         self._zero = self._engine.optimizer
-        self._scale = LossScale(precision.name)
         self._tell_scale()
         self._is_whole = False
         weakref.finalize(self, _forget, self._engine, is_alone)
+
+    def _spread(self, settings: DeepSpeedSettings) -> None:
+        self.lockstep = self._shares_parameters = settings.stage == 3
+        self.keeps_graphs = not self._shares_parameters
+        self.reduce_seconds = 0.0
+        self._scalars = {name for name, parameter in self.network.named_parameters() if parameter.ndim == 0}
+        for name, parameter in self.network.named_parameters():
+            if parameter.dtype != torch.float32:
+                raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
+            # DeepSpeed reads elements in contiguous order, even of 1 x 1 kernels, and takes no scalars.
+            parameter.data = parameter.data.reshape(-1).view(1 if name in self._scalars else parameter.shape)
 
     @contextmanager
     def describing(self) -> Iterator[None]:
@@ -92,7 +80,7 @@ class DeepSpeedEngine:
         import deepspeed
 
         gathered = deepspeed.zero.GatheredParameters(list(self.network.parameters()))
-        with self._world.collective("all_gather of the parameters"):
+        with self.world.collective("all_gather of the parameters"):
             gathered.__enter__()
         self._is_whole = True
         # DeepSpeed's hooks would gather, release and compare notes with other ranks in every forward pass.
@@ -107,8 +95,7 @@ class DeepSpeedEngine:
 
     def describe(self, images: Tensor) -> Tensor:
         with torch.no_grad():
-            descriptors: Tensor = self._in_precision(images)
-        return descriptors
+            return super().forward(images)
 
     def forward(self, images: Tensor) -> Tensor:
         with self._sharing("all_gather of parameters in a forward pass"):
@@ -124,13 +111,13 @@ class DeepSpeedEngine:
         if is_last:
             self._engine.inside_no_sync_ctxt = self._zero._coalesce_grad_reduction = False
             started = time.perf_counter()
-            with self._world.collective("reduction of the gradients"), self._engine.coalesce_grad_reduction():
+            with self.world.collective("reduction of the gradients"), self._engine.coalesce_grad_reduction():
                 pass
             self.reduce_seconds += time.perf_counter() - started
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
         # DeepSpeed wants a loss, and averages over ranks.
-        loss = (descriptors * gradient).sum() * self._world.size
+        loss = (descriptors * gradient).sum() * self.world.size
         with self._sharing("all_gather of parameters in a backward pass"):
             self._engine.backward(loss)
 
@@ -138,7 +125,7 @@ class DeepSpeedEngine:
         for group in self._zero.param_groups:
             group["lr"] = learning_rate * group.get("factor", 1.0)
         self._engine.set_gradient_accumulation_boundary(True)
-        with self._world.collective("update of the parameters"):
+        with self.world.collective("update of the parameters"):
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
         self._scale.update(norm < float("inf"))  # False for NaN as well
@@ -160,7 +147,7 @@ class DeepSpeedEngine:
             state = {f"network.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}
             if self._shares_parameters:
                 state = {name: tensor.clone() for name, tensor in state.items()}
-        with self._world.collective("gathering of the optimizer's state"):
+        with self.world.collective("gathering of the optimizer's state"):
             state |= zero_state(self._zero, self._trained)
         for name in self._scalars:
             of_scalar = [key for key in state if key == f"network.{name}" or key.startswith(f"{PREFIX}{name}.")]
@@ -168,7 +155,7 @@ class DeepSpeedEngine:
         return state | self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        with self._world.collective("distribution of the parameters"):
+        with self.world.collective("distribution of the parameters"):
             load_zero_state(self._zero, self.network, self._trained, state, self._scalars)
         self._scale.load_state_dict(state)
         self._tell_scale()
@@ -180,7 +167,7 @@ class DeepSpeedEngine:
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:
         """Enclose communication that only stage 3 has."""
-        return self._world.collective(name) if self._shares_parameters else nullcontext()
+        return self.world.collective(name) if self._shares_parameters else nullcontext()
 
 
 class _InPrecision(nn.Module):
@@ -228,7 +215,6 @@ def _initialized(
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
-        complete(config)
         with world.collective("set-up of DeepSpeed"):
             engine, *_ = deepspeed.initialize(
                 model=network, optimizer=optimizer, config=config, dist_init_required=False
@@ -240,7 +226,9 @@ def _initialized(
             f"{settings.config or 'engine'}: DeepSpeed {deepspeed.__version__} refuses its configuration: {error}"
         ) from error
     if world.rank == 0:
-        logger.info("DeepSpeed %s: %s", deepspeed.__version__, json.dumps(config, sort_keys=True))
+        zero = engine._config.zero_config.model_dump(mode="json", exclude_none=True, by_alias=True)
+        told = json.dumps(config | {"zero_optimization": zero}, sort_keys=True)
+        logger.info("DeepSpeed %s: %s", deepspeed.__version__, told)
     return engine, is_alone
 
 

@@ -8,9 +8,10 @@ other weights, and stage one needs no graph, so a twin of the network can do bot
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import torch
 from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
@@ -105,20 +107,12 @@ class Fold:
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the folded weights from the present ones."""
-        normaliser, folded = self.normaliser, self.folded
-        assert normaliser.running_mean is not None and normaliser.running_var is not None
-        assert folded.bias is not None
-        scale = (normaliser.running_var + normaliser.eps).rsqrt()
-        if normaliser.weight is not None:
-            scale = scale * normaliser.weight
-        bias = -normaliser.running_mean
-        if self.convolution.bias is not None:
-            bias = bias + self.convolution.bias
-        bias = bias * scale
-        if normaliser.bias is not None:
-            bias = bias + normaliser.bias
-        torch.mul(self.convolution.weight, scale.view(-1, 1, 1, 1), out=folded.weight)
-        folded.bias.copy_(bias)
+        own, norm = self.convolution, self.normaliser
+        assert norm.running_mean is not None and norm.running_var is not None and self.folded.bias is not None
+        statistics = norm.running_mean, norm.running_var, norm.eps
+        weight, bias = fuse_conv_bn_weights(own.weight, own.bias, *statistics, norm.weight, norm.bias)
+        self.folded.weight.copy_(weight)
+        self.folded.bias.copy_(bias)
 
 
 def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
@@ -139,8 +133,7 @@ def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
                 for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
                     if isinstance(tensor, Tensor):
                         tensor.mul_(0.5 + torch.rand(tensor.shape, generator=generator).to(tensor)).add_(0.1)
-        with _observed(trial) as pairs:
-            expected = trial(example)
+        expected, pairs = _observed(trial, example)
         if not pairs:
             raise DistapError(
                 f"describe.fold_batchnorm: {name} has no BatchNorm right behind a convolution; set it to false"
@@ -157,43 +150,31 @@ def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
     return pairs
 
 
-@contextmanager
-def _observed(backbone: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Find which BatchNorm reads the output of which convolution, by watching one forward pass."""
+def _observed(backbone: nn.Module, example: Tensor) -> tuple[Tensor, list[tuple[str, str]]]:
+    """Return the output for an example, and which BatchNorm alone reads the output of which convolution."""
     found: list[tuple[str, str]] = []
     calls: Counter[str] = Counter()
     made: dict[int, tuple[str, Tensor, int]] = {}  # holding the tensors keeps an id from being used twice
 
-    def after_convolution(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-            calls[name] += 1
-            made[id(output)] = (name, output, output._version)
+    def after_convolution(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        calls[name] += 1
+        made[id(output)] = (name, output, output._version)
 
-        return hook
+    def before_normaliser(name: str, _: nn.Module, inputs: tuple[Tensor]) -> None:
+        calls[name] += 1
+        convolution, _tensor, version = made.get(id(inputs[0]), ("", None, 0))
+        if convolution and inputs[0]._version == version:  # not changed in place since
+            found.append((convolution, name))
 
-    def before_normaliser(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor]) -> None:
-            calls[name] += 1
-            convolution, _tensor, version = made.get(id(inputs[0]), ("", None, 0))
-            if convolution and inputs[0]._version == version:  # not changed in place since
-                found.append((convolution, name))
-
-        return hook
-
-    handles = []
-    for name, module in backbone.named_modules():
-        if type(module) in CONVOLUTIONS:
-            handles.append(module.register_forward_hook(after_convolution(name)))
-        elif type(module) in NORMALISERS and module.running_mean is not None:
-            handles.append(module.register_forward_pre_hook(before_normaliser(name)))
-    pairs: list[tuple[str, str]] = []
-    try:
-        yield pairs
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, module in backbone.named_modules():
+            if type(module) in CONVOLUTIONS:
+                hooks.enter_context(module.register_forward_hook(partial(after_convolution, name)))
+            elif type(module) in NORMALISERS and module.running_mean is not None:
+                hooks.enter_context(module.register_forward_pre_hook(partial(before_normaliser, name)))
+        output = backbone(example)
     uses = Counter(chain.from_iterable(found))
-    pairs += [pair for pair in found if all(calls[name] == uses[name] == 1 for name in pair)]
+    return output, [pair for pair in found if all(calls[name] == uses[name] == 1 for name in pair)]
 
 
 def _twin(module: nn.Module) -> nn.Module:
