@@ -11,7 +11,7 @@ from distap.cli.options import BEST, CHECKPOINT
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from distap.apps.search.queries import SearchResult
+    from distap.apps.search import SearchResult
 
 INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
 WHITENING = Annotated[
@@ -48,9 +48,7 @@ def search_command(
     An image that is searched for by its key needs no --checkpoint, and is not among its own hits. Files that cannot
     be used are named, and make the exit status 1.
     """
-    from distap.apps.search.page import write_search_page
-    from distap.apps.search.queries import queries_from
-    from distap.apps.search.searcher import open_searcher, open_thumbnails
+    from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
     from distap.errors import FAILED
     from distap.telemetry.terminal import console, set_up_logging
     from distap.world import joined_world

@@ -109,9 +109,9 @@ class SearchIndex:
 
     def row_of(self, key: str) -> int:
         """Row of an image by its key, or a DistapError if the gallery has no such key."""
-        if key not in self._rows:
+        if key not in self.rows:
             raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
-        return self._rows[key]
+        return self.rows[key]
 
     def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
         """Descriptor of an image of the gallery, approximate if the index stores only codes.
@@ -128,7 +128,8 @@ class SearchIndex:
             return np.asarray(self.index.reconstruct(row), np.float32)
 
     @cached_property
-    def _rows(self) -> dict[str, int]:
+    def rows(self) -> dict[str, int]:
+        """Row of each image by its key."""
         return {key: row for row, key in enumerate(self.keys.tolist())}
 
 

@@ -8,8 +8,7 @@ import pytest
 from commands import distap
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
 
-from distap.apps.search.queries import queries_from
-from distap.apps.search.searcher import open_searcher, open_thumbnails
+from distap.apps.search import open_searcher, open_thumbnails, queries_from
 from distap.data.images.image_sets import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from distap.apps.search.searcher import open_searcher, open_thumbnails
+from distap.apps.search import open_searcher, open_thumbnails
 from distap.errors import FINISHED, DistapError
 from distap.telemetry.terminal import console, set_up_logging
 from distap.world import lone_world

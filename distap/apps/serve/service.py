@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from distap.apps.search.searcher import Searcher
+from distap.apps.search import Searcher
 from distap.apps.serve.guard import ServingMetrics
 from distap.apps.serve.problems import RefusedError, busy, refused_image
 from distap.data.images.decoding import DamagedImageError

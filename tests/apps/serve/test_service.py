@@ -8,7 +8,7 @@ import pytest
 from galleries import Gallery, make_gallery, upload
 from serving import MULTIPART, body
 
-from distap.apps.search.searcher import open_searcher, open_thumbnails
+from distap.apps.search import open_searcher, open_thumbnails
 from distap.apps.serve.app import build_app
 from distap.apps.serve.service import ServeSettings, Service
 from distap.retrieval.descriptor_files import DescribedBy

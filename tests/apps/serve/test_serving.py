@@ -15,7 +15,7 @@ from launching import started
 from selenium.webdriver.support.ui import WebDriverWait
 from serving import BAD, MULTIPART, body, bomb, command, resident, serving
 
-from distap.apps.search.searcher import Searcher, open_searcher
+from distap.apps.search import Searcher, open_searcher
 from distap.apps.serve.server import listening
 from distap.apps.serve.service import ServeSettings
 from distap.retrieval.index_files import Hit

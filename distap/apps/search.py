@@ -1,4 +1,4 @@
-"""Search an index on disk, with the network that described its images."""
+"""Search an index by images or keys, for `distap search` and `distap serve`."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from distap.apps.search.queries import Query, SearchResult
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError
-from distap.data.images.image_sets import open_images
-from distap.data.images.thumbnails import Thumbnails
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
+from distap.data.images.image_sets import list_folder, open_images
+from distap.data.images.thumbnails import Thumbnails, thumbnail
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
+from distap.pages.page import write_page
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
 from distap.retrieval.whitening import load_whitening
@@ -21,7 +21,26 @@ from distap.training.build import trained_network
 from distap.world import World
 
 THUMBNAIL = 240  # longer side, pixels
+KEY = "key:"
 logger = logging.getLogger("distap")
+
+
+@dataclass(frozen=True)
+class Query:
+    """An image file to search for; or, if `file` is None, an image of the index by its key."""
+
+    name: str  # as it is shown
+    file: Path | None = None
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The hits of a query, best first; or the problem with its file."""
+
+    query: Query
+    hits: list[Hit]
+    problem: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,3 +162,64 @@ def open_thumbnails(
             *(where, missing, len(index)),
         )
     return Thumbnails(images.reader, samples, THUMBNAIL)
+
+
+def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
+    """The queries that texts stand for: `key:NAME`, an image file, a folder of images, or a key of the index.
+
+    Raises:
+        DistapError: a text is none of these, or the folder has no image in it.
+    """
+    return [query for text in texts for query in _queries(text, index)]
+
+
+def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
+    if text.startswith(KEY):
+        index.row_of(text.removeprefix(KEY))
+        yield Query(text, key=text.removeprefix(KEY))
+        return
+    path = Path(text)
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError):  # such as a text that is too long for a path
+        is_folder = is_file = False
+    if is_folder:
+        yield from (Query(str(path / name), path / name) for name in list_folder(path).names)
+    elif is_file:
+        yield Query(text, path)
+    elif text in index.rows:
+        yield Query(f"{KEY}{text}", key=text)
+    else:
+        raise DistapError(
+            f"{text!r}: neither an image file, nor a folder of images, nor a key of the index of {index.data}"
+        )
+
+
+def write_search_page(
+    path: Path, results: Sequence[SearchResult], index: SearchIndex, thumbnails: Thumbnails
+) -> None:
+    """Write the results, in their order, as one HTML file; its folder is created."""
+
+    def query_picture(query: Query) -> bytes | None:
+        if query.file is None:
+            return thumbnails.jpeg(index.row_of(query.key))
+        try:
+            return thumbnail(EncodedImage(query.file.read_bytes()), THUMBNAIL)
+        except (OSError, DamagedImageError):
+            return None
+
+    write_page(
+        path,
+        "search.html",
+        title="Search results",
+        facts={
+            "gallery": index.data,
+            "images": f"{len(index):,}",
+            "index": index.about["index"]["kind"],
+            "described": f"{index.described_by.sizing}, {index.dimensions} dimensions",
+        },
+        results=[
+            (each, query_picture(each.query), [(hit, thumbnails.jpeg(hit.row)) for hit in each.hits])
+            for each in results
+        ],
+    )
