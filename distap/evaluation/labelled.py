@@ -12,7 +12,7 @@ from distap.data.loading.reading import Reader
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
-from distap.evaluation.saved import Evaluation
+from distap.evaluation.saved import Evaluation, Retrieved
 from distap.retrieval.metrics import (
     DecomposabilityGap,
     decomposability_gap,
@@ -88,17 +88,17 @@ class DescribedLabelledSet:
             "precision_at_recall": result.precision_at_recall.tolist(),
             "classes": {str(index.class_name[row]): own for row, own in result.class_figures(labels).items()},
         }
-        columns = {
-            "sample": samples,
-            "key": index.key[samples],
-            "label": index.label[samples],
-            "average_precision": result.average_precision.numpy(),
-            "average_precision_at_r": result.average_precision_at_r.numpy(),
-            "first_positive": result.first_positive.numpy(),
-            "class_name": index.class_name,
-            "neighbour": samples[result.neighbours.numpy()].ravel(),
-        }
-        return Evaluation(result.summary(), count, len(samples) - count, about, columns)
+        retrieved = Retrieved(
+            samples,
+            index.key[samples],
+            index.label[samples],
+            result.average_precision.numpy(),
+            result.average_precision_at_r.numpy(),
+            result.first_positive.numpy(),
+            index.class_name,
+            result.neighbours.numpy(),
+        )
+        return Evaluation(result.summary(), count, len(samples) - count, about, retrieved)
 
     def gap(self, batch: int) -> DecomposabilityGap:
         """How much higher mAP is within random batches of this size than over the whole set.

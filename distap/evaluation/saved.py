@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,33 +30,9 @@ QUERIES = {
 }
 
 
-def _without_none(values: Any) -> Any:
-    return (
-        {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
-    )
-
-
-Figures = Annotated[dict[str, float], BeforeValidator(_without_none)]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The figures and hits of a network on a data set, with one refinement of its descriptors."""
-
-    figures: dict[str, float]  # means over the queries, from 0 to 1
-    queries: int
-    left_out: int  # queries without a positive
-    about: dict[str, Any]  # more entries for result.json
-    columns: dict[str, NDArray[Any]] = field(default_factory=dict)  # of QUERIES and NEIGHBOURS, if it has them
-
-    def save(self, output: Path, **about: Any) -> Path:
-        """Write it as `write_evaluation` does, with more entries for result.json such as the network's checkpoint."""
-        numbers = {
-            "queries": self.queries,
-            "queries_without_positive": self.left_out,
-            "figures": nan_as_null(self.figures),
-        }
-        return write_evaluation(output, about | self.about | numbers, self.columns)
+Figures = Annotated[
+    dict[str, float], BeforeValidator(lambda own: {name: own[name] for name in own if own[name] is not None})
+]
 
 
 @dataclass(frozen=True)
@@ -75,6 +51,43 @@ class Retrieved:
     def class_of(self, row: int) -> str:
         """Name of a row's class, empty without one."""
         return str(self.class_name[self.label[row]]) if self.label[row] >= 0 else ""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures and hits of a network on a data set, with one refinement of its descriptors."""
+
+    figures: dict[str, float]  # means over the queries, from 0 to 1
+    queries: int
+    left_out: int  # queries without a positive
+    about: dict[str, Any]  # more entries for result.json
+    retrieved: Retrieved | None = None  # of a labelled set
+
+    def save(self, folder: Path, **about: Any) -> None:
+        """Write it to a folder, which holds no evaluation until all is written; an earlier one is replaced.
+
+        Args:
+            about: more entries for result.json, such as the network's checkpoint.
+        Raises:
+            UnwritableError: a file cannot be written.
+        """
+        path = folder / RESULT_FILE
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UnwritableError(f"{path}: cannot be replaced: {error.strerror or error}") from error
+        if self.retrieved is not None:
+            columns = vars(self.retrieved) | {"neighbour": self.retrieved.sample[self.retrieved.neighbours].ravel()}
+            for name, of_file in ((QUERIES_FILE, QUERIES), (NEIGHBOURS_FILE, NEIGHBOURS)):
+                buffer = io.BytesIO()
+                np.savez_compressed(buffer, **{column: columns[column] for column in of_file})
+                write_whole(folder / name, buffer.getvalue())
+        about |= self.about | {
+            "queries": self.queries,
+            "queries_without_positive": self.left_out,
+            "figures": nan_as_null(self.figures),
+        }
+        write_whole(path, json.dumps(about, indent=1) + "\n")
 
 
 class SavedEvaluation(BaseModel):
@@ -112,32 +125,6 @@ class SavedEvaluation(BaseModel):
             raise DistapError(f"{self.folder}: its files are not of one evaluation; `distap eval` writes them anew")
         neighbours = np.searchsorted(sample, neighbour).reshape(rows, -1).astype(np.int64)
         return Retrieved(**queries, neighbours=neighbours)
-
-
-def write_evaluation(folder: Path, result: dict[str, Any], columns: Mapping[str, NDArray[Any]]) -> Path:
-    """Write an evaluation. The folder holds none until all of it is written.
-
-    Args:
-        folder: created if missing; an evaluation in it is replaced.
-        result: contents of result.json, such as the fields of SavedEvaluation.
-        columns: those of QUERIES and NEIGHBOURS, one row an image, `neighbour` flattened; or none.
-    Returns:
-        The path of result.json.
-    Raises:
-        UnwritableError: a file cannot be written.
-    """
-    path = folder / RESULT_FILE
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UnwritableError(f"{path}: cannot be replaced: {error.strerror or error}") from error
-    for name, of_file in ((QUERIES_FILE, QUERIES), (NEIGHBOURS_FILE, NEIGHBOURS)) if columns else ():
-        buffer = io.BytesIO()
-        arrays: dict[str, Any] = {column: columns[column] for column in of_file}
-        np.savez_compressed(buffer, **arrays)
-        write_whole(folder / name, buffer.getvalue())
-    write_whole(path, json.dumps(result, indent=1) + "\n")
-    return path
 
 
 def read_evaluation(folder: Path) -> SavedEvaluation:

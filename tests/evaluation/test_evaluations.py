@@ -85,8 +85,8 @@ def test_distractors_join_the_gallery_and_can_only_lower_its_figures(converted, 
 def test_the_figures_of_google_landmarks_count_100_images(converted, training_shards, tmp_path):
     how = describing(tmp_path, training_shards)
     evaluation = open_set(str(converted / "gldv2")).describe(how).evaluate()
-    found = evaluation.save(tmp_path / "saved", network="a checkpoint")
-    saved = json.loads(found.read_text())
+    evaluation.save(tmp_path / "saved", network="a checkpoint")
+    saved = json.loads((tmp_path / "saved" / "result.json").read_text())
     assert saved["protocol"] == "gldv2" and saved["queries"] == 2 and saved["network"] == "a checkpoint"
     source = converted / "source/gldv2"
     names = ["1111111111111111", "2222222222222222", "3333333333333333"]

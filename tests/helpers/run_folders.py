@@ -9,7 +9,7 @@ from images import write_images
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import Index
 from distap.data.shards.packing import pack
-from distap.evaluation.saved import Retrieved, folder_of_step, write_evaluation
+from distap.evaluation.saved import Evaluation, Retrieved, folder_of_step
 
 FIGURES = {"mAP": 0.25, "mAP@R": 0.19, "R@1": 0.43, "R@5": 0.65, "R@10": 0.73}
 ODD = '<b>&"'
@@ -83,20 +83,12 @@ def retrieved(seed: int = 0, index: Index | None = None) -> Retrieved:
     )
 
 
-def write_retrieved(run: Path, step: int, each: Retrieved, **result) -> Path:
+def write_retrieved(run: Path, step: int, each: Retrieved, figures: dict[str, float] = FIGURES, **about) -> Path:
     """Keep an evaluation in a run; its folder."""
-    columns = {name: getattr(each, name) for name in Retrieved.__dataclass_fields__ if name != "neighbours"}
-    columns["neighbour"] = each.sample[each.neighbours].ravel()
-    gain = 0.1 * bool(step)
-    about = {
-        "step": step,
-        "data": "d",
-        "fingerprint": "f",
-        "images": 40,
-        "queries": int((each.first_positive > 0).sum()),
-        "figures": {name: value + gain for name, value in FIGURES.items()},
-        "precision_at_recall": [1 - recall / 101 for recall in range(101)],
-        "classes": {name: {"queries": 4, "mAP": number / 20 + gain} for number, name in enumerate("abcdefghijklmn")},
-        **result,
-    }
-    return write_evaluation(folder_of_step(run, step), about, columns).parent
+    gain, folder = 0.1 * bool(step), folder_of_step(run, step)
+    classes = {name: {"queries": 4, "mAP": number / 20 + gain} for number, name in enumerate("abcdefghijklmn")}
+    curve = [1 - recall / 101 for recall in range(101)]
+    about = {"data": "d", "fingerprint": "f", "images": 40, "precision_at_recall": curve, "classes": classes, **about}
+    figures = {name: value + gain * (figures is FIGURES) for name, value in figures.items()}
+    Evaluation(figures, int((each.first_positive > 0).sum()), 0, about, each).save(folder, step=step)
+    return folder
