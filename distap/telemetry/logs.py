@@ -18,8 +18,10 @@ import math
 import select
 import sys
 import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
 
@@ -63,7 +65,7 @@ def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
     take_over_loggers()
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
-    threading.excepthook = _log_uncaught_in_thread
+    threading.excepthook = lambda arguments: _log_uncaught(*arguments)
 
 
 def is_logging_lines() -> bool:
@@ -80,32 +82,33 @@ def take_over_loggers() -> None:
     """With JSON, redirect loggers that packages have set up by now into the same lines."""
     if origin.form != "json":
         return
-    logger.handlers = []
-    for name in list(logging.root.manager.loggerDict):
-        one = logging.getLogger(name)
-        talking = [
-            handler for handler in one.handlers if getattr(handler, "stream", None) in (sys.stdout, sys.stderr)
-        ]
-        for handler in talking:
-            one.removeHandler(handler)
-        if talking or one is logger:
-            one.propagate = True
+    logger.handlers, logger.propagate = [], True
+    for one in map(logging.getLogger, list(logging.root.manager.loggerDict)):
+        for handler in list(one.handlers):
+            if getattr(handler, "stream", None) in (sys.stdout, sys.stderr):
+                one.removeHandler(handler)
+                one.propagate = True
 
 
-class TextLines(logging.Formatter):
+class _Formatter(logging.Formatter):
+    converter = staticmethod(time.gmtime)
+    default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
+
+
+class TextLines(_Formatter):
     """Write a record as one line; a traceback follows on lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         where = f"run={_word(origin.run)} rank={_word(origin.rank)} step={_word(origin.step)}"
-        return f"{_time_of(record)} {record.levelname} {where} {record.message}"
+        return f"{self.formatTime(record)} {record.levelname} {where} {record.message}"
 
 
-class JsonLines(logging.Formatter):
+class JsonLines(_Formatter):
     """Write a record as one JSON object, short enough for a pipe to take in one piece."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": _time_of(record),
+            "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "run": origin.run,
             "rank": origin.rank,
@@ -117,37 +120,18 @@ class JsonLines(logging.Formatter):
             line[name] = figure if math.isfinite(figure) else None
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return _fitted(line)
+            _shorten(line, "exception", lambda text, room: CUT + text[len(text) - room :])
+        _shorten(line, "message", lambda text, room: text[:room] + CUT)
+        return json.dumps(line)
 
 
-def _fitted(line: dict[str, Any]) -> str:
-    """Write JSON; shorten a line that is too long: first the traceback's beginning, then the message's end."""
-    text = json.dumps(line)
-    for name, keeps_end in (("exception", True), ("message", False)):
-        over = len(text) + 1 - LONGEST_LINE
-        if over > 0 and name in line:
-            room = max(0, _length(line[name]) - over - len(CUT))
-            line[name] = CUT + _first(line[name][::-1], room)[::-1] if keeps_end else _first(line[name], room) + CUT
-            text = json.dumps(line)
-    return text
-
-
-def _first(text: str, room: int) -> str:
-    """Return the longest beginning that takes at most `room` characters of JSON."""
-    for position, character in enumerate(text):
-        room -= _length(character)
-        if room < 0:
-            return text[:position]
-    return text
-
-
-def _length(text: str) -> int:
-    return len(json.dumps(text)) - 2  # quotes
-
-
-def _time_of(record: logging.LogRecord) -> str:
-    at = datetime.fromtimestamp(record.created, UTC)
-    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def _shorten(line: dict[str, Any], name: str, cut: Callable[[str, int], str]) -> None:
+    """Cut a text of a line whose JSON is too long to as many characters as there is room for, which may be none."""
+    if len(json.dumps(line)) < LONGEST_LINE:
+        return
+    text = line[name]
+    too_many = bisect_left(range(len(text)), LONGEST_LINE, key=lambda n: len(json.dumps(line | {name: cut(text, n)})))
+    line[name] = cut(text, max(0, too_many - 1))
 
 
 def _word(value: object) -> str:
@@ -155,19 +139,12 @@ def _word(value: object) -> str:
     return json.dumps(text) if " " in text else text
 
 
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logger.critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
-
-
-def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
-    error = arguments.exc_value
-    if error is None or isinstance(error, SystemExit):
-        return
-    name = arguments.thread.name if arguments.thread is not None else "a thread"
-    logger.critical(
-        "%s: %s: %s",
-        name,
-        arguments.exc_type.__name__,
-        error,
-        exc_info=(arguments.exc_type, error, error.__traceback__),
-    )
+def _log_uncaught(
+    kind: type[BaseException],
+    error: BaseException | None,
+    trace: TracebackType | None,
+    thread: threading.Thread | None = None,
+) -> None:
+    if error is not None and not isinstance(error, SystemExit):
+        where = f"{thread.name}: " if thread is not None else ""
+        logger.critical("%s%s: %s", where, kind.__name__, error, exc_info=(kind, error, trace))

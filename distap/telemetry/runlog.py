@@ -16,7 +16,7 @@ RUN_LOG, NOT_FINITE_LOG = "metrics.jsonl", "not_finite.jsonl"
 logger = logging.getLogger("distap")
 
 
-class _Lines:
+class JsonLinesFile:
     """Appends JSON lines to a file. A full disk costs lines, not the training, and leaves no half line."""
 
     def __init__(self, path: Path) -> None:
@@ -40,40 +40,24 @@ class _Lines:
         self._file.close()
 
 
-class RunLog:
-    """Appends to folder/metrics.jsonl.
-
-    Args:
-        folder: the run's.
-        step: the step that the run goes on from; lines of later steps are removed.
-    """
-
-    def __init__(self, folder: Path, step: int) -> None:
-        path = folder / RUN_LOG
-        kept = [line for line in read_run_log(folder) if line["step"] <= step] if path.exists() else []
-        write_whole(path, "".join(_line(entry) for entry in kept))
-        self._lines = _Lines(path)
-
-    def write(self, entry: dict[str, Any]) -> None:
-        self._lines.write(entry)
-
-    def close(self) -> None:
-        self._lines.close()
+def run_log_from(folder: Path, step: int) -> JsonLinesFile:
+    """Open folder/metrics.jsonl of a run that goes on from `step`; lines of later steps are removed."""
+    path = folder / RUN_LOG
+    kept = [line for line in read_run_log(folder) if line["step"] <= step] if path.exists() else []
+    write_whole(path, "".join(map(_line, kept)))
+    return JsonLinesFile(path)
 
 
-class NotFiniteLog:
-    """Appends to folder/not_finite.jsonl the steps that were not applied, and their images.
+def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
+    """Append to folder/not_finite.jsonl a step that was not applied since `what` was not finite.
 
     Entries of earlier attempts at a step stay, since they are what a person looks for.
+
+    Args:
+        keys: shard and key of each image in slot order.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NOT_FINITE_LOG
-
-    def write(self, step: int, what: str, keys: list[str]) -> None:
-        """Add a step: `what` was not finite; `keys` are shard and key of each image in slot order."""
-        with closing(_Lines(self.path)) as lines:
-            lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})
+    with closing(JsonLinesFile(folder / NOT_FINITE_LOG)) as lines:
+        lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})
 
 
 def read_run_log(folder: Path) -> list[dict[str, Any]]:

@@ -3,14 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines
 
@@ -25,38 +25,29 @@ if not console.is_terminal:
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
     """Yield the items and show a progress bar; without a terminal, print one line at the end."""
     with _progress() as progress:
-        task = progress.add_task(description, total=total)
-        for item in items:
-            yield item
-            progress.advance(task)
+        yield from progress.track(items, total, description=description)
     if not _draws():
         _tell(f"{description}: {total} done")
 
 
-class TrainingProgress:
-    """A bar over the steps with the last step's figures; without a terminal, or with JSON, one line a step."""
-
-    def __init__(self, progress: Progress | None, steps: int, done: int) -> None:
-        self._progress, self._steps = progress, steps
-        self._task = progress.add_task("training", total=steps, completed=done) if progress else None
-
-    def show(self, step: int, text: str, **figures: float) -> None:
-        """Show that `step` steps are done; `text` and, for programs, `figures` describe the last one."""
-        if self._progress is None or self._task is None:
-            return
-        self._progress.update(self._task, completed=step, description=f"training  {text}")
-        if not _draws():
-            _tell(f"step {step}/{self._steps}  {text}", **figures)
-
-
 @contextmanager
-def training_progress(steps: int, done: int, shown: bool) -> Iterator[TrainingProgress]:
-    """Open the progress of a training; nothing is printed unless `shown` (on rank 0)."""
-    if not shown:
-        yield TrainingProgress(None, steps, done)
-        return
-    with _progress() as progress:
-        yield TrainingProgress(progress, steps, done)
+def training_progress(steps: int, done: int, shown: bool) -> Iterator[Callable[..., None]]:
+    """Open a bar over the steps with the last step's figures; without a terminal, or with JSON, tell one line a step.
+
+    Args:
+        shown: whether anything is printed, as on rank 0.
+    Yields:
+        A function of the number of steps done, a text about the last one and, for programs, its figures by name.
+    """
+    with _progress(shown) as progress:
+        task = progress.add_task("training", total=steps, completed=done)
+
+        def show(step: int, text: str, **figures: float) -> None:
+            progress.update(task, completed=step, description=f"training  {text}")
+            if shown and not _draws():
+                _tell(f"step {step}/{steps}  {text}", **figures)
+
+        yield show
 
 
 @contextmanager
@@ -76,14 +67,13 @@ def counting(description: str, total: int, done: int = 0, shown: bool = True) ->
     def speed() -> str:
         return f"{most / max(time.monotonic() - started, 1e-9):,.1f} images/s"
 
-    with _progress() if shown else nullcontext() as progress:
-        task = progress.add_task(escape(description), total=total, completed=done) if progress else None
+    with _progress(shown) as progress:
+        task = progress.add_task(escape(description), total=total, completed=done)
 
         def show(images: int) -> None:
             nonlocal most
             most = images
-            if progress is not None and task is not None:
-                progress.update(task, completed=done + images, description=f"{escape(description)}  {speed()}")
+            progress.update(task, completed=done + images, description=f"{escape(description)}  {speed()}")
 
         yield show
     if shown and not _draws():
@@ -101,30 +91,19 @@ def _tell(text: str, **figures: float) -> None:
         console.print(text, markup=False)
 
 
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=not _draws(),
-        disable=not _draws(),
-    )
+def _progress(shown: bool = True) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, *times, console=console, disable=not (shown and _draws()))
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
     """Draw results side by side in percent, a column each; with two columns, add the gain in points."""
-    table = Table()
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    if len(columns) == 2:
-        table.add_column("gain", justify="right")
+    gains = ["gain"] if len(columns) == 2 else []
+    table = Table("", *(Column(name, justify="right") for name in [*columns, *gains]))
     for figure in next(iter(columns.values())):
         values = [100 * column[figure] for column in columns.values()]
-        gain = [f"{values[1] - values[0]:+.1f}"] if len(values) == 2 else []
+        gain = [f"{values[1] - values[0]:+.1f}"] if gains else []
         table.add_row(figure, *(f"{value:.1f}" for value in values), *gain)
     return table
 
@@ -140,13 +119,12 @@ def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable
     return table
 
 
-def set_up_logging(rank: int) -> logging.Logger:
+def set_up_logging(rank: int) -> None:
     """Print messages of a command: all of rank 0, warnings of the other ranks with their rank."""
     logger.handlers = [handler := _ConsoleHandler()]
     handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
-    return logger
 
 
 def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:

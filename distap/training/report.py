@@ -22,7 +22,7 @@ from distap.telemetry.loggers.loggers import Loggers, refuse_unusable
 from distap.telemetry.loggers.protocol import LoggedRun
 from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
-from distap.telemetry.runlog import NotFiniteLog, RunLog
+from distap.telemetry.runlog import JsonLinesFile, log_not_finite, run_log_from
 from distap.telemetry.terminal import training_progress
 from distap.world import World
 
@@ -45,10 +45,9 @@ class RunReport:
         self.metrics.planned_steps.set(recipe.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
-        self._log: RunLog | None = None
+        self._log: JsonLinesFile | None = None
         self._loggers: Loggers | None = None
         refuse_unusable(recipe.loggers.chosen, is_first=world.rank == 0)
-        self._not_finite: NotFiniteLog | None = None
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -63,12 +62,11 @@ class RunReport:
                 try:
                     recipe.run.mkdir(parents=True, exist_ok=True)
                     (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-                    self._log = stack.enter_context(closing(RunLog(recipe.run, step)))
+                    self._log = stack.enter_context(closing(run_log_from(recipe.run, step)))
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                self._not_finite = NotFiniteLog(recipe.run)
                 self._loggers = stack.enter_context(self._open_loggers(step))
-            self._progress = stack.enter_context(training_progress(recipe.steps, step, is_first))
+            self._show = stack.enter_context(training_progress(recipe.steps, step, is_first))
             yield
 
     def started(self, seconds: Mapping[str, float]) -> None:
@@ -113,7 +111,7 @@ class RunReport:
             seconds={name: round(value, 6) for name, value in times.items()},
         )
         told = f"loss {result.loss:.4f}  {speed:.0f} images/s"
-        self._progress.show(step, told, loss=result.loss, images_per_second=speed)
+        self._show(step, told, loss=result.loss, images_per_second=speed)
 
     def reading(self, step: int, share: ShareOfBatch) -> None:
         """Report the reading of this rank's share of a step: damaged images, traffic, and the bytes of pixels."""
@@ -128,8 +126,8 @@ class RunReport:
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
         """Report a step that was not applied since its loss or gradient is not finite; `keys` name its images."""
         logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
-        if self._not_finite is not None:
-            self._not_finite.write(step, what, keys)
+        if self.world.rank == 0:
+            log_not_finite(self.recipe.run, step, what, keys)
 
     def checkpoint(self, written: Written | None) -> None:
         """Report the outcome of a checkpoint."""

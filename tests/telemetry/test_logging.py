@@ -31,7 +31,7 @@ SPEAKING = """
     logger.info("before the first step")
     at_step(3)
     with training_progress(5, 2, shown=rank == "0") as progress:
-        progress.show(3, "loss 0.5", loss=0.5, drift=float("nan"))
+        progress(3, "loss 0.5", loss=0.5, drift=float("nan"))
     logger.warning("two\\nlines of %d%%", 5)
     other.error("by another package")
     late = logging.getLogger("late")

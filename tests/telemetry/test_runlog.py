@@ -4,11 +4,11 @@ from contextlib import closing
 import pytest
 
 from distap.errors import DistapError
-from distap.telemetry.runlog import RunLog, read_run_log
+from distap.telemetry.runlog import read_run_log, run_log_from
 
 
 def write(folder, step, entries):
-    log = RunLog(folder, step)
+    log = run_log_from(folder, step)
     for entry in entries:
         log.write(entry)
     log.close()
@@ -41,7 +41,7 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_a_full_disk_costs_lines_and_not_the_training(small_disk, caplog):
     folder = small_disk("1m")
-    with closing(RunLog(folder, 0)) as log:
+    with closing(run_log_from(folder, 0)) as log:
         log.write({"step": 1})
         ballast = folder / "ballast"
         ballast.write_bytes(bytes(1024**2 - 4096))  # but for the page that the log has
