@@ -3,8 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import Any
 
 import yaml
@@ -18,8 +18,7 @@ from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
 from distap.step import StepResult
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.loggers.loggers import Loggers, refuse_unusable
-from distap.telemetry.loggers.protocol import LoggedRun
+from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
 from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import JsonLinesFile, log_not_finite, run_log_from
@@ -46,8 +45,9 @@ class RunReport:
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
         self._log: JsonLinesFile | None = None
-        self._loggers: Loggers | None = None
-        refuse_unusable(recipe.loggers.chosen, is_first=world.rank == 0)
+        self._to_loggers: Callable[[Mapping[str, Any]], None] = lambda entry: None
+        if world.rank == 0:
+            prepare_loggers(recipe.loggers.chosen)
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -65,7 +65,7 @@ class RunReport:
                     self._log = stack.enter_context(closing(run_log_from(recipe.run, step)))
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                self._loggers = stack.enter_context(self._open_loggers(step))
+                self._to_loggers = stack.enter_context(self._open_loggers(step))
             self._show = stack.enter_context(training_progress(recipe.steps, step, is_first))
             yield
 
@@ -170,13 +170,13 @@ class RunReport:
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 
-    def _open_loggers(self, step: int) -> Loggers:
+    def _open_loggers(self, step: int) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
         recipe, section = self.recipe, self.recipe.loggers
         run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
         lost = self.metrics.logger_lines_lost
         for name in section.chosen:
             lost.labels(name)
-        return Loggers(
+        return opened_loggers(
             section.chosen, run, section.lines, section.close_seconds, lambda name: lost.labels(name).inc()
         )
 
@@ -184,5 +184,4 @@ class RunReport:
         entry = {"step": step, "time": time.time(), **entry}
         if self._log is not None:
             self._log.write(entry)
-        if self._loggers is not None:
-            self._loggers.log(entry)
+        self._to_loggers(entry)

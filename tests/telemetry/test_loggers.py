@@ -16,9 +16,8 @@ from small_trainings import train
 from distap.config.sections import LoggersSection
 from distap.errors import DistapError
 from distap.registry import REGISTRY, build_part
-from distap.telemetry.loggers.loggers import Loggers, finite_figures, refuse_unusable
+from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
 from distap.telemetry.loggers.mlflow import MLflow
-from distap.telemetry.loggers.protocol import LoggedRun
 from distap.telemetry.loggers.tensorboard import TensorBoard
 from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
 from distap.telemetry.runlog import read_run_log
@@ -143,16 +142,16 @@ def logged_run(folder: Path, step: int = 0, steps: int = 3, **recipe: object) ->
 def log_steps(chosen, run, steps, lines=100, close_seconds=30.0) -> list[str]:
     """Log steps; the loggers of lost lines."""
     lost: list[str] = []
-    with Loggers(chosen, run, lines, close_seconds, lost.append) as loggers:
+    with opened_loggers(chosen, run, lines, close_seconds, lost.append) as log:
         for step in steps:
-            loggers.log({"step": step, "time": 1000.0 + step, "loss": 1 / step})
+            log({"step": step, "time": 1000.0 + step, "loss": 1 / step})
     return lost
 
 
 def test_no_logger_is_told_a_secret_of_an_address(tmp_path):
     store = f"file://{tmp_path / 'mlruns'}"
     chosen = {"tensorboard": TensorBoard(), "wandb": WeightsAndBiases(mode="offline"), "mlflow": MLflow(store)}
-    refuse_unusable(chosen, is_first=True)
+    prepare_loggers(chosen)
     assert log_steps(chosen, logged_run(tmp_path, data={"train": WITH_SECRETS}), [1]) == []
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for path in tmp_path.rglob("*.wandb"):  # in whose bytes any text may be cut in two
@@ -235,9 +234,9 @@ def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path,
 def test_beyond_what_may_wait_for_a_slow_logger_lines_are_lost_and_another_logger_gets_all(tmp_path, caplog):
     slow, quick = Recorder(may_log=threading.Event()), Recorder()
     lost: list[str] = []
-    with Loggers({"slow": slow, "quick": quick}, logged_run(tmp_path), 3, 30.0, lost.append) as loggers:
+    with opened_loggers({"slow": slow, "quick": quick}, logged_run(tmp_path), 3, 30.0, lost.append) as log:
         for step in range(1, 11):
-            loggers.log({"step": step, "time": 0.0})
+            log({"step": step, "time": 0.0})
             assert quick.taken.acquire(timeout=60)
         slow.may_log.set()
     assert quick.steps == list(range(1, 11))
@@ -271,8 +270,8 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and nobody listens
         chosen = {"mlflow": MLflow(f"http://me:password@127.0.0.1:{free.getsockname()[1]}")}
-        with Loggers(chosen, LoggedRun(tmp_path, "mine", {}, 0, 1), 10, 60, lambda name: None) as loggers:
-            loggers.log({"step": 1, "time": 0.0, "loss": 0.5})
+        with opened_loggers(chosen, LoggedRun(tmp_path, "mine", {}, 0, 1), 10, 60, lambda name: None) as log:
+            log({"step": 1, "time": 0.0, "loss": 0.5})
     assert "loggers.mlflow: figures are lost: it cannot be opened: MlflowException" in caplog.text
     assert "http://127.0.0.1" in caplog.text and "password" not in caplog.text
 
@@ -280,16 +279,14 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
 HANGING = """
     import sys
     from pathlib import Path
-    from distap.telemetry.loggers.protocol import LoggedRun
-    from distap.telemetry.loggers.loggers import Loggers, finite_figures, refuse_unusable
+    from distap.telemetry.loggers.loggers import LoggedRun, end_if_hanging, opened_loggers, prepare_loggers
     from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
-    from distap.telemetry.loggers.loggers import end_if_hanging
 
     chosen = {"wandb": WeightsAndBiases()}
-    refuse_unusable(chosen, is_first=True)
+    prepare_loggers(chosen)
     try:
-        with Loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), 10, 0.5, print) as loggers:
-            loggers.log({"step": 1, "time": 0.0, "loss": 0.5})
+        with opened_loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), 10, 0.5, print) as log:
+            log({"step": 1, "time": 0.0, "loss": 0.5})
         sys.exit(75)
     finally:
         end_if_hanging(75)
@@ -320,12 +317,12 @@ def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, m
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
-        refuse_unusable({"wandb": WeightsAndBiases()}, is_first=True)
-    refuse_unusable({"wandb": WeightsAndBiases(mode="offline")}, is_first=True)
+        prepare_loggers({"wandb": WeightsAndBiases()})
+    prepare_loggers({"wandb": WeightsAndBiases(mode="offline")})
     monkeypatch.setenv("WANDB_MODE", "offline")
-    refuse_unusable({"wandb": WeightsAndBiases()}, is_first=True)
+    prepare_loggers({"wandb": WeightsAndBiases()})
     with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
-        refuse_unusable({"wandb": WeightsAndBiases(mode="online")}, is_first=True)
+        prepare_loggers({"wandb": WeightsAndBiases(mode="online")})
 
 
 def test_the_recipe_can_choose_every_logger():

@@ -5,119 +5,155 @@ of metrics.jsonl under the same names; nested names are joined by a slash (`seco
 figures that are not finite are left out.
 """
 
-import importlib.util
+import json
 import logging
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from distap.errors import DistapError
+from distap.registry import REGISTRY
+from distap.storage.atomic import write_whole
 from distap.storage.redact import without_secrets
-from distap.telemetry.loggers.protocol import LoggedRun, Logger, LoggerSettings, Outcome
 
+Outcome = Literal["finished", "stopped", "failed"]
 FAILED_SECONDS = 3.0  # to close after a failure, which the other ranks notice only when this one leaves
 OPEN_AGAIN_SECONDS = 60.0
 logger = logging.getLogger("distap")
 left_hanging = threading.Event()  # a logger's thread did not end
 
 
-def refuse_unusable(chosen: Mapping[str, LoggerSettings], is_first: bool) -> None:
-    """Refuse loggers that cannot work, before training starts.
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run that a logger logs."""
 
-    Args:
-        chosen: settings by name; a name of ours is also that of its package and of distap's extra.
-        is_first: whether this is rank 0, which imports the packages as well.
-    Raises:
-        DistapError: a package is missing, or a person must mend something else.
-    """
+    folder: Path
+    id: str
+    recipe: Mapping[str, Any]  # plain nested values; a logger gets them without secrets
+    step: int  # steps behind the state that the run goes on from; figures of later steps are to be replaced
+    steps: int  # of the whole run
+
+    def kept_id(self, name: str, create: Callable[[], str]) -> str:
+        """Return what RUN/loggers/NAME holds, the id of this run in a logger's words; create it the first time."""
+        path = self.folder / "loggers" / name
+        if not path.exists():
+            write_whole(path, create())
+        return path.read_text()
+
+
+class Logger(Protocol):
+    """Takes figures. An error costs the present line only; calls may block."""
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        """Take finite figures by name, at a Unix time in seconds; a step may have several lines."""
+        ...
+
+    def close(self, outcome: Outcome) -> None:
+        """Flush everything; this is the last call."""
+        ...
+
+
+class LoggerSettings(Protocol):
+    """A logger's keys in the recipe."""
+
+    def prepare(self) -> None:
+        """Import packages and check settings before training starts, without using the network.
+
+        Raises:
+            ImportError: a package is missing.
+            DistapError: a person must mend something else.
+        """
+        ...
+
+    def open(self, run: LoggedRun) -> Logger:
+        """Open the logger of a run, or go on with it. The thread that will use the logger calls this."""
+        ...
+
+
+def prepare_loggers(chosen: Mapping[str, LoggerSettings]) -> None:
+    """Import the packages of loggers, by name; raise a DistapError if one is missing or a logger cannot work."""
     for name, settings in chosen.items():
-        missing = f"loggers.{name}: the package {name} is missing; pip install 'distap[{name}]', or leave it out"
-        if name in ("tensorboard", "wandb", "mlflow") and importlib.util.find_spec(name) is None:
-            raise DistapError(missing)
-        if is_first:
-            try:
-                settings.prepare()
-            except ImportError as error:
-                raise DistapError(f"{missing} ({error})") from error
+        try:
+            settings.prepare()
+        except ImportError as error:
+            package = f"'distap[{name}]'" if name in REGISTRY["logger"] else "it"
+            raise DistapError(
+                f"loggers.{name}: the package {error.name} is missing; pip install {package}, or leave the logger "
+                f"out ({error})"
+            ) from error
 
 
-class Loggers:
-    """Open while it is entered; used on rank 0.
+@contextmanager
+def opened_loggers(
+    chosen: Mapping[str, LoggerSettings],
+    run: LoggedRun,
+    lines: int,
+    close_seconds: float,
+    count_lost: Callable[[str], None],
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Open the loggers of a run, as rank 0 does, and close them at the end.
 
     Args:
-        chosen: settings by name, found usable.
-        run: the run to log.
+        chosen: settings by name, which `prepare_loggers` has found usable.
         lines: how many lines may wait for each logger.
         close_seconds: time that all have together to close.
         count_lost: called with the logger's name for each line that is lost.
+    Yields:
+        A function that hands a line of the run's log, with `step` and `time`, to each logger.
     """
+    run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
+    outlets = [Outlet(name, settings, run, lines, partial(count_lost, name)) for name, settings in chosen.items()]
+    last = run.step
 
-    def __init__(
-        self,
-        chosen: Mapping[str, LoggerSettings],
-        run: LoggedRun,
-        lines: int,
-        close_seconds: float,
-        count_lost: Callable[[str], None],
-    ) -> None:
-        self._chosen, self._run, self._lines = chosen, run, lines
-        self._close_seconds, self._count_lost = close_seconds, count_lost
-        self._outlets: list[Outlet] = []
-        self._step = run.step
+    def log(entry: Mapping[str, Any]) -> None:
+        nonlocal last
+        last = entry["step"]
+        figures = finite_figures({key: value for key, value in entry.items() if key not in ("step", "time")})
+        for outlet in outlets:
+            outlet.log(last, entry["time"], figures)
 
-    def __enter__(self) -> "Loggers":
-        self._outlets = [
-            Outlet(name, settings, self._run, self._lines, partial(self._count_lost, name))
-            for name, settings in self._chosen.items()
-        ]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        done: Outcome = "finished" if self._step >= self._run.steps else "stopped"
-        outcome: Outcome = done if kind is None else "failed"
-        seconds = self._close_seconds if kind is None else min(self._close_seconds, FAILED_SECONDS)
+    outcome: Outcome = "failed"
+    seconds = min(close_seconds, FAILED_SECONDS)
+    try:
+        yield log
+        outcome, seconds = "finished" if last >= run.steps else "stopped", close_seconds
+    finally:
         deadline = time.monotonic() + seconds
-        for outlet in self._outlets:
+        for outlet in outlets:
             outlet.begin_to_close(outcome)
-        for outlet in self._outlets:
+        for outlet in outlets:
             outlet.finish(max(0.0, deadline - time.monotonic()))
 
-    def log(self, entry: Mapping[str, Any]) -> None:
-        """Hand a line of the run's log to each logger; it has `step` and `time`."""
-        self._step = entry["step"]
-        figures = finite_figures({key: value for key, value in entry.items() if key not in ("step", "time")})
-        for outlet in self._outlets:
-            outlet.log(entry["step"], entry["time"], figures)
 
-
-def finite_figures(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a line, nested ones by their path."""
-    figures: dict[str, float] = {}
+    return {
+        name: float(value)
+        for name, value in by_path(entry, "/")
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, each with the keys that lead to it."""
     for key, value in entry.items():
-        if isinstance(value, Mapping):
-            figures |= finite_figures(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and math.isfinite(value):
-            figures[prefix + key] = float(value)
-    return figures
+        if isinstance(value, Mapping) and value:
+            yield from by_path(value, separator, f"{prefix}{key}{separator}")
+        else:
+            yield prefix + key, value
 
 
 class Outlet:
-    """One logger, and the thread that calls it; `log` never waits.
-
-    Args:
-        name, settings, run: of the logger.
-        lines: how many lines may wait; further ones are lost.
-        count_lost: called for each lost line.
-    """
+    """One logger, and the thread that calls it; `log` never waits, and loses lines beyond those that may wait."""
 
     def __init__(
         self, name: str, settings: LoggerSettings, run: LoggedRun, lines: int, count_lost: Callable[[], None]
@@ -160,19 +196,19 @@ class Outlet:
         # BaseException, since packages raise SystemExit as well, which would end this thread without a word.
         opened = self._opened()
         while (line := self._queue.get()) is not None:
-            if opened is None:
-                self._lose("it could not be opened")
-            else:
-                try:
-                    opened.log(*line)
-                except BaseException as error:
-                    self._lose(_told(error))
-            self._done += 1
-        if opened is not None:
             try:
-                opened.close(self._outcome)
+                if opened is None:
+                    self._lose("it could not be opened")
+                else:
+                    opened.log(*line)
             except BaseException as error:
-                self._warn(f"it cannot be closed: {_told(error)}")
+                self._lose(_told(error))
+            self._done += 1
+        try:
+            if opened is not None:
+                opened.close(self._outcome)
+        except BaseException as error:
+            self._warn(f"it cannot be closed: {_told(error)}")
 
     def _opened(self) -> Logger | None:
         """Open the logger, trying again and again; None if the run ends before that works."""

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distap.storage.atomic import write_whole
-from distap.storage.redact import without_secrets
-from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
+from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome, by_path
 
 RUN_TAG = "distap.run"
 PARAMS_AT_ONCE = 100  # a server takes no more
@@ -40,64 +38,41 @@ class MLflow:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it logs every retry of a request
 
     def open(self, run: LoggedRun) -> Logger:
-        """Create the run, or go on with it."""
         return _Run(self, run)
 
 
 class _Run:
     def __init__(self, settings: MLflow, run: LoggedRun) -> None:
-        self._mlflow: Any = importlib.import_module("mlflow.entities")
-        self._client = importlib.import_module("mlflow.tracking").MlflowClient(settings.tracking_uri)
-        self._experiment = self._experiment_called(settings.experiment)
-        path = run.notes / "mlflow"
-        self._id = settings.id or (path.read_text() if path.exists() else None) or self._found(run)
-        if self._id is None:
-            tags = {RUN_TAG: run.id}
-            self._id = self._client.create_run(self._experiment, tags=tags, run_name=run.id).info.run_id
-        if settings.id is None:
-            write_whole(path, self._id)
-        self._client.update_run(self._id, status="RUNNING")
-        self._log_recipe(run.recipe)
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        self._client = client = importlib.import_module("mlflow.tracking").MlflowClient(settings.tracking_uri)
+        found = client.get_experiment_by_name(settings.experiment)
+        experiment = client.create_experiment(settings.experiment) if found is None else found.experiment_id
+
+        def found_or_created() -> str:
+            # Before the first step, a run with this name is of another training.
+            tagged = f"tags.`{RUN_TAG}` = '{run.id}'"
+            runs = client.search_runs([experiment], tagged, max_results=1) if run.step > 0 else []
+            one = runs[0] if runs else client.create_run(experiment, tags={RUN_TAG: run.id}, run_name=run.id)
+            return str(one.info.run_id)
+
+        self._id = settings.id or run.kept_id("mlflow", found_or_created)
+        client.update_run(self._id, status="RUNNING")
+        known = client.get_run(self._id).data.params  # which MLflow cannot change
+        texts = {
+            _allowed(name): value if isinstance(value, str) else json.dumps(value)
+            for name, value in by_path(run.recipe, ".")
+        }
+        params = [self._entities.Param(name, texts[name][:LONGEST_PARAM]) for name in texts if name not in known]
+        for start in range(0, len(params), PARAMS_AT_ONCE):
+            client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE], synchronous=True)
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         at = round(time * 1000)
-        metrics = [self._mlflow.Metric(_allowed(name), value, at, step) for name, value in figures.items()]
+        metrics = [self._entities.Metric(_allowed(name), value, at, step) for name, value in figures.items()]
         self._client.log_batch(self._id, metrics=metrics, synchronous=True)
 
     def close(self, outcome: Outcome) -> None:
         self._client.set_terminated(self._id, STATUS[outcome])
-
-    def _experiment_called(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
-
-    def _found(self, run: LoggedRun) -> str | None:
-        if run.step == 0:
-            return None  # another training may have used this name
-        runs = self._client.search_runs([self._experiment], f"tags.`{RUN_TAG}` = '{run.id}'", max_results=1)
-        return runs[0].info.run_id if runs else None
-
-    def _log_recipe(self, recipe: Mapping[str, Any]) -> None:
-        """Log the recipe as params; MLflow cannot change a param that the run has already."""
-        known = self._client.get_run(self._id).data.params
-        params = [
-            self._mlflow.Param(name, value[:LONGEST_PARAM])
-            for name, value in _params_of(recipe).items()
-            if name not in known
-        ]
-        for start in range(0, len(params), PARAMS_AT_ONCE):
-            self._client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE], synchronous=True)
-
-
-def _params_of(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    params: dict[str, str] = {}
-    for key, value in recipe.items():
-        if isinstance(value, Mapping) and value:
-            params |= _params_of(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            params[_allowed(prefix + key)] = without_secrets(text)
-    return params
 
 
 def _allowed(name: str) -> str:

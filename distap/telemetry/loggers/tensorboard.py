@@ -5,8 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distap.storage.redact import without_secrets
-from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
+from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
 
 FLUSH_SECONDS = 10
 
@@ -36,8 +35,7 @@ class _EventFiles:
         # Figures of the step that the run goes on from, such as its evaluation, stay.
         purged = run.step + 1 if run.step else 0
         self._writer = SummaryWriter(folder, purge_step=purged, flush_secs=FLUSH_SECONDS)
-        recipe = without_secrets(json.dumps(run.recipe, indent=2))
-        self._writer.add_text("recipe", f"```json\n{recipe}\n```", run.step)
+        self._writer.add_text("recipe", f"```json\n{json.dumps(run.recipe, indent=2)}\n```", run.step)
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():

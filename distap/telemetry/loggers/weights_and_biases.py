@@ -1,7 +1,6 @@
 """Log to Weights & Biases, or to files for `wandb sync`."""
 
 import importlib
-import json
 import os
 import secrets
 from collections.abc import Mapping
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distap.errors import DistapError
-from distap.storage.atomic import write_whole
-from distap.storage.redact import without_secrets
-from distap.telemetry.loggers.protocol import LoggedRun, Logger, Outcome
+from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
 
 NO_KEY = "loggers.wandb: no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
 
@@ -36,7 +33,6 @@ class WeightsAndBiases:
     id: str | None = None
 
     def prepare(self) -> None:
-        """Import wandb; raise a DistapError if there is no API key."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
         os.environ.setdefault("WANDB_SILENT", "true")
         importlib.import_module("wandb")
@@ -48,7 +44,6 @@ class WeightsAndBiases:
         return (self.mode or os.environ.get("WANDB_MODE")) == "offline"
 
     def open(self, run: LoggedRun) -> Logger:
-        """Create the run, or go on with it."""
         return _Run(self, run)
 
 
@@ -67,11 +62,11 @@ class _Run:
             entity=settings.entity,
             group=settings.group,
             name=run.id,
-            id=settings.id or _kept_id(run),
+            id=settings.id or run.kept_id("wandb", lambda: secrets.token_hex(4)),
             resume="allow",
             mode="offline" if settings.is_offline else "online",
             dir=str(run.folder),
-            config=json.loads(without_secrets(json.dumps(run.recipe))),
+            config=dict(run.recipe),
             settings=ours,
         )
         # W&B drops steps that do not grow, as a step that is done again after an interruption.
@@ -88,10 +83,3 @@ class _Run:
 def _may_have_key() -> bool:
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     return any(name in os.environ for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or netrc.exists()
-
-
-def _kept_id(run: LoggedRun) -> str:
-    path = run.notes / "wandb"
-    if not path.exists():
-        write_whole(path, secrets.token_hex(4))
-    return path.read_text()
