@@ -83,8 +83,7 @@ def convert_command(
     distap/data/converters/README.md tells which files to download, where to put them, and their licences. Missing
     images are counted and listed in OUTPUT/missing.txt. An interrupted conversion continues when it is called again.
     """
-    from distap.data.converters.converting import MISSING_FILE, convert
-    from distap.data.converters.datasets import DATASETS
+    from distap.data.converters.converting import DATASETS, MISSING_FILE, convert
     from distap.registry import suggestion
     from distap.telemetry.terminal import console, track
 

@@ -10,8 +10,7 @@ from ranks import on_ranks
 from retrieval_reference import average_precision, average_precision_at_100, order_of, trapezoid_average_precision
 from small_trainings import recipe, train
 
-from distap.data.converters.converting import convert
-from distap.data.converters.datasets import DATASETS
+from distap.data.converters.converting import DATASETS, convert
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.saved import read_evaluation

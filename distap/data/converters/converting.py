@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import compress
+from multiprocessing.pool import ThreadPool
+from operator import not_
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from distap.data.converters import landmarks, metric_learning, revisited, sfm
 from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.packing import pack
@@ -23,7 +25,19 @@ MISSING_FILE = "missing.txt"
 SHOWN = 5  # missing images that a message names
 THREADS, CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
 
-T = TypeVar("T")
+DATASETS: dict[str, Dataset] = {
+    "sop": metric_learning.STANFORD_ONLINE_PRODUCTS,
+    "cub": metric_learning.CUB,
+    "inaturalist": metric_learning.INATURALIST,
+    "vehicleid": metric_learning.VEHICLE_ID,
+    "inshop": metric_learning.IN_SHOP,
+    "landmarks-clean": landmarks.LANDMARKS_CLEAN,
+    "sfm-120k": sfm.DATASET,
+    "gldv2": landmarks.GOOGLE_LANDMARKS,
+    "roxford5k": revisited.OXFORD,
+    "rparis6k": revisited.PARIS,
+    "revisitop1m": revisited.DISTRACTORS,
+}
 
 
 @dataclass(frozen=True)
@@ -90,10 +104,10 @@ def convert(
         raise DistapError(f"{source}: no such folder; {remedy}")
     if output.resolve() == source.resolve():
         raise DistapError(f"{output}: the output must be another folder than the source")
-    known = {split.name: split for split in dataset.splits}
+    names = [split.name for split in dataset.splits]
     for name in only:
-        if name not in known:
-            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(known)}")
+        if name not in names:
+            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(names)}")
     listed, records = [], {}
     try:
         for split in dataset.splits:
@@ -117,7 +131,8 @@ def convert(
     done = _read_record(output / RECORD_FILE, dataset)
     converted = []
     for part in listed:
-        converted.append(_pack(part, output, done["splits"], images_per_shard, shuffle, workers, track))
+        layout = {"images_per_shard": images_per_shard, "shuffle": shuffle}
+        converted.append(_pack(part, output / part.split.name, done["splits"], layout, workers, track))
         write_whole(output / RECORD_FILE, json.dumps(done, indent=2) + "\n")
     for name, contents in records.items():
         write_whole(output / name, json.dumps(contents, indent=1) + "\n")
@@ -130,14 +145,11 @@ def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
     images: dict[Path, ImageFile] = {}
     for image in split.images(source, file):
         lines += 1
-        # An image that is packed twice would be its own positive.
-        images.setdefault(image.path, image)
-    paths = list(images)
-    parts = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        looked = track(pool.map(_are_there, parts), f"{split.name}: looking for images", len(parts))
-        there = dict(zip(paths, chain.from_iterable(looked), strict=True))
-    present = tuple(image for path, image in images.items() if there[path])
+        images.setdefault(image.path, image)  # an image that is packed twice would be its own positive
+    with ThreadPool(THREADS) as pool:
+        looked = pool.imap(os.path.isfile, images, CHUNK)
+        there = list(track(looked, f"{split.name}: looking for images", len(images)))
+    present = tuple(compress(images.values(), there))
     digest = hashlib.sha256()
     for path, class_name, group in present:
         digest.update(json.dumps([str(path.relative_to(source)), class_name, group]).encode())
@@ -147,28 +159,17 @@ def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
         len({image.class_name for image in images.values()}),
         lines - len(images),
         present,
-        tuple(str(path.relative_to(source)) for path in paths if not there[path]),
+        tuple(str(path.relative_to(source)) for path in compress(images, map(not_, there))),
         digest.hexdigest(),
     )
 
 
-def _are_there(paths: Sequence[Path]) -> list[bool]:
-    return [os.path.isfile(path) for path in paths]  # noqa: PTH113 - also False if a name is too long
-
-
 def _pack(
-    part: Listed,
-    output: Path,
-    done: dict[str, Any],
-    images_per_shard: int,
-    shuffle: int | None,
-    workers: int,
-    track: Track,
+    part: Listed, folder: Path, done: dict[str, Any], layout: dict[str, Any], workers: int, track: Track
 ) -> Converted:
     """Pack a split and note it in `done`, unless it is there already."""
-    name, folder = part.split.name, output / part.split.name
-    stamp = {"digest": part.digest, "images_per_shard": images_per_shard, "shuffle": shuffle}
-    before = done.get(name)
+    stamp = {"digest": part.digest, **layout}
+    before = done.get(folder.name)
     if folder.is_dir() and any(folder.iterdir()):
         if before is None or any(before.get(key) != value for key, value in stamp.items()):
             raise DistapError(
@@ -178,11 +179,11 @@ def _pack(
         damaged = tuple(Skipped(**image) for image in before["damaged"])
         return Converted(part, before["images"], before["classes"], damaged, kept=True)
 
-    def named(items: Iterable[T], description: str, total: int, /) -> Iterable[T]:
-        return track(items, f"{name}: {description}", total)
+    def named(items: Iterable[Any], description: str, total: int, /) -> Iterable[Any]:
+        return track(items, f"{folder.name}: {description}", total)
 
-    index, skipped = pack(part.present, folder, images_per_shard, named, shuffle=shuffle, workers=workers)
-    done[name] = {
+    index, skipped = pack(part.present, folder, track=named, workers=workers, **layout)
+    done[folder.name] = {
         **stamp,
         "fingerprint": index.fingerprint,
         "images": len(index),

@@ -1,18 +1,28 @@
-"""Landmarks-clean (Gordo et al. 2016): the Landmarks images (Babenko et al. 2014) that its lists keep.
+"""Landmarks-clean and Google Landmarks v2."""
 
-The lists give an image's web address, its landmark and the box around it. Whoever has the images got them from those
-addresses, or from the authors. An address is looked for where `wget --force-directories` puts it.
-"""
-
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from distap.data.converters.dataset import Count, Dataset, ListLine, Split, read_lines
+from distap.data.converters.dataset import (
+    GROUND_TRUTH_FILE,
+    Count,
+    Dataset,
+    ListLine,
+    Split,
+    read_lines,
+    read_table,
+)
 from distap.data.shards.image_files import ImageFile
+
+IDENTIFIER = re.compile(r"[0-9a-f]{16}")
+USAGES = ("Public", "Private", "Ignored")
 
 
 def _images(source: Path, file: Path) -> Iterator[ImageFile]:
+    """Yield the images of a list, which gives an image's web address, its landmark and the box around it."""
     for line in read_lines(file):
         if len(line.cells) not in (2, 6):
             raise line.wrong(f"{len(line.cells)} columns, expected the image, its landmark and the four of a box")
@@ -23,6 +33,7 @@ def _images(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 def _path(line: ListLine, source: Path) -> Path:
+    """Return the place of an image: that of its address is where `wget --force-directories` puts it."""
     name = line.cells[0]
     if "://" not in name:
         return line.path(source, name)
@@ -40,15 +51,90 @@ def _path(line: ListLine, source: Path) -> Path:
     return decoded if decoded.is_file() else as_listed
 
 
-def _lists(name: str) -> tuple[str, ...]:
-    return f"annotations_landmarks/{name}", f"annotations/{name}", name
-
-
-DATASET = Dataset(
+LANDMARKS_CLEAN = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
     "Landmarks-clean",
     "http://download.europe.naverlabs.com/Computer-Vision-CodeandModels/ (annotations_landmarks)",
-    (
-        Split("train", _lists("annotation_clean_train.txt"), _images, (Count(42_410),)),
-        Split("validation", _lists("annotation_clean_val.txt"), _images, (Count(6_382),)),
+    tuple(
+        Split(name, (f"annotations_landmarks/{file}", f"annotations/{file}", file), _images, (count,))
+        for name, file, count in (
+            ("train", "annotation_clean_train.txt", Count(42_410)),
+            ("validation", "annotation_clean_val.txt", Count(6_382)),
+        )
+    ),
+)
+
+
+def _clean(source: Path, file: Path) -> Iterator[ImageFile]:
+    """Yield the cleaned training set: a line per landmark, with spaces between its images."""
+    for line in read_table(file, ("landmark_id", "images"), ","):
+        landmark = str(line.integer(0, "landmark"))
+        for name in line.cells[1].split():
+            yield ImageFile(_google_path(line, source / "train", name), landmark)
+
+
+def _full(source: Path, file: Path) -> Iterator[ImageFile]:
+    columns = ["id", "url", "landmark_id"]
+    for line in read_table(file, columns, ",", heading=False):
+        if line.number == 1 and line.cells == columns:
+            continue  # a heading, which this list need not have
+        yield ImageFile(_google_path(line, source / "train", line.cells[0]), str(line.integer(2, "landmark")))
+
+
+def _unlabelled(source: Path, file: Path) -> Iterator[ImageFile]:
+    """Yield images as classes of their own, called by their ids, by which the ground truth names them."""
+    for line in read_table(file, ("id",), ","):
+        yield ImageFile(_google_path(line, source / file.stem, line.cells[0]), line.cells[0])
+
+
+def _queries(source: Path, file: Path) -> Iterator[ImageFile]:
+    for line in _solutions(file):
+        yield ImageFile(_google_path(line, source / "test", line.cells[0]), line.cells[0])
+
+
+def _ground_truth(file: Path) -> dict[str, Any]:
+    queries = [
+        {
+            "name": _identifier(line, line.cells[0]),
+            "usage": line.cells[2],
+            "positives": [_identifier(line, name) for name in line.cells[1].split()],
+        }
+        for line in _solutions(file)
+    ]
+    return {"dataset": "gldv2", "query": "query", "gallery": ["index"], "queries": queries}
+
+
+def _solutions(file: Path) -> Iterator[ListLine]:
+    """Yield the lines of the test images that are evaluated; most are not, as they show no landmark of the index."""
+    for line in read_table(file, ("id", "images", "Usage"), ","):
+        if line.cells[2] not in USAGES:
+            raise line.wrong(f"usage {line.cells[2][:60]!r}, expected one of {', '.join(USAGES)}")
+        if line.cells[2] != "Ignored":
+            yield line
+
+
+def _google_path(line: ListLine, folder: Path, name: str) -> Path:
+    first = _identifier(line, name)
+    return folder.joinpath(first[0], first[1], first[2], f"{name}.jpg")
+
+
+def _identifier(line: ListLine, name: str) -> str:
+    if not IDENTIFIER.fullmatch(name):
+        raise line.wrong(f"image {name[:60]!r}, expected 16 digits from 0 to f")
+    return name
+
+
+GOOGLE_LANDMARKS = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
+    "Google Landmarks v2",
+    "https://github.com/cvdfoundation/google-landmark",
+    tuple(
+        # The lists lie beside the images, or as in the authors' addresses.
+        Split(name, (file, f"metadata/{file}", f"ground_truth/{file}"), images, published, on_request, record)
+        for name, file, images, published, on_request, record in (
+            ("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),), False, None),
+            ("index", "index.csv", _unlabelled, (Count(761_757, 761_757),), False, None),
+            ("query", "retrieval_solution_v2.1.csv", _queries, (), False, (GROUND_TRUTH_FILE, _ground_truth)),
+            ("train_full", "train.csv", _full, (Count(4_132_914, 203_094),), True, None),
+            ("test", "test.csv", _unlabelled, (Count(117_577, 117_577),), True, None),
+        )
     ),
 )

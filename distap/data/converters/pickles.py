@@ -9,7 +9,7 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from distap.errors import DistapError
 from distap.storage.pickles import ForbiddenGlobalError, RestrictedUnpickler
 
 ARRAY_CLASS = object()  # stands for numpy.ndarray, which pickles name but never call
-ORDERS: dict[str, Literal["<", ">", "="]] = {"<": "<", ">": ">", "=": "=", "|": "="}
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
 
 
@@ -41,22 +40,20 @@ class PlainValue:
 
     def items(self) -> "list[PlainValue]":
         """Return the items of a list, tuple or array; raise DistapError for anything else."""
-        values = self.value.values if isinstance(self.value, _Array) else self.value
-        if not isinstance(values, list | tuple):
-            raise self.wrong(f"is no list but {type(values).__name__}")
-        return [PlainValue(self.file, f"{self.place}[{number}]", value) for number, value in enumerate(values)]
+        if not isinstance(self.value, list | tuple):
+            raise self.wrong(f"is no list but {type(self.value).__name__}")
+        return [PlainValue(self.file, f"{self.place}[{number}]", value) for number, value in enumerate(self.value)]
 
     def integers(self, below: int | None = None) -> list[int]:
         """Return a list of whole numbers of 0 or more; raise DistapError for anything else."""
-        found = []
-        for item in self.items():
+        items = self.items()
+        for item in items:
             number = item.value
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             if not is_number or not number >= 0 or number % 1 or (below is not None and number >= below):
                 limit = "" if below is None else f" below {below}"
                 raise item.wrong(f"is {number!r:.60}, expected a whole number{limit}")
-            found.append(int(number))
-        return found
+        return [int(item.value) for item in items]
 
     def names(self) -> list[str]:
         """Return a list of different words without spaces; raise DistapError for anything else."""
@@ -89,39 +86,35 @@ def read_plain_pickle(path: Path) -> PlainValue:
 class _Type:
     """Stands for numpy.dtype, of numbers, texts and lists only."""
 
-    def __init__(self, code: Any, align: Any = False, copy: Any = True) -> None:
+    def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not PLAIN_TYPE.fullmatch(code):
             raise pickle.UnpicklingError(f"array of type {code!r:.60}")
-        self.code = code
-        self.order: Literal["<", ">", "="] = "="
+        self.code, self.order = code, "="
 
     def __setstate__(self, state: Any) -> None:
         _, order, subtype, names, fields, size, *_ = state
-        if order not in ORDERS or subtype is not None or names is not None or fields is not None:
+        if order not in ("<", ">", "=", "|") or subtype is not None or names is not None or fields is not None:
             raise pickle.UnpicklingError("array of records")
-        self.order = ORDERS[order]
+        self.order = order
         if self.code[0] in "SU" and isinstance(size, int) and 0 < size < 2**20:
             self.code = f"{self.code[0]}{size // (4 if self.code[0] == 'U' else 1)}"
 
     def parse(self, data: Any) -> list[Any]:
         raw = data.encode("latin1") if isinstance(data, str) else bytes(memoryview(data))
-        values: list[Any] = np.frombuffer(raw, np.dtype(self.code).newbyteorder(self.order)).tolist()
+        values: list[Any] = np.frombuffer(raw, np.dtype(self.order + self.code)).tolist()
         return values
 
 
-class _Array:
-    """Stands for a numpy array; holds its values as a list, row after row."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
+class _Array(list[Any]):
+    """Stands for a numpy array: a list of its values, row after row."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, columns_first, data = state
         if not isinstance(kind, _Type) or not isinstance(shape, tuple) or (columns_first and len(shape) > 1):
             raise pickle.UnpicklingError("array of an unknown layout")
-        self.values = list(data) if kind.code.startswith("O") else kind.parse(data)
-        if len(self.values) != math.prod(shape):
-            raise pickle.UnpicklingError(f"array of shape {shape!r:.60} with {len(self.values)} values")
+        self[:] = data if kind.code.startswith("O") else kind.parse(data)
+        if len(self) != math.prod(shape):
+            raise pickle.UnpicklingError(f"array of shape {shape!r:.60} with {len(self)} values")
 
 
 def _reconstruct(subtype: Any, shape: Any, kind: Any) -> _Array:
@@ -141,10 +134,6 @@ def _scalar(kind: _Type, data: Any) -> Any:
     return value
 
 
-def _no_bytes() -> bytes:
-    return b""  # protocol 2 writes the bytes of an empty array as a call without arguments
-
-
 def _encode(text: Any, encoding: Any) -> bytes:
     """Stands for _codecs.encode, by which protocol 2 writes bytes; some other codecs would run code."""
     if encoding != "latin1":
@@ -156,8 +145,8 @@ STAND_INS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): ARRAY_CLASS,
     ("numpy", "dtype"): _Type,
     ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _no_bytes,
-    ("builtins", "bytes"): _no_bytes,
+    # Protocol 2 writes the bytes of an empty array as a call without arguments.
+    **{(builtins, "bytes"): lambda: b"" for builtins in ("__builtin__", "builtins")},
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
     **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},

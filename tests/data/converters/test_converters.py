@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from dataset_trees import TREES, dump, photo
 
-from distap.data.converters.converting import convert
+from distap.data.converters.converting import DATASETS, convert
 from distap.data.converters.dataset import Count
-from distap.data.converters.datasets import DATASETS
 from distap.data.loading.reading import Reader
 from distap.data.shards.index import load_index
 from distap.errors import DistapError

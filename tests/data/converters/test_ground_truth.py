@@ -4,8 +4,7 @@ import json
 import pytest
 from dataset_trees import TREES, dump
 
-from distap.data.converters.converting import convert
-from distap.data.converters.datasets import DATASETS
+from distap.data.converters.converting import DATASETS, convert
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
