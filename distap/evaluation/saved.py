@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator
 
-from distap.data.shards.columns import read_columns
+from distap.data.shards.index import read_columns
 from distap.errors import DistapError
 from distap.storage.atomic import UnwritableError, write_whole
 

@@ -179,7 +179,7 @@ def _pack(
         damaged = tuple(Skipped(**image) for image in before["damaged"])
         return Converted(part, before["images"], before["classes"], damaged, kept=True)
 
-    def named(items: Iterable[Any], description: str, total: int, /) -> Iterable[Any]:
+    def named(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
         return track(items, f"{folder.name}: {description}", total)
 
     index, skipped = pack(part.present, folder, track=named, workers=workers, **layout)

@@ -3,8 +3,10 @@
 import csv
 import io
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,10 +59,8 @@ def check(
 ) -> tuple[Index, list[Damage]]:
     """Read every byte of a data set's shards once; return its index and all damage, which never ends the check.
 
-    The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index. Then the image is
-    decoded, upright and RGB, as in training, but in full, where training decodes no more than its crop needs.
-
-    An image of more than `max_pixels` counts as damaged.
+    The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and the whole image
+    is decoded. One of more than `max_pixels` counts as damaged.
 
     Raises:
         DistapError: there is no data set, or its index cannot be read.
@@ -75,7 +75,7 @@ def check(
 
 
 def write_damage(path: Path, damaged: list[Damage]) -> None:
-    """Write a CSV of shard,key,reason,detail atomically; raises DistapError if it cannot be written."""
+    """Write a CSV of shard,key,reason,detail."""
     text = io.StringIO(newline="")
     rows = csv.writer(text)
     rows.writerow(Damage._fields)
@@ -86,12 +86,10 @@ def write_damage(path: Path, damaged: list[Damage]) -> None:
 def _jobs(index: Index) -> Iterator[_Job]:
     order = np.lexsort((index.offset, index.shard))
     columns = [column[order].tolist() for column in (index.key, index.offset, index.size, index.crc32)]
-    images = list(zip(*columns, strict=True))
-    shards = zip(index.shard_name.tolist(), index.shard_size.tolist(), index.shard_sha256.tolist(), strict=True)
-    start = 0
-    for (name, size, sha256), count in zip(shards, index.shard_counts.tolist(), strict=True):
-        yield _Job(name, size, sha256, images[start : start + count])
-        start += count
+    images = zip(*columns, strict=True)
+    shards = (index.shard_name, index.shard_size, index.shard_sha256, index.shard_counts)
+    for name, size, sha256, count in zip(*(column.tolist() for column in shards), strict=True):
+        yield _Job(name, size, sha256, list(islice(images, count)))
 
 
 def _check_shard(base: str, remote: RemoteSettings, max_pixels: int, job: _Job) -> list[Damage]:
@@ -140,8 +138,7 @@ def _damaged_images(job: _Job, hashed: Hashed, storage: Storage, max_pixels: int
 def _describe_change(job: _Job, storage: Storage, in_images: bool) -> str:
     try:
         with storage.open(job.name) as file:
-            for _ in read_samples(file, job.size, job.name):
-                pass
+            deque(read_samples(file, job.size, job.name), maxlen=0)
     except DamagedShardError as error:
         return str(error).removeprefix(f"{job.name}: ")
     return "images" if in_images else "no image, but the data around them, such as labels"

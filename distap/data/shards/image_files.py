@@ -9,15 +9,9 @@ from typing import NamedTuple
 from distap.errors import DistapError
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-FIRST_BYTES = {  # of a file, and the suffix of its format
-    b"\xff\xd8": "jpg",
-    b"\x89PNG": "png",
-    b"RIFF": "webp",
-    b"BM": "bmp",
-    b"GIF8": "gif",
-    b"II": "tif",
-    b"MM": "tif",
-}
+# The first bytes of a file, and the suffix of its format.
+FIRST_BYTES = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}
+FIRST_BYTES |= {b"II": "tif", b"MM": "tif"}  # little- and big-endian
 HEADINGS = (["path", "label"], ["path", "label", "group"], ["path", "class"], ["path", "class", "group"])
 
 
@@ -69,22 +63,20 @@ def _in_csv(source: Path) -> Iterator[ImageFile]:
     with source.open(newline="", encoding="utf-8-sig") as file:
         rows = csv.reader(file, strict=True)
         try:
-            for row in rows:
-                cells = [cell.strip() for cell in row]
-                where = f"{source}, line {rows.line_num}"
-                if not heading:
+            for cells in ([cell.strip() for cell in row] for row in rows):
+                where, is_first = f"{source}, line {rows.line_num}", not heading
+                if is_first:
                     heading = cells if cells in HEADINGS else HEADINGS[len(cells) == 3]
-                    if cells in HEADINGS:
-                        continue
-                if cells:
-                    image = _parse_row(where, heading, cells, source.parent)
-                    if image.path in lines:
-                        raise DistapError(
-                            f"{where}: {image.path} is on line {lines[image.path]} already; "
-                            "an image that is packed twice would be its own positive"
-                        )
-                    lines[image.path] = rows.line_num
-                    yield image
+                if not cells or (is_first and cells in HEADINGS):
+                    continue
+                image = _parse_row(where, heading, cells, source.parent)
+                earlier = lines.setdefault(image.path, rows.line_num)
+                if earlier != rows.line_num:
+                    raise DistapError(
+                        f"{where}: {image.path} is on line {earlier} already; an image that is packed twice would be "
+                        "its own positive"
+                    )
+                yield image
         except (csv.Error, UnicodeDecodeError, ValueError) as error:
             raise DistapError(f"{source}, line {rows.line_num + 1}: not a CSV file in UTF-8: {error}") from error
 

@@ -6,7 +6,9 @@ the state of a training. Every row that is read is checked, so that no index lea
 
 import hashlib
 import io
+import math
 import re
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -15,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from distap.data.shards.columns import read_columns
 from distap.errors import DistapError
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
@@ -25,6 +27,7 @@ from distap.storage.remotes import MissingFileError, RemoteSettings
 
 VERSION = 2
 THREADS = 16  # remote shards whose sizes are asked for at once
+LAST_CODE_POINT = 0x10FFFF
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 SAMPLE_COLUMNS = {
     "shard": "int32",
@@ -188,3 +191,52 @@ def _require_shards(source: Source, storage: Storage, index: Index) -> None:
                 f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack the shard "
                 "again, or, if it was replaced on purpose, index the data set again with `distap data index`"
             )
+
+
+def read_columns(data: bytes, dtypes: dict[str, str]) -> dict[str, NDArray[np.generic]]:
+    """Read arrays of the expected types from an untrusted .npz file.
+
+    numpy.load allocates the memory that a header declares, even terabytes. Here a header is believed only if there
+    are enough bytes behind it.
+
+    Args:
+        data: contents of the file.
+        dtypes: type by name: "int64" and the like for one dimension, "U" for text of any length, "scalar" for one
+            integer.
+    Raises:
+        ValueError: the file is damaged, or an array is missing or of another type; the message names it.
+    """
+    columns, where = {}, ""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for name, dtype in dtypes.items():
+                where = f"column {name}: "
+                columns[name] = _column(archive, f"{name}.npy", dtype)
+    except Exception as error:  # zipfile passes on errors of struct, zlib and others
+        raise ValueError(f"{where}{str(error) or type(error).__name__}") from error
+    return columns
+
+
+def _column(archive: zipfile.ZipFile, name: str, expected: str) -> NDArray[np.generic]:
+    if name not in archive.NameToInfo:
+        raise ValueError("missing")
+    if archive.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError("compressed in an unknown way")
+    with archive.open(name) as file:
+        readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        shape, _, dtype = readers[npy.read_magic(file)](file)
+        values = file.read()
+    kind, dimensions = ("int64", 0) if expected == "scalar" else (expected, 1)
+    if dtype.hasobject or (dtype.kind != "U" if kind == "U" else dtype.newbyteorder("=") != np.dtype(kind)):
+        raise ValueError(f"of type {dtype}, expected {kind}")
+    if len(shape) != dimensions or any(length < 0 for length in shape) or dtype.itemsize == 0:
+        raise ValueError(f"of shape {shape} and type {dtype}, expected {dimensions} dimensions")
+    rows = math.prod(shape)
+    if rows * dtype.itemsize != len(values):
+        raise ValueError(f"{len(values)} bytes, but its header declares {rows} values of {dtype.itemsize}")
+    column = np.frombuffer(values, dtype).astype(dtype.newbyteorder("="))
+    if kind == "U":
+        points = column.view(np.uint32)
+        if ((points > LAST_CODE_POINT) | ((points >= 0xD800) & (points <= 0xDFFF))).any():  # or a surrogate
+            raise ValueError("not text")
+    return column.reshape(shape)

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distap.data.shards.columns import read_columns
-from distap.data.shards.index import SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index
+from distap.data.shards.index import SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index, read_columns
 from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.samples import Sample, Skipped, read_samples
 from distap.data.shards.tar import DamagedShardError, Readable

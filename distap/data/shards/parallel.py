@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from distap.errors import DistapError
 
@@ -19,13 +19,11 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-class Track(Protocol):
-    """Wraps a loop: yields the items unchanged and shows the progress."""
-
-    def __call__(self, items: Iterable[Result], description: str, total: int, /) -> Iterable[Result]: ...
+# Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
+Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
-def untracked(items: Iterable[Result], description: str, total: int, /) -> Iterable[Result]:
+def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
     """Show nothing: the default for every `track`."""
     return items
 

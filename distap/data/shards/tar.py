@@ -110,24 +110,19 @@ class _Archive:
                 raise self.damaged("a long name without its end")
             return self.decode_name(data[:-1])
         records: dict[bytes, bytes] = {}
-        for key, value in self.pax_records(data):
-            if key in records:
-                raise self.damaged(f"{key!r} stands twice in one PAX header")
-            if key in (b"size", b"linkpath", b"hdrcharset") or key.startswith(b"GNU.sparse"):
-                raise self.damaged(f"a PAX header changes the {key.decode()} of a file, which images never need")
-            records[key] = value
-        return self.decode_name(records[b"path"]) if b"path" in records else None
-
-    def pax_records(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys and values of a PAX header: lines of `LENGTH KEY=VALUE`, the length that of the whole line."""
         start = 0
-        while start < len(data):
+        while start < len(data):  # lines of `LENGTH KEY=VALUE`, the length that of the whole line
             record = _RECORD.match(data, start)
             end = start + int(record[1]) if record else 0
             if record is None or not record.end() < end <= len(data) or data[end - 1 : end] != b"\n":
                 raise self.damaged("a PAX header has a line without KEY=VALUE, or of another length than it says")
-            yield record[2], data[record.end() : end - 1]
-            start = end
+            key, start = record[2], end
+            if key in records:
+                raise self.damaged(f"{key!r} stands twice in one PAX header")
+            if key in (b"size", b"linkpath", b"hdrcharset") or key.startswith(b"GNU.sparse"):
+                raise self.damaged(f"a PAX header changes the {key.decode()} of a file, which images never need")
+            records[key] = data[record.end() : end - 1]
+        return self.decode_name(records[b"path"]) if b"path" in records else None
 
     def decode_name(self, name: bytes) -> str:
         if not name or b"\0" in name:
