@@ -20,23 +20,6 @@ EPOCH, STAND_IN = 11, 13  # first words of random keys; no two uses share one
 Samples = NDArray[np.int64]
 
 
-class Sampling(Protocol):
-    """A way to choose batches: a frozen dataclass whose fields are its settings."""
-
-    @property
-    def size(self) -> int:
-        """B, images of a global batch."""
-        ...
-
-    def check(self, classes: "Classes") -> None:
-        """Raise a DistapError if such batches cannot be taken from the data set."""
-        ...
-
-    def batch(self, classes: "Classes", seed: int, step: int) -> Samples:
-        """(B,) numbers of the samples of a step, none twice."""
-        ...
-
-
 class Classes:
     """Samples by class, and classes by super-category.
 
@@ -54,7 +37,6 @@ class Classes:
         self._ends = np.cumsum(self.sizes)
 
     def __len__(self) -> int:
-        """Number of samples, N."""
         return len(self.labels)
 
     def samples(self, label: int) -> Samples:
@@ -86,6 +68,19 @@ class Classes:
         return [self.with_pairs[groups == name] for name in np.unique(groups) if name]
 
 
+class Sampling(Protocol):
+    """A way to choose batches: a frozen dataclass whose fields are its settings."""
+
+    @property
+    def size(self) -> int: ...  # B, images of a global batch
+
+    def check(self, data: Classes) -> None:
+        """Raise a DistapError if such batches cannot be taken from the data set."""
+
+    def batch(self, data: Classes, seed: int, step: int) -> Samples:
+        """(B,) numbers of the samples of a step, none twice."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The batches of a training.
@@ -100,11 +95,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.sampling.check(self.classes)
-
-    @property
-    def size(self) -> int:
-        """B, images of a global batch."""
-        return self.sampling.size
 
     def batch(self, step: int) -> Samples:
         """(B,) the sample in each slot of a step's global batch, as a read-only array."""

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from distap.data.plan import Classes, Plan
 from distap.data.sampling.classes import ClassesSampling
-from distap.data.sampling.p_by_k import PByKSampling
+from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
 from distap.data.sampling.random import RandomSampling
 from distap.data.sampling.streams import StreamsSampling
-from distap.data.sampling.super_p_by_k import SuperPByKSampling
 from distap.errors import DistapError
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=9)
@@ -47,8 +46,8 @@ def test_by_classes_every_class_gives_as_even_a_share_as_can_be(plan, step):
     batch = plan.batch(step)
     sizes = plan.classes.sizes.tolist()
     taken = np.bincount(plan.classes.labels[batch], minlength=len(sizes))
-    assert len(batch) == len(set(batch.tolist())) == plan.size
-    assert sorted(taken.tolist()) == even_shares(sizes, plan.size)
+    assert len(batch) == len(set(batch.tolist())) == plan.sampling.size
+    assert sorted(taken.tolist()) == even_shares(sizes, plan.sampling.size)
     assert all(count >= min(2, size) for count, size in zip(taken, sizes, strict=True))
 
 
@@ -101,7 +100,7 @@ def groups_in(plan, batch):
 @given(plan=plans_within_pairs(), step=st.integers(0, 60))
 def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_there_are_as_many(plan, step):
     batch = plan.batch(step)
-    assert len(batch) == len(set(batch.tolist())) == plan.size
+    assert len(batch) == len(set(batch.tolist())) == plan.sampling.size
     counts = groups_in(plan, batch)
     assert len(counts) == 2
     taken = np.bincount(plan.classes.labels[batch], minlength=plan.classes.count)
@@ -117,7 +116,7 @@ def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_t
 @given(plan=plans_within_pairs())
 def test_an_epoch_of_pairs_has_each_pair_that_can_fill_a_batch_once(plan):
     given = [plan.classes.available(members, plan.sampling.images) for members in plan.classes.by_group]
-    steps = sum(one + other >= plan.size for one, other in combinations(given, 2))
+    steps = sum(one + other >= plan.sampling.size for one, other in combinations(given, 2))
     for epoch in range(2):
         pairs = {frozenset(groups_in(plan, plan.batch(epoch * steps + turn))) for turn in range(steps)}
         assert len(pairs) == steps

@@ -38,7 +38,7 @@ class IndexedImages:
         self.index: Index | None = index
         self.fingerprint = index.fingerprint
         self.plan = Plan(Classes(index.label, index.class_group), job.sampling, job.seed)
-        self.size = self.plan.size
+        self.size = job.sampling.size
         self._job, self._world, self._stopwatch = job, world, stopwatch
         self._reader = Reader(job.source, index, job.max_pixels, job.remote, job.cache)
 

@@ -31,18 +31,18 @@ class ClassesSampling:
     def size(self) -> int:
         return self.batch_size
 
-    def check(self, classes: Classes) -> None:
-        if self.batch_size < 2 * classes.count:
+    def check(self, data: Classes) -> None:
+        if self.batch_size < 2 * data.count:
             raise DistapError(
                 f"sampling.batch_size is {self.batch_size}, but sampling by classes takes two images at least of "
-                f"each of the {classes.count} classes: set it to {2 * classes.count} or more, or choose p_by_k"
+                f"each of the {data.count} classes: set it to {2 * data.count} or more, or choose p_by_k"
             )
-        classes.require(self.batch_size)
+        data.require(self.batch_size)
 
-    def batch(self, classes: Classes, seed: int, step: int) -> Samples:
+    def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """(B,) sample numbers, class by class."""
-        level, larger = _shares(classes, self.batch_size)
-        takes = np.minimum(classes.sizes, level)
+        level, larger = _shares(data, self.batch_size)
+        takes = np.minimum(data.sizes, level)
         starts = step * takes
         extra = self.batch_size - int(takes.sum())
         if extra:
@@ -51,34 +51,34 @@ class ClassesSampling:
             order = larger[permutation(len(larger), EXTRA, seed)]
             starts[order] -= (np.arange(len(larger)) - step * extra) // len(larger)
             takes[order[(step * extra + np.arange(extra)) % len(larger)]] += 1
-        turns = _turns(classes, seed, level + bool(extra))
+        turns = _turns(data, seed, level + bool(extra))
         given = zip(starts.tolist(), takes.tolist(), strict=True)
         return np.concatenate([turns.next_of(label, start, take) for label, (start, take) in enumerate(given)])
 
 
 @lru_cache(maxsize=2)
-def _shares(classes: Classes, total: int) -> tuple[int, NDArray[np.int64]]:
+def _shares(data: Classes, total: int) -> tuple[int, NDArray[np.int64]]:
     """The number of images that each class gives of `total` (or all it has), and the classes that have more."""
-    sizes = np.sort(classes.sizes)
+    sizes = np.sort(data.sizes)
     # If the k smallest classes give all they have, levels[k] is what each of the others would have to give. The first
     # k whose next class is larger than that is the answer.
     given_before = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     levels = (total - given_before) // (len(sizes) - np.arange(len(sizes)))
     stuck = np.flatnonzero(levels < sizes)
     level = int(levels[stuck[0]]) if len(stuck) else int(sizes[-1])
-    return level, np.flatnonzero(classes.sizes > level)
+    return level, np.flatnonzero(data.sizes > level)
 
 
 class _Turns:
     """Goes through the images of each class in one random order after the other; takes at most `longest` at once."""
 
-    def __init__(self, classes: Classes, seed: int, longest: int) -> None:
-        self._classes, self._seed, self._longest = classes, seed, longest
+    def __init__(self, data: Classes, seed: int, longest: int) -> None:
+        self._data, self._seed, self._longest = data, seed, longest
         self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}  # of the present turn, which lasts many steps
 
     def next_of(self, label: int, start: int, take: int) -> Samples:
         """(take,) different samples of a class, of which `start` have been taken before, over all turns."""
-        own = self._classes.samples(label)
+        own = self._data.samples(label)
         if take == len(own):
             return own
         turn, place = divmod(start, len(own))
@@ -111,5 +111,5 @@ class _Turns:
 
 
 @lru_cache(maxsize=2)
-def _turns(classes: Classes, seed: int, longest: int) -> _Turns:
-    return _Turns(classes, seed, longest)
+def _turns(data: Classes, seed: int, longest: int) -> _Turns:
+    return _Turns(data, seed, longest)

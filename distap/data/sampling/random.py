@@ -23,12 +23,12 @@ class RandomSampling:
     def size(self) -> int:
         return self.batch_size
 
-    def check(self, classes: Classes) -> None:
+    def check(self, data: Classes) -> None:
         if self.batch_size < 2:
             raise DistapError(f"sampling.batch_size is {self.batch_size}; ranking needs at least 2 images")
-        classes.require(self.batch_size)
+        data.require(self.batch_size)
 
-    def batch(self, classes: Classes, seed: int, step: int) -> Samples:
-        epoch, turn = divmod(step, len(classes) // self.batch_size)
-        order = epoch_order(len(classes), seed, epoch)
+    def batch(self, data: Classes, seed: int, step: int) -> Samples:
+        epoch, turn = divmod(step, len(data) // self.batch_size)
+        order = epoch_order(len(data), seed, epoch)
         return order[turn * self.batch_size : (turn + 1) * self.batch_size]

@@ -61,12 +61,12 @@ class StreamsSampling:
                 f"of {fitting} ranks; or, for a new run, set it to {_multiples(self.streams, ranks)}"
             )
 
-    def check(self, classes: Classes) -> None:
+    def check(self, data: Classes) -> None:
         raise DistapError(
             "sampling by streams is the order of streamed reading: set data.reading to streamed, or choose random"
         )
 
-    def batch(self, classes: Classes, seed: int, step: int) -> Samples:
+    def batch(self, data: Classes, seed: int, step: int) -> Samples:
         raise NotImplementedError("streamed reading decides batch by batch what is in them")
 
 
