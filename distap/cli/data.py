@@ -189,13 +189,12 @@ def check_command(
     if output is not None:
         write_damage(output, damaged)
     seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
-    if not damaged:
-        console.print(f"{seen}, all sound", markup=False)
-        return
-    reasons = Counter(damage.reason for damage in damaged)
-    counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-    console.print(f"{seen}, {len(damaged)} things damaged: {counts}", markup=False, style="red")
-    raise typer.Exit(1)
+    if damaged:
+        reasons = Counter(damage.reason for damage in damaged).most_common()
+        counts = ", ".join(f"{reason} {count}" for reason, count in reasons)
+        console.print(f"{seen}, {len(damaged)} things damaged: {counts}", markup=False, style="red")
+        raise typer.Exit(1)
+    console.print(f"{seen}, all sound", markup=False)
 
 
 @data.command("stats")
@@ -219,13 +218,12 @@ def stats_command(
     from distap.telemetry.terminal import console
 
     parsed, settings = parse_source(source, path), _remote(remote)
-    index = load_index(parsed, settings)
-    reader = Reader(parsed, index, remote=settings)
-    figures = statistics(index, reader)
+    reader = Reader(parsed, load_index(parsed, settings), remote=settings)
+    figures = statistics(reader)
     for table in statistics_tables(figures):
         console.print(table)
     if output is not None:
-        write_statistics(output, figures, f"distap: {source}", index, reader)
+        write_statistics(output, figures, f"distap: {source}", reader)
         console.print(f"{output}: written", markup=False)
 
 

@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distap.evaluation.saved import Retrieved
 from distap.randomness import permutation
@@ -67,18 +67,19 @@ class ContactSheets:
     def __init__(self, retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> None:
         self._retrieved, self._thumbnail = retrieved, thumbnail
         self._first, self._last = next(iter(retrieved)), next(reversed(retrieved))
-        queries = [each.sample[each.first_positive > 0] for each in retrieved.values()]
-        common = queries[0]
-        for other in queries[1:]:
-            common = np.intersect1d(common, other)
-        self._queries = common  # numbers in the data set
+        queries = (each.sample[each.first_positive > 0] for each in retrieved.values())
+        self._queries = reduce(np.intersect1d, queries)  # common to all, by their numbers in the data set
+        self._precision = {  # (Q,) AP of these queries
+            name: each.average_precision[np.searchsorted(each.sample, self._queries)]
+            for name, each in retrieved.items()
+        }
 
     def sheets(self) -> list[Sheet]:
         """Queries drawn at random, those with the lowest AP, and those whose AP changed most."""
         if not len(self._queries):
             return []
         drawn = permutation(len(self._queries), 0)[:RANDOM]
-        last = self._precision(self._last)
+        last = self._precision[self._last]
         sheets = [
             self._sheet("Neighbours of some queries", f"Drawn at random, not selected. {FRAMES}", drawn),
             self._sheet(
@@ -88,7 +89,7 @@ class ContactSheets:
             ),
         ]
         if len(self._retrieved) > 1:
-            gain = last - self._precision(self._first)
+            gain = last - self._precision[self._first]
             order = np.argsort(-gain, kind="stable")
             best, worst = order[:MOVED], order[::-1][:MOVED]
             span = f"from {self._first} to {self._last}"
@@ -118,13 +119,6 @@ class ContactSheets:
             for pair in frequent
         ]
 
-    def _precision(self, name: str) -> NDArray[np.float64]:
-        """(Q,) AP of the common queries."""
-        retrieved = self._retrieved[name]
-        rows = np.searchsorted(retrieved.sample, self._queries)
-        precision: NDArray[np.float64] = retrieved.average_precision[rows]
-        return precision
-
     def _sheet(self, title: str, about: str, chosen: Iterable[int]) -> Sheet:
         return Sheet(title, about, [self._example(int(self._queries[number])) for number in chosen])
 
@@ -137,8 +131,8 @@ class ContactSheets:
                 self._picture(retrieved, hit)._replace(right=bool(retrieved.label[hit] == retrieved.label[row]))
                 for hit in retrieved.neighbours[row, :HITS].tolist()
             ]
-            precision, first = float(retrieved.average_precision[row]), int(retrieved.first_positive[row])
-            answers.append(Answer(name, precision, first, hits))
+            figures = float(retrieved.average_precision[row]), int(retrieved.first_positive[row])
+            answers.append(Answer(name, *figures, hits))
         return Example(query, answers)
 
     def _picture(self, retrieved: Retrieved, row: int) -> Picture:

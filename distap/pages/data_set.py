@@ -8,7 +8,6 @@ from rich.table import Column, Table
 
 from distap.data.images.thumbnails import Thumbnails
 from distap.data.loading.reading import Reader
-from distap.data.shards.index import Index
 from distap.data.shards.statistics import Histogram, Statistics
 from distap.errors import DistapError
 from distap.pages.page import write_page
@@ -38,17 +37,14 @@ def statistics_tables(figures: Statistics) -> list[Table | str]:
     ]
 
 
-def write_statistics(path: Path, figures: Statistics, title: str, index: Index, reader: Reader) -> None:
-    """Write the statistics in the format of path's suffix: .json, or .html with charts and some images.
-
-    Raises:
-        DistapError: it is another suffix, or the file cannot be written.
-    """
+def write_statistics(path: Path, figures: Statistics, title: str, reader: Reader) -> None:
+    """Write the statistics in the format of path's suffix: .json, or .html with charts and some images."""
     if path.suffix == ".json":
         write_whole(path, json.dumps(figures, indent=2) + "\n")
         return
     if path.suffix != ".html":
         raise DistapError(f"{path}: statistics are written as .json or .html")
+    index = reader.index
     thumbnails = Thumbnails(reader, np.arange(len(index)), THUMBNAIL)
     examples = []
     for label in permutation(len(index.class_name), 0)[:SHOWN_CLASSES].tolist():
@@ -85,23 +81,23 @@ def _facts(figures: Statistics) -> dict[str, str]:
         "super-categories": groups,
         "classes of one image": f"{figures['singletons']:,}",
         "bytes of images": f"{figures['bytes'] / 1e6:,.1f} MB in {figures['shards']:,} shards",
-        "formats": f"{kinds} (of {figures['looked_at']} images looked at)" if kinds else "not looked at",
+        "formats": f"{kinds} (of {figures['looked_at']} images looked at)",
         "classes a shard": f"{figures['classes_a_shard']['median']:,.0f}, {'well mixed' if is_mixed else by_class}",
         "fingerprint": figures["fingerprint"][:16],
     }
 
 
 def _spreads(figures: Statistics) -> list[list[str]]:
-    rows = {
-        "images a class": (figures["images_a_class"], ",.4g"),
-        "width, pixels": (figures["width"], ",.0f"),
-        "height, pixels": (figures["height"], ",.0f"),
-        "shorter side, pixels": (figures["shorter_side"], ",.0f"),
-        "megapixels": (figures["megapixels"], ",.3g"),
-        "width / height": (figures["aspect"], ".3g"),
-        "bytes an image": (figures["image_bytes"], ",.0f"),
-    }
-    return [[name, *(format(each, form) for each in spread.values())] for name, (spread, form) in rows.items()]
+    rows = (
+        ("images a class", "images_a_class", ",.4g"),
+        ("width, pixels", "width", ",.0f"),
+        ("height, pixels", "height", ",.0f"),
+        ("shorter side, pixels", "shorter_side", ",.0f"),
+        ("megapixels", "megapixels", ",.3g"),
+        ("width / height", "aspect", ".3g"),
+        ("bytes an image", "image_bytes", ",.0f"),
+    )
+    return [[name, *(format(each, form) for each in figures[key].values())] for name, key, form in rows]
 
 
 def _histograms(figures: Statistics) -> dict[str, Histogram]:

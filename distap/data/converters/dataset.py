@@ -71,7 +71,6 @@ class ListLine(NamedTuple):
     cells: Sequence[str]
 
     def wrong(self, problem: str) -> DistapError:
-        """Return an error that names file and line."""
         return DistapError(f"{self.file}, line {self.number}: {problem}")
 
     def integer(self, column: int, meaning: str) -> int:
@@ -98,9 +97,6 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
     """Yield the lines that are not empty, cut at the separator; without one, cut at runs of spaces and tabs.
 
     Cells with commas in them may stand in quotes, as in a CSV.
-
-    Raises:
-        DistapError: the file cannot be read, or a line is not UTF-8.
     """
     try:
         with file.open("rb") as lines:
@@ -120,11 +116,7 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
 def read_table(
     file: Path, columns: Sequence[str], separator: str | None = None, *, heading: bool = True
 ) -> Iterator[ListLine]:
-    """Yield lines with one cell per column, below a heading that names the columns.
-
-    Raises:
-        DistapError: the heading is another one, or a line has more or fewer cells.
-    """
+    """Yield lines with one cell per column, below a heading that names the columns."""
     expected = (separator or " ").join(columns)
     lines = read_lines(file, separator)
     if heading:

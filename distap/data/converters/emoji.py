@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from collections import Counter, deque
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +51,8 @@ class Vendor(NamedTuple):
 def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict[str, Any]:
     """Fetch and draw the set into output/{train,test}/CLASS/VENDOR.png; images that are there already are kept.
 
-    Args:
-        output: folder of the images, made if need be.
-        size: width and height of the images, pixels.
-        track: wraps a loop to show its progress.
-    Returns:
-        The contents of output/emoji.json: versions, licences, counts of classes and images.
+    Images have `size` x `size` pixels. Returns the contents of output/emoji.json: versions, licences and counts.
+
     Raises:
         DistapError: npm or the renderer is missing, a download fails, or a package has another version.
     """
@@ -71,20 +69,19 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
     with tempfile.TemporaryDirectory() as folder:
         vendors = list(track(download(VENDORS, Path(folder)), "fetching", len(VENDORS)))
     names = shared_icons([set(vendor.drawings) for vendor in vendors])
-    parts = {"train": names[:TRAIN_CLASSES], "test": names[TRAIN_CLASSES:]}
     jobs = [
         (vendor.drawings[name], size, output / part / name / f"{vendor.name}.png")
-        for part, classes in parts.items()
+        for part, classes in (("train", names[:TRAIN_CLASSES]), ("test", names[TRAIN_CLASSES:]))
         for name in classes
         for vendor in vendors
         if name in vendor.drawings
     ]
     with spread(draw, jobs, usable_cores()) as drawn:
-        for _ in track(drawn, "drawing", len(jobs)):
-            pass
+        deque(track(drawn, "drawing", len(jobs)), maxlen=0)
+    train = min(TRAIN_CLASSES, len(names))
     record = {
         "size": size,
-        "classes": {part: len(classes) for part, classes in parts.items()},
+        "classes": {"train": train, "test": len(names) - train},
         "images": len(jobs),
         "vendors": {v.name: {"version": VENDORS[v.name], "licence": v.licence} for v in vendors},
     }
@@ -94,8 +91,8 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
 
 def shared_icons(vendors: list[set[str]]) -> list[str]:
     """Return the sorted names of the icons that at least five vendors draw, without skin-tone variants."""
-    names = {name for icons in vendors for name in icons if "skin-tone" not in name}
-    return sorted(name for name in names if sum(name in icons for icons in vendors) >= MIN_VENDORS)
+    counts = Counter(chain.from_iterable(vendors))
+    return sorted(name for name, count in counts.items() if count >= MIN_VENDORS and "skin-tone" not in name)
 
 
 def download(vendors: dict[str, str], folder: Path) -> Iterator[Vendor]:
@@ -117,17 +114,13 @@ def download(vendors: dict[str, str], folder: Path) -> Iterator[Vendor]:
 
 def read_vendor(archive: Path, name: str, version: str) -> Vendor:
     """Read the drawings of one npm package, and compare its version with the expected one."""
-    with tarfile.open(archive) as tar:
-
-        def member(path: str) -> dict[str, Any]:
-            file = tar.extractfile(f"package/{path}")
-            assert file is not None
-            return dict(json.load(file))
-
-        try:
-            found, package, info = member("package.json")["version"], member("icons.json"), member("info.json")
-        except (KeyError, json.JSONDecodeError) as error:
-            raise DistapError(f"{archive.name} is not an icon package of iconify: {error}") from error
+    try:
+        with tarfile.open(archive) as tar:
+            files = [tar.extractfile(f"package/{name}.json") for name in ("package", "icons", "info")]
+            about, package, info = (dict(json.load(file)) for file in files if file)
+        found = about["version"]
+    except (KeyError, ValueError) as error:
+        raise DistapError(f"{archive.name} is not an icon package of iconify: {error}") from error
     if found != version:
         raise DistapError(f"{archive.name} holds version {found} of {name}, expected {version}")
     box = {"left": 0, "top": 0, "width": 16, "height": 16}

@@ -65,11 +65,13 @@ INATURALIST = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2
     "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
     "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
     tuple(
-        Split(name, (f"Inat_dataset_splits/{file}", file), _inaturalist, (count,))
-        for name, file, count in (
-            ("train", "Inaturalist_train_set1.txt", Count(325_846, 5_690)),
-            ("test", "Inaturalist_test_set1.txt", Count(136_093, 2_452)),
+        Split(
+            name,
+            (f"Inat_dataset_splits/Inaturalist_{name}_set1.txt", f"Inaturalist_{name}_set1.txt"),
+            _inaturalist,
+            (count,),
         )
+        for name, count in (("train", Count(325_846, 5_690)), ("test", Count(136_093, 2_452)))
     ),
 )
 
@@ -101,31 +103,24 @@ IN_SHOP_COUNTS = {"train": Count(25_882, 3_997), "query": Count(14_218, 3_985), 
 
 
 def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
+    """Yield the images of a status. The list has a line with the number of images and one with the columns."""
     folder = source / "Img" if (source / "Img").is_dir() else source
     groups: dict[str, str] = {}
-    for line in _in_shop_lines(file):
-        name, item, found = line.cells
+    lines = read_lines(file)
+    count, line = next(lines, ListLine(file, 1, [""])), next(lines, ListLine(file, 2, [""]))
+    listed, found = count.integer(0, "number of images"), 0
+    if len(count.cells) != 1 or list(line.cells) != IN_SHOP_COLUMNS:
+        raise line.wrong(f"expected the heading {' '.join(IN_SHOP_COLUMNS)!r} below the number of images")
+    for found, line in enumerate(lines, 1):  # noqa: B007 - both are used behind the loop
+        if len(line.cells) != len(IN_SHOP_COLUMNS) or line.cells[2] not in IN_SHOP_COUNTS:
+            raise line.wrong(f"expected an image, an item and one of {', '.join(IN_SHOP_COUNTS)}")
+        name, item, its_status = line.cells
         path = line.path(folder, name)
-        if found == status:
+        if its_status == status:
             # The category is the two folders under img, such as MEN/Denim. An item has one.
             yield ImageFile(path, item, groups.setdefault(item, "/".join(name.split("/")[1:3])))
-
-
-def _in_shop_lines(file: Path) -> Iterator[ListLine]:
-    """Yield the lines below the heading, which is one line with the number of images and one with the columns."""
-    lines = read_lines(file)
-    count, columns = next(lines, ListLine(file, 1, [""])), next(lines, ListLine(file, 2, [""]))
-    listed = count.integer(0, "number of images")
-    if len(count.cells) != 1 or list(columns.cells) != IN_SHOP_COLUMNS:
-        raise columns.wrong(f"expected the heading {' '.join(IN_SHOP_COLUMNS)!r} below the number of images")
-    last, found = columns, 0
-    for last in lines:
-        found += 1
-        if len(last.cells) != len(IN_SHOP_COLUMNS) or last.cells[2] not in IN_SHOP_COUNTS:
-            raise last.wrong(f"expected an image, an item and one of {', '.join(IN_SHOP_COUNTS)}")
-        yield last
     if found != listed:
-        raise last.wrong(f"the list ends after {found:,} images, but its first line says {listed:,}")
+        raise line.wrong(f"the list ends after {found:,} images, but its first line says {listed:,}")
 
 
 IN_SHOP = Dataset(  # Liu et al. 2016

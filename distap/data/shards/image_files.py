@@ -9,9 +9,15 @@ from typing import NamedTuple
 from distap.errors import DistapError
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-# The first bytes of a file, and the suffix of its format.
-FIRST_BYTES = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"RIFF": "webp", b"BM": "bmp", b"GIF8": "gif"}
-FIRST_BYTES |= {b"II": "tif", b"MM": "tif"}  # little- and big-endian
+# The first bytes of a file by the suffix of its format.
+FIRST_BYTES: dict[str, bytes | tuple[bytes, ...]] = {
+    "jpg": b"\xff\xd8",
+    "png": b"\x89PNG",
+    "webp": b"RIFF",
+    "bmp": b"BM",
+    "gif": b"GIF8",
+    "tif": (b"II", b"MM"),
+}
 HEADINGS = (["path", "label"], ["path", "label", "group"], ["path", "class"], ["path", "class", "group"])
 
 
@@ -25,7 +31,7 @@ class ImageFile(NamedTuple):
 
 def suffix_of(data: bytes) -> str:
     """Return the usual suffix, without its dot, of a file with this content, "" if its format is unknown."""
-    return next((suffix for start, suffix in FIRST_BYTES.items() if data.startswith(start)), "")
+    return next((suffix for suffix, start in FIRST_BYTES.items() if data.startswith(start)), "")
 
 
 def list_images(source: Path) -> list[ImageFile]:

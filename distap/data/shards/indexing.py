@@ -38,15 +38,13 @@ def index_shards(
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
 
-    A file classes.txt beside the shards names the classes, a line each; without it a class is called by its number.
     An interrupted pass continues when this is called again: the scan of each shard is kept in the user's cache folder
     until all are done, and reused if the shard's size and time of change (or ETag) are the same.
 
     Returns:
         The index, and the samples left out because their image has no readable header.
     Raises:
-        DistapError: there are no shards, or some are damaged or have a sample without an image or an integer label;
-            the message lists all such shards.
+        DistapError: there are no shards, or some cannot be used; the message lists all such shards.
     """
     source = parse_source(source)
     if source.kept_index is None and source.scheme not in LISTABLE:
@@ -94,11 +92,7 @@ def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
 
 
 def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Index:
-    """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt.
-
-    Raises:
-        DistapError: no shard has a usable image, or classes.txt lacks a class.
-    """
+    """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt if it exists."""
     numbers = np.concatenate([part.class_name.astype(np.int64)[part.label] for part in parts])
     if not len(numbers):
         raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
@@ -155,18 +149,17 @@ def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str)
         about = storage.about(name)
         key = json.dumps([RECORD_VERSION, name, *about]).encode()
         record = records / f"{hashlib.sha256(key).hexdigest()[:32]}.npz"
-        scan = _recall(record, name, about.size)
-        if scan is None:
-            with storage.open(name) as file:
-                scan = scan_shard(file, name, about.size, storage.where(name))
-            if storage.about(name) != about:
-                raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
-            index, skipped = scan
-            names, reasons = np.array(skipped, dtype=np.str_).reshape(-1, 2).T
-            write_whole(record, index.to_bytes(left_out=names, reason=reasons))
+        if earlier := _recall(record, name, about.size):
+            return earlier
+        with storage.open(name) as file:
+            index, skipped = scan_shard(file, name, about.size, storage.where(name))
+        if storage.about(name) != about:
+            raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
     except (DamagedShardError, MissingFileError) as error:
         return str(error)
-    return scan
+    names, reasons = np.array(skipped, dtype=np.str_).reshape(-1, 2).T
+    write_whole(record, index.to_bytes(left_out=names, reason=reasons))
+    return index, skipped
 
 
 def _recall(record: Path, name: str, length: int) -> Scan | None:
@@ -178,6 +171,6 @@ def _recall(record: Path, name: str, length: int) -> Scan | None:
         numbered = all(number.isdecimal() for number in index.class_name.tolist())
         if index.shard_name.tolist() != [name] or index.shard_size.tolist() != [length] or not numbered:
             return None
-        return index, [Skipped(*pair) for pair in np.stack([skipped["left_out"], skipped["reason"]], axis=1).tolist()]
+        return index, [Skipped(*pair) for pair in zip(*(column.tolist() for column in skipped.values()), strict=True)]
     except (OSError, ValueError, DistapError):
         return None

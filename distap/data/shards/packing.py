@@ -7,13 +7,14 @@ interruption changes a byte.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,9 +56,7 @@ def pack(
     decode: bool = False,
     workers: int = 1,
 ) -> tuple[Index, list[Skipped]]:
-    """Pack images into shards with an index beside them; each image is read once, and its bytes stay as they are.
-
-    When an interrupted packing is called again with the same images and layout, it keeps the shards that are whole.
+    """Pack images into shards with an index beside them; the bytes of an image stay as they are.
 
     Args:
         images: in the order in which to pack them; or a folder or CSV, as in `list_images`.
@@ -144,33 +143,26 @@ def _pack_aside(
 
 def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[ShardJob]:
     """Cut the images into shards."""
-    shards: list[list[Entry]] = [[]]
-    most, held = layout.max_shard_bytes, 0
-    for entry in entries:
+    starts, held = [0], 0
+    for place, entry in enumerate(entries):
         size = 3 * BLOCK + -(-entry.size // BLOCK) * BLOCK  # two headers, the label and the image
-        full = len(shards[-1]) == layout.images_per_shard or (most is not None and held + size > most)
-        if full and shards[-1]:
-            shards.append([])
+        full = place - starts[-1] == layout.images_per_shard or held + size > (layout.max_shard_bytes or math.inf)
+        if full and place > starts[-1]:
+            starts.append(place)
             held = 0
-        shards[-1].append(entry)
         held += size
-    first = 0
-    for number, part in enumerate(shards):
+    for number, (start, end) in enumerate(pairwise([*starts, len(entries)])):
         shard, record = aside / SHARDS / f"{number:06d}.tar", aside / RECORDS / f"{number:06d}.json"
-        labels = {name: numbers[name] for name in _class_names(part)}
-        yield ShardJob(shard, record, first, part, labels, layout.decode)
-        first += len(part)
+        labels = {name: numbers[name] for name in _class_names(entries[start:end])}
+        yield ShardJob(shard, record, start, entries[start:end], labels, layout.decode)
 
 
 def _resume(aside: Path, fingerprint: str) -> list[Skipped]:
     """Return the images that an earlier packing of the same list left out; remove one of another list."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         plan = json.loads((aside / PLAN_FILE).read_bytes())
-        left_out = [Skipped(*image) for image in plan["left_out"]]
         if plan["fingerprint"] == fingerprint:
-            return left_out
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+            return [Skipped(*image) for image in plan["left_out"]]
     _start(aside, fingerprint, [])
     return []
 
@@ -208,6 +200,8 @@ def _groups(images: Sequence[ImageFile]) -> dict[str, str]:
         known = groups.setdefault(name, group)
         if known != group:
             raise DistapError(f"{path}: class {name!r} is in group {group!r}, but in {known!r} before")
+    if "" in groups:
+        raise DistapError("a class has an empty name")
     for name in chain(groups, groups.values()):
         # classes.txt has a line for each class, with a tab before its group. Bytes that are no UTF-8 are surrogates.
         is_line = len(name.splitlines()) <= 1 and name == name.strip() and "\t" not in name
@@ -216,8 +210,6 @@ def _groups(images: Sequence[ImageFile]) -> dict[str, str]:
                 f"{name!r} cannot name a class or group: tabs, line breaks, outer spaces and bytes that are no UTF-8 "
                 "are not allowed"
             )
-    if "" in groups:
-        raise DistapError("a class has an empty name")
     return groups
 
 

@@ -36,8 +36,7 @@ def usable_cores() -> int:
 def forking_context() -> BaseContext:
     """Return the multiprocessing context that forks this process, where that is safe.
 
-    From Python 3.14 on the default is a server that forks. It would import torch again, seconds for each command, and
-    the processes would end with the server instead of with this process.
+    The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
     """
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 

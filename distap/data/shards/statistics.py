@@ -22,22 +22,21 @@ IMAGES_A_CLASS = (2, 3, 4, 5, 8, 10, 16, 32)  # values of K to count for p_by_k
 BATCHES = (256, 1024, 4096, 16384)  # values of B to count for random batches
 ASPECTS = (0.0, 1 / 3, 1 / 2, 2 / 3, 0.9, 1.1, 3 / 2, 2.0, 3.0, np.inf)
 ASPECT_NAMES = ("<1:3", "1:3-1:2", "1:2-2:3", "2:3-0.9", "square", "1.1-3:2", "3:2-2:1", "2:1-3:1", ">3:1")
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 Histogram = tuple[tuple[str, int], ...]  # name and count of each bin
 Statistics = dict[str, Any]  # the figures that `statistics` returns, ready for JSON
 
 
-def statistics(index: Index, reader: Reader | None = None) -> Statistics:
-    """Count a data set; without a reader of its images, the formats are left out.
-
-    Sizes are those of the stored files, whatever EXIF says of their orientation.
-    """
+def statistics(reader: Reader) -> Statistics:
+    """Count a data set. Sizes are those of the stored files, whatever EXIF says of their orientation."""
+    index = reader.index
     classes = Classes(index.label, index.class_group)
     shorter = np.minimum(index.width, index.height)
     megapixels = index.width.astype(np.int64) * index.height / 1e6
     aspect = index.width / np.maximum(index.height, 1)
-    looked_at = permutation(len(index), 0)[:LOOKED_AT].tolist() if reader else []
-    formats = Counter(_format(reader, sample) for sample in looked_at if reader)
+    looked_at = permutation(len(index), 0)[:LOOKED_AT].tolist()
+    formats = Counter(_format(reader, sample) for sample in looked_at)
     largest = np.argsort(-classes.sizes, kind="stable")[:LARGEST].tolist()
     members = {str(name): index.class_group == name for name in np.unique(index.class_group) if name}
     classes_a_shard, mixed = _mixing(index, classes)
@@ -97,11 +96,10 @@ def share_with_positive(classes: Classes, batch: int) -> float:
     An image whose class has s of the N images is alone with probability C(N - s, B - 1) / C(N - 1, B - 1).
     """
     total = len(classes)
-    sizes, counts = np.unique(classes.sizes, return_counts=True)
     share = 0.0
-    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+    for size, count in Counter(classes.sizes.tolist()).items():
         others = np.arange(size - 1)
-        alone = np.prod(np.maximum(total - batch - others, 0) / (total - 1 - others)) if size > 1 else 1.0
+        alone = np.prod(np.maximum(total - batch - others, 0) / (total - 1 - others))
         share += size * count / total * (1 - float(alone))
     return share
 
@@ -129,7 +127,7 @@ def decimal_histogram(values: NDArray[Any]) -> Histogram:
 def _spread(values: NDArray[Any]) -> dict[str, float]:
     """Return minimum, mean, maximum, and the values that 5%, 50% and 95% do not exceed."""
     least, low, median, high, greatest = np.percentile(values, [0, 5, 50, 95, 100]).tolist()
-    mean = float(values.astype(np.float64).mean())
+    mean = float(values.mean(dtype=np.float64))
     return {"least": least, "low": low, "median": median, "mean": mean, "high": high, "greatest": greatest}
 
 
@@ -148,15 +146,13 @@ def _format(reader: Reader, sample: int) -> str:
         data = reader.data(sample)
     except DamagedImageError:
         return "damaged"
-    suffix = suffix_of(data) or "other"
-    return {"jpg": "JPEG", "tif": "TIFF", "other": "other"}.get(suffix, suffix.upper())
+    suffix = suffix_of(data)
+    return {"jpg": "JPEG", "tif": "TIFF", "": "other"}.get(suffix, suffix.upper())
 
 
 def _short(value: float) -> str:
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{name}"
-    return f"{value:g}"
+    unit, name = next(((unit, name) for unit, name in UNITS if value >= unit), (1, ""))
+    return f"{value / unit:g}{name}"
 
 
 def _trimmed(counts: NDArray[np.int64], names: Sequence[str]) -> Histogram:
