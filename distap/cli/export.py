@@ -38,12 +38,11 @@ def export_command(
     The files include normalisation, pooling, whitening and L2. Each is compared with the checkpoint's network on the
     CPU, and nothing is written if one differs by more than 1e-4.
     """
-    from distap.apps.export.programs import parse_formats
     from distap.apps.export.to_folder import ExportSettings, export_to_folder, installed_formats
     from distap.telemetry.terminal import console, set_up_logging, text_table
 
     set_up_logging(0)
-    formats = parse_formats(format) if format else installed_formats()
+    formats = format or installed_formats()
     settings = ExportSettings(formats, image_size, dynamic_size, parse_scales(scales), scale_power, opset)
     exported = export_to_folder(checkpoint, output, settings, whitening, best)
     rows = [

@@ -1,6 +1,5 @@
 """`distap k8s`: write the manifests of a training, and rules for Prometheus."""
 
-import inspect
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from distap.apps.k8s.request import Request
+from distap.cli.options import with_options
 from distap.train import CONFIG, OVERRIDES
 
 k8s = typer.Typer(help="Kubernetes manifests of a training, and rules for Prometheus.", no_args_is_help=True)
@@ -25,6 +25,8 @@ def rules_command(
     typer.echo(plain_rules(runbook), nl=False)
 
 
+@k8s.command("render")
+@with_options(Request)
 def render_command(
     config: CONFIG,
     overrides: OVERRIDES = None,
@@ -48,14 +50,3 @@ def render_command(
         for caution in render(folder, request, config, overrides or []):
             typer.echo(f"warning: {caution}", err=True)
         typer.echo(built(folder) if is_printed else f"{output}: kubectl apply -k {output}", nl=not is_printed)
-
-
-# Typer reads the signature of a command: replace **options by the fields of Request, whose types carry their help.
-_OWN = [
-    parameter for parameter in inspect.signature(render_command).parameters.values() if parameter.name != "options"
-]
-_FIELDS = [
-    parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in inspect.signature(Request).parameters.values()
-]
-render_command.__signature__ = inspect.Signature([*_OWN, *_FIELDS])  # type: ignore[attr-defined]
-k8s.command("render")(render_command)

@@ -1,5 +1,7 @@
 """Options shared by several commands: which network describes images, and how."""
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,3 +54,17 @@ def parse_scales(text: str) -> tuple[float, ...]:
         return tuple(float(factor) for factor in text.split(","))
     except ValueError as error:
         raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error
+
+
+def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass, whose types carry their help, as options in place of its last."""
+
+    def changed(command: Callable[..., None]) -> Callable[..., None]:
+        *own, _ = inspect.signature(command).parameters.values()
+        fields = inspect.signature(settings).parameters.values()
+        options = [field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
+        # Typer reads the signature of a command.
+        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        return command
+
+    return changed

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distap.cli.options import BEST, CHECKPOINT
+from distap.apps.serve.settings import ServeSettings
+from distap.cli.options import BEST, CHECKPOINT, with_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,32 +73,14 @@ def search_command(
         raise typer.Exit(FAILED)
 
 
+@with_options(ServeSettings)
 def serve_command(
     index: INDEX,
     checkpoint: Annotated[str, CHECKPOINT],
     best: BEST = False,
     whitening: WHITENING = None,
     images: IMAGES = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000,
-    max_upload_bytes: Annotated[int, typer.Option(help="Largest request body, bytes.", min=1)] = 20_000_000,
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(
-            help="Largest upload, width times height.",
-            min=1,
-            show_default="50 million; 4 million where the gallery was described in original size",
-        ),
-    ] = None,
-    max_k: Annotated[int, typer.Option(help="Most images that a search may ask for.", min=1)] = 100,
-    threads: Annotated[
-        int, typer.Option(help="Searches that run at the same time; they share the cores.", min=1)
-    ] = 2,
-    queue: Annotated[int, typer.Option(help="Searches that may wait; more get status 503.", min=0)] = 64,
-    timeout_seconds: Annotated[float, typer.Option(help="Time limit of an upload, and of a search.", min=0.1)] = 30.0,
-    drain_seconds: Annotated[
-        float, typer.Option(help="Time from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
-    ] = 0.0,
+    **limits: Any,
 ) -> None:
     """Answer searches over HTTP: a page to upload images to, a JSON API, health and Prometheus metrics.
 
@@ -105,12 +88,8 @@ def serve_command(
     put a proxy in front of it if others can reach it.
     """
     from distap.apps.serve.server import serve
-    from distap.apps.serve.service import ServeSettings
 
-    settings = ServeSettings(
-        host, port, max_upload_bytes, max_pixels, max_k, threads, queue, timeout_seconds, drain_seconds
-    )
-    serve(settings, index, checkpoint, whitening, images, best=best)
+    serve(ServeSettings(**limits), index, checkpoint, whitening, images, best=best)
 
 
 def _table(result: "SearchResult") -> "Table":

@@ -3,8 +3,9 @@
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from distap.errors import DistapError
@@ -48,6 +49,31 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that takes the place of `path` on leaving; after an error the old one stays.
+
+    Raises:
+        UnwritableError: it cannot be written.
+    """
+    try:
+        make_folder(path.parent)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside, ExitStack() as undoing:
+            new, old = Path(aside, "new"), Path(aside, "old")
+            new.mkdir()
+            yield new
+            for written in (*new.rglob("*"), new):
+                sync_path(written)
+            if path.exists():
+                path.rename(old)
+                undoing.callback(old.rename, path)
+            new.rename(path)
+            undoing.pop_all()
+        sync_path(path.parent)
+    except OSError as error:
+        raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def make_folder(folder: Path) -> None:

@@ -37,36 +37,22 @@ def model_card(
         backbone: how timm loads the backbone's weights, if they were written.
         sizes: heights and widths that the programs take.
     """
-    recipe, several, network = origin.recipe, describer.network, describer.network.network
-    size = describer.sizing.pixels
-    mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
-    others = f"; others too, height {_limits(*sizes[0])}, width {_limits(*sizes[1])}"
-    others = others if any(smallest != largest for smallest, largest in sizes) else ""
-    settings = recipe.model_dump(mode="json")
+    settings = origin.recipe.model_dump(mode="json")
     settings["data"]["remote"]["options"] = {}  # a card is passed on, and these may hold keys to someone's storage
     terms = settings["loss"].get("terms") or [(1, settings["loss"])]
-    steps = [_at_scales(several.scales)] if several.scales != (1.0,) else []
-    steps += [] if whitening is None else ["whitened"]
-    alike = not steps and size == recipe.data.image_size
+    network = describer.network.network
+    mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
     card = ModelCard.from_template(
         _card_data(origin, "model.onnx" in programs),
         template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
         origin=origin,
-        recipe=recipe,
-        model=recipe.model,
         describer=describer,
         programs=programs,
         backbone=backbone,
-        steps="".join((", ", " and ".join(steps))) if steps else "",
-        several=several,
-        network=network,
+        sizes=sizes,
         whitening=whitening,
-        other_sizes=others,
-        numbers=_numbers,
-        began_with=_began_with(origin),
-        size=size,
-        trained_size=recipe.data.image_size,
-        alike=alike,
+        weights=name_of("weights", origin.recipe.model.weights),
+        pretrained=_pretrained(origin),
         mean=mean,
         std=std,
         loss=" + ".join(f"{weight:g} {part['name']}" for weight, part in terms),
@@ -100,28 +86,3 @@ def _pretrained(origin: Origin) -> dict[str, Any]:
     model = origin.recipe.model
     config = timm.get_pretrained_cfg(model.architecture) if name_of("weights", model.weights) == "timm" else None
     return {} if config is None else dict(config.to_dict())
-
-
-def _began_with(origin: Origin) -> str:
-    model, pretrained = origin.recipe.model, _pretrained(origin)
-    begun = {
-        "random": "random weights",
-        "file": "a file of weights, named in the recipe",
-        "package": "the weights of a package, named in the recipe",
-    }.get(name_of("weights", model.weights), f"timm's `{pretrained.get('hf_hub_id') or model.architecture}`")
-    licence = pretrained.get("license")
-    return f"{begun}, which timm says to be under {licence}" if licence else begun
-
-
-def _at_scales(scales: tuple[float, ...]) -> str:
-    if len(scales) > 1:
-        return f"described at the scales {_numbers(scales)} and averaged"
-    return f"described at {_numbers(scales)} of its size"
-
-
-def _numbers(values: Any) -> str:
-    return ", ".join(f"{value:.6g}" for value in values)
-
-
-def _limits(smallest: int, largest: int | None) -> str:
-    return f"from {smallest}" if largest is None else f"from {smallest} to {largest}"

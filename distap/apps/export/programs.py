@@ -6,21 +6,21 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
 
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
 
-Format = Literal["pt2", "onnx", "safetensors"]
 Range = tuple[int, int | None]  # smallest and largest, None for no limit
 OPSET, SMALLEST_OPSET = 20, 18  # antialiased scaling and torch's translations begin with 18
 NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
@@ -28,23 +28,9 @@ ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
 SMALLEST = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
 
 
-def parse_formats(names: Sequence[str]) -> tuple[Format, ...]:
-    """Return the named formats, each once; raise a DistapError for an unknown name."""
-    known: tuple[Format, ...] = get_args(Format)
-    for name in names:
-        if name not in known:
-            raise DistapError(f"--format {name!r}: expected {', '.join(known)}")
-    return tuple(each for each in known if each in names)
-
-
-def require_onnx() -> None:
-    """Raise a DistapError unless all packages for ONNX are installed."""
-    missing = [name for name in ONNX_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise DistapError(
-            f"--format onnx needs {', '.join(missing)}, not installed here: pip install 'distap[onnx]', or leave the "
-            "format out"
-        )
+def missing_for_onnx() -> list[str]:
+    """Return the packages for ONNX that are not installed."""
+    return [name for name in ONNX_MODULES if importlib.util.find_spec(name) is None]
 
 
 def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
@@ -69,11 +55,11 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
     example = torch.zeros(shape, dtype=torch.uint8)
     shapes = ShapesCollection()
     shapes[example] = dict.fromkeys(NAMES if dynamic_size else (0,), Dim.DYNAMIC)
-    with torch.no_grad(), _quiet(), _modules_noted(network) as inside:
+    with torch.no_grad(), _quiet(), ModuleTracker() as inside:
         try:
             return export(network, (example,), dynamic_shapes=shapes)
         except Exception as error:  # torch has many, some of them internal
-            where = _described(network, inside[-1]) if inside else "the network"
+            where = _innermost(network, inside)
             size = "of any size; leave --dynamic-size out" if dynamic_size else f"of {image_size} x {image_size}"
             raise DistapError(
                 f"{where} cannot be exported for images {size}: torch.export: {type(error).__name__}: {_first(error)}"
@@ -154,46 +140,36 @@ def save_onnx(
 
 
 @contextmanager
-def _modules_noted(network: nn.Module) -> Iterator[list[str]]:
-    """Track the names of the modules that a forward pass is inside of, or was when it failed; the innermost last."""
-    inside: list[str] = []
-    handles: list[RemovableHandle] = []
-
-    def note(name: str, module: nn.Module) -> None:
-        def enter(_: nn.Module, __: tuple[Tensor, ...]) -> None:
-            inside.append(name)
-
-        def leave(_: nn.Module, __: tuple[Tensor, ...], ___: Tensor) -> None:
-            inside.pop()
-
-        handles.extend((module.register_forward_pre_hook(enter), module.register_forward_hook(leave)))
-
-    for name, module in network.named_modules():
-        note(name, module)
-    try:
-        yield inside
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings of the exporters about their internals; their results are compared afterwards."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)
 
 
-def _described(network: nn.Module, name: str) -> str:
-    module = network.get_submodule(name)
-    return f"{name.removeprefix('network.') or 'the network'} ({type(module).__name__})"
+def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
+    """Describe the module that a forward pass is in, or was in when it failed."""
+    name = max(inside.parents, key=lambda name: name.count(".")).partition(".network.")[2]
+    return f"{name} ({type(network.get_submodule(f'network.{name}')).__name__})" if name else "the network"
+
+
+class _Callers(TorchDispatchMode):
+    """Note the module that calls each operator first."""
+
+    def __init__(self, network: nn.Module, inside: ModuleTracker) -> None:
+        super().__init__()
+        self.modules: dict[str, str] = {}
+        self._network, self._inside = network, inside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) not in self.modules:
+            self.modules[str(func)] = _innermost(self._network, self._inside)
+        return func(*args, **(kwargs or {}))
 
 
 def _blamed(network: MultiScaleNetwork, program: ExportedProgram, error: BaseException) -> str:
@@ -201,31 +177,10 @@ def _blamed(network: MultiScaleNetwork, program: ExportedProgram, error: BaseExc
 
     A forward pass finds it, since the exporter's graph does not keep the modules of decomposed operators.
     """
-    named = set(re.findall(r"target=torch\.ops\.([\w.]+)", " ".join(str(each) for each in _causes(error))))
-    with torch.no_grad(), _modules_noted(network) as inside:
-        try:
-            with _Stopping(named):
-                network(*program.example_inputs[0])
-        except _FoundError:
-            return _described(network, inside[-1])
-    return "the network"
-
-
-class _FoundError(Exception):
-    """An operator is about to be called."""
-
-
-class _Stopping(TorchDispatchMode):
-    """Stop a forward pass at the first operator with one of these names."""
-
-    def __init__(self, names: Set[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in self.names:
-            raise _FoundError
-        return func(*args, **(kwargs or {}))
+    named = re.findall(r"target=torch\.ops\.([\w.]+)", " ".join(str(each) for each in _causes(error)))
+    with torch.no_grad(), ModuleTracker() as inside, _Callers(network, inside) as callers:
+        network(*program.example_inputs[0])
+    return next((module for operator, module in callers.modules.items() if operator in named), "the network")
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -243,15 +198,16 @@ def _shape(program: ExportedProgram) -> Sequence[int | torch.SymInt]:
 def _smallest_square(program: ExportedProgram, smallest: int, largest: int) -> int:
     """Find the side of the smallest square image that a program takes; it takes `largest`."""
     describe = program.module()
-    while smallest < largest:
-        side = (smallest + largest) // 2
+
+    def takes(side: int) -> bool:
         try:
             with torch.inference_mode():
                 describe(torch.zeros(1, 3, side, side, dtype=torch.uint8))
-            largest = side
         except Exception:  # a guard's AssertionError, or a kernel's RuntimeError
-            smallest = side + 1
-    return largest
+            return False
+        return True
+
+    return smallest + bisect_left(range(smallest, largest), True, key=takes)
 
 
 def _range(program: ExportedProgram, length: int | torch.SymInt) -> Range:

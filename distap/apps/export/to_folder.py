@@ -1,12 +1,9 @@
 """Export a checkpoint into a folder, in one step, after comparing every file with the network."""
 
-import importlib.util
 import json
 import logging
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,14 +24,12 @@ from distap.apps.export.checking import (
 )
 from distap.apps.export.origin import Origin, origin_of
 from distap.apps.export.programs import (
-    ONNX_MODULES,
     OPSET,
     SMALLEST_OPSET,
-    Format,
     Range,
     exportable,
+    missing_for_onnx,
     program_of,
-    require_onnx,
     save_onnx,
     save_program,
     size_ranges,
@@ -47,13 +42,14 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import required_size
 from distap.model.network import RetrievalNetwork
 from distap.retrieval.whitening import Whitening, load_whitening
-from distap.storage.atomic import UnwritableError, sync_path
+from distap.storage.atomic import replacing_folder
 from distap.storage.hashing import file_identity
 from distap.training.build import trained_network
 from distap.training.state import BESIDE
 from distap.world import World
 
 ABOUT_FILE, PROGRAM_FILE, ONNX_FILE, BACKBONE_FILE = "export.json", "model.pt2", "model.onnx", "backbone.safetensors"
+FORMATS = ("pt2", "onnx", "safetensors")
 VERSION = 1
 TELLING = 10  # images have to differ by this many times the tolerance for an agreement to mean much
 logger = logging.getLogger("distap")
@@ -63,7 +59,7 @@ logger = logging.getLogger("distap")
 class ExportSettings:
     """Formats and sizes of an export; a DistapError names an unusable setting or missing packages."""
 
-    formats: tuple[Format, ...]
+    formats: Sequence[str]  # of FORMATS
     image_size: int | None = None  # height and width, pixels; None takes the recipe's
     dynamic_size: bool = False  # allow other heights and widths as well
     scales: tuple[float, ...] = (1.0,)  # of MultiScaleNetwork
@@ -71,12 +67,15 @@ class ExportSettings:
     opset: int = OPSET  # version of ONNX's operators
 
     def __post_init__(self) -> None:
-        if not self.formats:
-            raise DistapError("no format to export to: expected pt2, onnx or safetensors")
+        if unknown := set(self.formats) - set(FORMATS):
+            raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(FORMATS)}")
         if self.opset < SMALLEST_OPSET:
             raise DistapError(f"--opset {self.opset}: expected {SMALLEST_OPSET} or later, with which torch begins")
-        if "onnx" in self.formats:
-            require_onnx()
+        if "onnx" in self.formats and (missing := missing_for_onnx()):
+            raise DistapError(
+                f"--format onnx needs {', '.join(missing)}, not installed here: pip install 'distap[onnx]', or leave "
+                "the format out"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,9 @@ class Exported:
     sizes: tuple[Range, Range]  # heights and widths that the programs take
 
 
-def installed_formats() -> tuple[Format, ...]:
+def installed_formats() -> list[str]:
     """Return all formats whose packages are installed."""
-    has_onnx = all(importlib.util.find_spec(name) for name in ONNX_MODULES)
-    return ("pt2", "onnx", "safetensors") if has_onnx else ("pt2", "safetensors")
+    return [each for each in FORMATS if each != "onnx" or not missing_for_onnx()]
 
 
 def export_to_folder(
@@ -116,7 +114,7 @@ def export_to_folder(
         recipe, network = trained_network(found.path, World())
         origin = origin_of(found, recipe)
     learned = None if whitening is None else load_whitening(whitening)
-    with _put_in_place(output) as folder:
+    with replacing_folder(output) as folder:
         return write_export(folder, recipe, network, origin, settings, learned)
 
 
@@ -206,27 +204,3 @@ def _refuse_foreign(output: Path) -> None:
             f"{output}: holds {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which is no export's; "
             "name a new folder"
         )
-
-
-@contextmanager
-def _put_in_place(output: Path) -> Iterator[Path]:
-    """Make a folder beside `output` that takes its place on success and is removed after an error."""
-    aside, old = (output.with_name(f".{output.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        for path in aside.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_path(aside)
-        if output.exists():
-            output.rename(old)
-        aside.rename(output)
-        shutil.rmtree(old, ignore_errors=True)
-        sync_path(output.parent)
-    except OSError as error:
-        raise UnwritableError(f"{output}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if old.exists() and not output.exists():
-            old.rename(output)
-        shutil.rmtree(aside, ignore_errors=True)

@@ -6,7 +6,6 @@ The installed package contains the files of k8s/.
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
@@ -24,6 +23,7 @@ from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.processes.rendezvous import C10D_PORT
 from distap.processes.stopping import MARGIN_SECONDS
+from distap.storage.atomic import replacing_folder
 
 RUNBOOK = "k8s/monitoring/RUNBOOK.md"
 WRITTEN = ("kustomization.yaml", "base", "components", "training")
@@ -71,28 +71,19 @@ def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str
     checked = checked_recipe(recipe, arguments, request)
     _check_output(output)
     values = _values(request, checked) | {"base_name": base["metadata"]["name"], "container": container["name"]}
-    output = output.resolve()
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as scratch:
-            draft = Path(scratch, "draft")
-            for part in ("base", *values["components"]):
-                if part != "training":
-                    shutil.copytree(manifests / part, draft / part)
-            (draft / "training").mkdir()
-            shutil.copyfile(recipe, draft / "training" / "recipe.yaml")
-            for file, template in (
-                ("kustomization.yaml", "kustomization.yaml"),
-                ("training/kustomization.yaml", "training.yaml"),
-                ("training/job.yaml", "job.yaml"),
-            ):
-                text = _TEMPLATES.get_template(template).render(values, arguments=arguments)
-                (draft / file).write_text(text, encoding="utf-8")
-            if output.exists():
-                shutil.rmtree(output)
-            draft.rename(output)
-    except OSError as error:
-        raise DistapError(f"--output {output}: cannot be written: {error.strerror or error}") from error
+    with replacing_folder(output.resolve()) as folder:
+        for part in ("base", *values["components"]):
+            if part != "training":
+                shutil.copytree(manifests / part, folder / part)
+        (folder / "training").mkdir()
+        shutil.copyfile(recipe, folder / "training" / "recipe.yaml")
+        for file, template in (
+            ("kustomization.yaml", "kustomization.yaml"),
+            ("training/kustomization.yaml", "training.yaml"),
+            ("training/job.yaml", "job.yaml"),
+        ):
+            text = _TEMPLATES.get_template(template).render(values, arguments=arguments)
+            (folder / file).write_text(text, encoding="utf-8")
     return list(cautions(checked, request))
 
 

@@ -10,9 +10,8 @@ from starlette.exceptions import HTTPException
 
 from distap import __version__
 from distap.apps.serve.guard import Guard
-from distap.apps.serve.problems import RefusedError
 from distap.apps.serve.service import Service
-from distap.apps.serve.uploads import EXPECTED, read_upload
+from distap.apps.serve.uploads import EXPECTED, RefusedError, read_upload
 from distap.data.images.decoding import FORMATS
 from distap.pages.page import page_asset, page_text
 from distap.retrieval.index_files import Hit

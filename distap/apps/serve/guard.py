@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distap import __version__
-from distap.apps.serve.problems import UPLOAD_PROBLEMS, RefusedError
+from distap.apps.serve.uploads import UPLOAD_PROBLEMS, RefusedError
 
 HEADERS = {
     "Content-Security-Policy": (

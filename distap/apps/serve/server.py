@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from distap.apps.search import open_searcher, open_thumbnails
+from distap.apps.serve.settings import ServeSettings
 from distap.errors import FINISHED, DistapError
 from distap.telemetry.terminal import console, set_up_logging
 from distap.world import lone_world
@@ -19,7 +20,7 @@ try:
     import uvicorn
 
     from distap.apps.serve.app import build_app
-    from distap.apps.serve.service import ServeSettings, Service
+    from distap.apps.serve.service import Service
 except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
 

@@ -1,82 +1,45 @@
-"""The state of a server: its limits, the searcher once it is loaded, and bounded queues of work."""
+"""The state of a server: the searcher once it is loaded, and bounded queues of work."""
 
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 
 from distap.apps.search import Searcher
 from distap.apps.serve.guard import ServingMetrics
-from distap.apps.serve.problems import RefusedError, busy, refused_image
+from distap.apps.serve.settings import ServeSettings
+from distap.apps.serve.uploads import RefusedError, busy, refused_image
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.thumbnails import Thumbnails
 from distap.errors import FAILED, DistapError
 from distap.evaluation.extraction.image_describer import TooLittleMemoryError
-from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit
 
 T = TypeVar("T")
-DECODED_PIXELS = 50_000_000  # of an upload that is scaled down before the network sees it: 150 MB
-DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes a pixel
 PICTURE_THREADS, PICTURE_QUEUE = 2, 256
 
 
-@dataclass(frozen=True)
-class ServeSettings:
-    """Address and limits of a server; see the options of `distap serve`."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: a free one
-    max_upload_bytes: int = 20_000_000  # of a request's body
-    max_pixels: int | None = None  # width times height of an upload; None for the default of `pixels_of`
-    max_k: int = 100
-    threads: int = 2  # searches at a time
-    queue: int = 64  # searches that may wait
-    timeout_seconds: float = 30.0  # for an upload to arrive, and for its search
-    drain_seconds: float = 0.0  # between SIGTERM and no new connections
-
-    def pixels_of(self, maker: DescribedBy) -> int:
-        """The most pixels that an upload may have, by how the gallery's images were described."""
-        if self.max_pixels is not None:
-            return self.max_pixels
-        if maker.sizing == "original":
-            return int(DESCRIBED_PIXELS / max(1.0, *maker.scales) ** 2)
-        return DECODED_PIXELS
-
-    @property
-    def uploads(self) -> int:
-        """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
-        return 2 * (self.threads + self.queue)
-
-
 class Places:
-    """A bounded number of places; `with` takes one, and raises the problem if none is free."""
+    """A bounded number of places; `with` takes one, and raises a RefusedError if none is free."""
 
-    def __init__(self, total: int, problem: str) -> None:
-        self._total, self._problem = total, problem
+    def __init__(self, total: int, calls: str) -> None:
+        self._total, self._calls = total, calls
         self.taken = 0
         self._lock = threading.Lock()
 
-    def take(self) -> None:
-        """Take a place, or raise a RefusedError if none is free."""
+    def __enter__(self) -> None:
         with self._lock:
-            if self.taken >= self._total:
-                raise busy(self._problem)
+            if self.taken == self._total:
+                raise busy(f"{self._total} {self._calls} are under way already")
             self.taken += 1
 
-    def give_back(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self.taken -= 1
-
-    def __enter__(self) -> None:
-        self.take()
-
-    def __exit__(self, *error: object) -> None:
-        self.give_back()
 
 
 class Pool:
@@ -85,20 +48,18 @@ class Pool:
     def __init__(self, name: str, threads: int, queue: int, timeout_seconds: float) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
         self._timeout = timeout_seconds
-        self.places = Places(threads + queue, f"{threads + queue} searches are under way already")
+        self.places = Places(threads + queue, "searches")
 
     async def run(self, call: Callable[..., T], *arguments: object) -> T:
         """The result of the call; a RefusedError if the queue is full or the call and its wait take too long.
 
         A thread cannot be interrupted, so a call that takes too long keeps its place until it ends.
         """
-        self.places.take()
-        try:
-            future: Future[T] = self._threads.submit(call, *arguments)
-        except BaseException:
-            self.places.give_back()
-            raise
-        future.add_done_callback(lambda _: self.places.give_back())
+        with ExitStack() as stack:
+            stack.enter_context(self.places)
+            future = self._threads.submit(call, *arguments)
+            place = stack.pop_all()
+        future.add_done_callback(lambda _: place.close())
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout)
         except TimeoutError as error:
@@ -115,7 +76,7 @@ class Service:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
         self.metrics = ServingMetrics()
-        self.uploads = Places(settings.uploads, f"{settings.uploads} uploads are under way already")
+        self.uploads = Places(settings.uploads, "uploads")
         self.searches = Pool("search", settings.threads, settings.queue, settings.timeout_seconds)
         self.draining = False  # asked to stop
         self._pictures = Pool("pictures", PICTURE_THREADS, PICTURE_QUEUE, settings.timeout_seconds)

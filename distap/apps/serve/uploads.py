@@ -1,19 +1,50 @@
-"""Read the image and the number of hits from a request, within limits."""
+"""Read the image and the number of hits from a request, within limits, and refuse with an error that helps."""
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import Request
+from PIL import UnidentifiedImageError
 from starlette.datastructures import UploadFile
 from starlette.types import Message
 
-from distap.apps.serve.problems import RefusedError
-from distap.apps.serve.service import ServeSettings
+from distap.apps.serve.settings import ServeSettings
+from distap.data.images.decoding import FORMATS, DamagedImageError
 
 FIELDS, FIELD_BYTES = 4, 1_000  # beside the image
 K = re.compile(r"[0-9]{1,9}")
 EXPECTED = "send multipart/form-data with the image's file in the field `image`"
+
+UPLOAD_PROBLEMS = (  # the reasons of refused uploads
+    *("bad_request", "busy", "damaged", "empty", "failed", "missing_field", "not_multipart", "not_ready", "slow"),
+    *("too_large", "too_many_pixels", "unknown_format"),
+)
+
+
+class RefusedError(Exception):
+    """Answers a request with an HTTP status, a reason for programs, and a message for a person."""
+
+    def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.reason, self.headers = status, reason, dict(headers or {})
+        self.content = {"error": {"reason": reason, "message": message}}
+
+
+def busy(problem: str) -> RefusedError:
+    """The refusal of work for which there is no room at the moment."""
+    return RefusedError(503, "busy", f"{problem}; try again in a second", {"Retry-After": "1"})
+
+
+def refused_image(error: DamagedImageError) -> RefusedError:
+    """The refusal of an upload that cannot be decoded."""
+    if error.reason == "too_large":
+        return RefusedError(413, "too_many_pixels", f"the image is too large ({error}): scale it down")
+    if error.reason != "truncated" and isinstance(error.__cause__, UnidentifiedImageError):
+        return RefusedError(
+            415, "unknown_format", f"this is no image that can be read: send one of {', '.join(FORMATS)}"
+        )
+    return RefusedError(400, "damaged", f"the image is damaged ({error}): save it again and send it whole")
 
 
 async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes, int]:

@@ -305,7 +305,7 @@ def test_what_somebody_put_into_a_rendered_folder_is_named_and_not_lost(tmp_path
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, recipe):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DistapError, match=r"--output .*/file/out: cannot be written"):
+    with pytest.raises(DistapError, match=r"/file/out: cannot be written"):
         rendered_folder(tmp_path / "file" / "out", recipe)
 
 

@@ -10,7 +10,8 @@ from serving import MULTIPART, body
 
 from distap.apps.search import open_searcher, open_thumbnails
 from distap.apps.serve.app import build_app
-from distap.apps.serve.service import ServeSettings, Service
+from distap.apps.serve.service import Service
+from distap.apps.serve.settings import ServeSettings
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.world import World
 

@@ -17,7 +17,7 @@ from serving import BAD, MULTIPART, body, bomb, command, resident, serving
 
 from distap.apps.search import Searcher, open_searcher
 from distap.apps.serve.server import listening
-from distap.apps.serve.service import ServeSettings
+from distap.apps.serve.settings import ServeSettings
 from distap.retrieval.index_files import Hit
 from distap.world import World
 

@@ -1,0 +1,43 @@
+"""Address and limits of a server, as the options of `distap serve`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+if TYPE_CHECKING:
+    from distap.retrieval.descriptor_files import DescribedBy
+
+DECODED_PIXELS = 50_000_000  # of an upload that is scaled down before the network sees it: 150 MB
+DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes a pixel
+PIXELS = "50 million; 4 million where the gallery was described in original size"
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000
+    max_upload_bytes: Annotated[int, Option(help="Largest request body, bytes.", min=1)] = 20_000_000
+    max_pixels: Annotated[
+        int | None, Option(help="Largest upload, width times height.", min=1, show_default=PIXELS)
+    ] = None
+    max_k: Annotated[int, Option(help="Most images that a search may ask for.", min=1)] = 100
+    threads: Annotated[int, Option(help="Searches that run at the same time; they share the cores.", min=1)] = 2
+    queue: Annotated[int, Option(help="Searches that may wait; more get status 503.", min=0)] = 64
+    timeout_seconds: Annotated[float, Option(help="Time limit of an upload, and of a search.", min=0.1)] = 30.0
+    drain_seconds: Annotated[
+        float, Option(help="Time from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
+    ] = 0.0
+
+    def pixels_of(self, maker: "DescribedBy") -> int:
+        """The most pixels that an upload may have, by how the gallery's images were described."""
+        if self.max_pixels is not None:
+            return self.max_pixels
+        if maker.sizing == "original":
+            return int(DESCRIBED_PIXELS / max(1.0, *maker.scales) ** 2)
+        return DECODED_PIXELS
+
+    @property
+    def uploads(self) -> int:
+        """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
+        return 2 * (self.threads + self.queue)
