@@ -1,15 +1,18 @@
-"""Let some ranks work while the others wait, and raise the same error on all ranks if the work fails on any."""
+"""Let some ranks work while the others wait, and raise on all ranks if the work fails on any."""
 
 import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from distap.errors import FAILED, MISTAKE, DistapError
+from distap.checkpoint.manifest import DamagedCheckpointError
+from distap.errors import FAILED, DistapError
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
 POLL_SECONDS = 0.2
+# What all ranks raise, the gravest first: the gravest failure of any rank decides.
+_KINDS = (RuntimeError, DistapError, UnreachableError, DamagedCheckpointError)
 
 
 def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any]:
@@ -23,7 +26,9 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
         work: returns a value that JSON can hold.
         mine: whether this rank does the work.
     Raises:
-        DistapError: it failed on some ranks; UnreachableError if starting again may help each of them.
+        DistapError: it failed on some ranks; UnreachableError if starting again may help each of them, and
+            DamagedCheckpointError if each has found damage.
+        RuntimeError: the program failed on another rank; on that rank, its own error.
     """
     result: Any = None
     problem: Exception | None = None
@@ -41,16 +46,20 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
     thread.join(POLL_SECONDS)
     while not world.all_agree(not thread.is_alive()):
         thread.join(POLL_SECONDS)
-    told = None
-    if problem is not None:
-        status = getattr(problem, "status", MISTAKE if isinstance(problem, OSError) else FAILED)
-        told = [status, str(problem) or type(problem).__name__]
+    told = None if problem is None else [_kind(problem), str(problem) or type(problem).__name__]
     answers = [json.loads(text) for text in world.gather_texts([json.dumps([result, told])], world.size)]
     failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
     if failures:
-        if problem is not None and not isinstance(problem, (DistapError, OSError)):
-            raise problem  # an error of the program, whose traceback is wanted
+        if problem is not None and _kind(problem) == 0:
+            raise problem  # its traceback is wanted
         texts = [f"rank {rank}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]
-        kind = UnreachableError if all(status == FAILED for status, _ in failures.values()) else DistapError
-        raise kind("; ".join(texts)) from problem
+        raise _KINDS[min(kind for kind, _ in failures.values())]("; ".join(texts)) from problem
     return [result for result, _ in answers]
+
+
+def _kind(problem: Exception) -> int:
+    if isinstance(problem, DamagedCheckpointError):
+        return 3
+    if isinstance(problem, DistapError):
+        return 2 if problem.status == FAILED else 1
+    return 1 if isinstance(problem, OSError) else 0

@@ -65,23 +65,19 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     base, _, name = url.rpartition(f"/{FOLDER}/")
     is_named = "." in name and NAME.fullmatch(name) is not None
     stored = StoredRun(storage_of(parse_store(base if is_named else url), key=None), beside=beside)
-    best_name = stored.best() if best and not is_named else None
-    names = [name] if is_named else [best_name] if best_name else [] if best else stored.names()
-    if not names:
+    names = [name] if is_named else stored.names() if not best else [stored.best()]
+    if not any(names):
         expected = "has been evaluated; evaluation.every does that" if best else "is there; expected the URL of a run"
         raise DistapError(f"{stored.store.base}: no checkpoint {expected}")
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
         run = Path(temporary)
 
-        def fetched(name: str) -> tuple[Checkpoint | None, str]:
+        def fetched(name: str) -> Checkpoint:
             folder = run / FOLDER / f"step-{step_in_name(name):08d}"
             folder.mkdir(parents=True)
-            try:
-                return stored.fetch(name, folder), ""
-            except DamagedCheckpointError as error:
-                return None, str(error)
+            return stored.fetch(name, folder)
 
-        checkpoint, _, _ = _newest(url, names, fetched)
+        checkpoint, _, _ = _newest(url, [name for name in names if name], fetched)
         assert checkpoint is not None
         stored.fetch_beside(run)
         yield checkpoint
@@ -136,16 +132,15 @@ def newest_of_store(stored: StoredRun, folder: Path, world: World) -> Iterator[F
     Raises:
         DistapError: the store cannot be read, or all checkpoints are damaged.
     """
-    names: list[str] = on_all(world, stored.names, mine=world.rank == 0)[0]
+    names, attempt = on_all(world, lambda: [stored.names(), uuid.uuid4().hex[:8]], mine=world.rank == 0)[0]
     seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
     local = set[str]().union(*seen).intersection(*seen)
     # At equal steps the store's, which every host can have.
     candidates = sorted([(step_in_name(n), True, n) for n in names] + [(step_in_name(n), False, n) for n in local])
-    leaders = on_all(world, lambda: f"{UNFINISHED}fetched-{uuid.uuid4().hex[:8]}", mine=world.local_rank == 0)
     # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
-    download = folder / str(leaders[world.rank - world.local_rank])
+    download = folder / f"{UNFINISHED}fetched-{attempt}-{world.rank - world.local_rank}"
 
-    def checked(candidate: tuple[int, bool, str]) -> tuple[Checkpoint | None, str]:
+    def checked(candidate: tuple[int, bool, str]) -> Checkpoint:
         _, is_stored, name = candidate
         return _fetched(stored, name, download, world) if is_stored else _verified(folder / name, world, False)
 
@@ -198,26 +193,21 @@ def probe(stored: StoredRun, world: World) -> None:
 
 
 def _newest(
-    where: Path | str, candidates: list[C], check: Callable[[C], tuple[Checkpoint | None, str]], rank: int = 0
+    where: Path | str, candidates: list[C], check: Callable[[C], Checkpoint], rank: int = 0
 ) -> tuple[Checkpoint | None, C | None, list[C]]:
-    """Check candidates from the last to the first, until one is undamaged.
+    """Check candidates, of which the oldest is the first, from the last one on until one is undamaged.
 
-    Args:
-        where: they are, for messages.
-        candidates: oldest first.
-        check: returns the checkpoint, or None and the damage.
-        rank: of this process; only the first one warns.
     Returns:
         The checkpoint, its candidate, and the candidates after it; (None, None, []) if there are no candidates.
     """
     problems: list[str] = []
     for candidate in reversed(candidates):
-        checkpoint, problem = check(candidate)
-        if checkpoint is not None:
-            return checkpoint, candidate, candidates[len(candidates) - len(problems) :]
+        try:
+            return check(candidate), candidate, candidates[len(candidates) - len(problems) :]
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
         if rank == 0:
-            logger.warning("%s; trying the one before", problem)
-        problems.append(problem)
+            logger.warning("%s; trying the one before", problems[-1])
     if problems:
         raise DistapError(
             f"{where}: none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}. "
@@ -243,49 +233,35 @@ def _seen_by_all(folder: Path, world: World) -> list[Path]:
         time.sleep(1)
 
 
-def _verified(path: Path, world: World, is_shared: bool) -> tuple[Checkpoint | None, str]:
-    """Verify a checkpoint on disk and return it, or None and the damage; the same on all ranks.
+def _verified(path: Path, world: World, is_shared: bool) -> Checkpoint:
+    """Verify a checkpoint on disk on all ranks; a damaged one is an error on all of them.
 
-    Args:
-        path: of the checkpoint.
-        world: the ranks.
-        is_shared: all ranks see the same files and share the work; otherwise the first rank of each host verifies
-            all of its files, and the hosts must have the same.
+    If all ranks see the same files (`is_shared`), they share the work. Otherwise the first rank of each host verifies
+    all files, and the hosts must have the same ones.
     """
 
-    def verify() -> list[str]:
-        try:
-            manifest = read_manifest(path)
-            names = sorted(manifest.files)
-            verify_files(path, manifest, names[world.rank :: world.size] if is_shared else names)
-        except DamagedCheckpointError as error:
-            return ["", str(error)]
-        return [manifest.text(), ""]
+    def verify() -> str:
+        manifest = read_manifest(path)
+        names = sorted(manifest.files)
+        verify_files(path, manifest, names[world.rank :: world.size] if is_shared else names)
+        return manifest.text()
 
-    answers = on_all(world, verify, mine=is_shared or world.local_rank == 0)
-    answers = [answer for answer in answers if answer is not None]
-    if all(text == answers[0][0] != "" for text, _ in answers):
-        return Checkpoint(path, read_manifest(path)), ""
-    damage = next((problem for _, problem in answers if problem), f"{path}: not every host has it, or the same one")
-    return None, damage
+    texts = set(on_all(world, verify, mine=is_shared or world.local_rank == 0)) - {None}
+    if len(texts) > 1:
+        raise DamagedCheckpointError(path, "the hosts have different ones")
+    return Checkpoint(path, read_manifest(path))
 
 
-def _fetched(stored: StoredRun, name: str, folder: Path, world: World) -> tuple[Checkpoint | None, str]:
-    """Download a checkpoint on each host and return it, or None and the damage; the same on all ranks."""
+def _fetched(stored: StoredRun, name: str, folder: Path, world: World) -> Checkpoint:
+    """Download a checkpoint on each host; a damaged one is an error on all ranks."""
 
-    def fetch() -> str:
+    def fetch() -> None:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             stored.fetch(name, folder)
-        except DamagedCheckpointError as error:
-            return str(error)
         except OSError as error:
             raise DistapError(f"{folder}: a checkpoint cannot be downloaded to there: {error}; see run") from error
-        return ""
 
-    found = on_all(world, fetch, mine=world.local_rank == 0)
-    damage = next((problem for problem in found if problem), "")
-    if damage:
-        return None, damage
-    return Checkpoint(folder, read_manifest(folder), stored.where(name)), ""
+    on_all(world, fetch, mine=world.local_rank == 0)
+    return Checkpoint(folder, read_manifest(folder), stored.where(name))

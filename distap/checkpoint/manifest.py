@@ -8,6 +8,7 @@ import json
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ from typing import Any, TypeVar
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.hashing import FileIdentity, file_identity
-from distap.storage.remotes import UnreachableError
 
 MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
 SHARE = re.compile(r"__\d+_\d+\.distcp")  # a rank's file of torch.distributed.checkpoint
@@ -24,10 +24,10 @@ T = TypeVar("T", str, Path)
 
 
 class DamagedCheckpointError(DistapError):
-    """The files of a checkpoint are not those that were written."""
+    """The files of a checkpoint are not those that were written; made of its place and the damage, or of a text."""
 
-    def __init__(self, where: Path | str, detail: str) -> None:
-        super().__init__(f"{where}: damaged checkpoint: {detail}")
+    def __init__(self, *parts: object) -> None:
+        super().__init__(": damaged checkpoint: ".join(map(str, parts)))
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,17 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: it is missing or not the one that was written.
-        DistapError: another version of distap wrote it.
+        DistapError: another version of distap wrote it, or reading it is forbidden.
     """
     if (folder / "state.pt").exists():
         raise DistapError(f"{folder}: an earlier version of distap wrote this checkpoint; this one cannot read it")
     try:
         data = (folder / MANIFEST_FILE).read_bytes()
     except OSError as error:
-        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
+        detail = f"{MANIFEST_FILE}: {type(error).__name__}: {error}"
+        if isinstance(error, PermissionError):
+            raise DistapError(f"{folder}: {detail}") from error
+        raise DamagedCheckpointError(folder, detail) from error
     return parse_manifest(data, folder)
 
 
@@ -112,17 +115,17 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Ite
 
 
 def best_of(checkpoints: Iterable[T], read: Callable[[T], Manifest]) -> T | None:
-    """Return the checkpoint with the highest validation mAP, of several the newest; None if none was evaluated."""
+    """Return the checkpoint with the highest validation mAP, of several the newest; None if none was evaluated.
+
+    Raises:
+        DistapError: a manifest cannot be read and is not damaged, so that its checkpoint might be the best.
+    """
     scores = []
     for checkpoint in checkpoints:
-        try:
+        with suppress(DamagedCheckpointError):
             score = read(checkpoint).score
-        except UnreachableError:
-            raise
-        except DistapError:  # damaged, or of another version
-            continue
-        if score is not None:
-            scores.append((score, checkpoint))
+            if score is not None:
+                scores.append((score, checkpoint))
     return max(scores)[1] if scores else None
 
 

@@ -191,11 +191,10 @@ class StoredRun:
 
     def fetch_beside(self, run: Path) -> None:
         """Bring the files beside checkpoints from the store into a run's folder."""
-        for name in [*(pattern for pattern in self.beside if "/" not in pattern), *self._in_folders()]:
-            try:
-                data = self.store.read_whole(name)
-            except MissingFileError:
+        for name in (name for pattern in self.beside for name in self.store.names(pattern)):
+            if ".." in name.split("/"):
                 continue
+            data = self.store.read_whole(name)
             if name == self.merged and (run / name).exists():
                 there = set(data.splitlines())
                 mine = [line for line in (run / name).read_bytes().splitlines() if line not in there]
@@ -203,17 +202,6 @@ class StoredRun:
                 continue
             write_whole(run / name, data)
             self._sent[name] = _version(run / name)
-
-    def _in_folders(self) -> list[str]:
-        """List the files of the store that match the patterns with a folder in them."""
-        patterns = [pattern.split("/") for pattern in self.beside if "/" in pattern]
-        return [
-            name
-            for folder in sorted({first for first, *_ in patterns})
-            for name in self.store.sizes(folder)
-            if ".." not in name.split("/")
-            and any(len(name.split("/")) == len(pattern) for pattern in patterns if pattern[0] == folder)
-        ]
 
     def _listed(self) -> dict[str, set[str]]:
         """List the files of each checkpoint, with or without a manifest, oldest first."""

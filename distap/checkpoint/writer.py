@@ -213,7 +213,7 @@ class CheckpointWriter:
         put_in_place(aside, path)
         try:
             remove_old(self.folder, keep, self.keep_best)
-        except OSError as error:  # the new one is there all the same
+        except (OSError, DistapError) as error:  # the new one is there all the same
             logger.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
 
     def _upload(self, stored: StoredRun, name: str, aside: Path, manifest: Manifest, files: list[str]) -> None:

@@ -26,9 +26,9 @@ def stored(tmp_path):
     return stored_at(f"file://{tmp_path}/store")
 
 
-def save(stored, run, *steps, scores=(), tensors=TENSORS, world=None):
+def save(stored, run, *steps, scores=(), tensors=TENSORS, world=None, keep=9):
     """Write checkpoints; what became of the last one."""
-    writer = CheckpointWriter(run / "checkpoints", world or World(), 9, timeout_seconds=60, stored=stored)
+    writer = CheckpointWriter(run / "checkpoints", world or World(), keep, timeout_seconds=60, stored=stored)
     for step, score in zip(steps, [*scores, *[None] * len(steps)], strict=False):
         writer.save(step, tensors, STATE, {"data": "d"}, score)
         written = writer.wait()
@@ -172,6 +172,22 @@ def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_st
     assert stored.manifest(stored.best()).score == 0.7
 
 
+@pytest.mark.parametrize("kind", ["store", "disk"])
+def test_nothing_is_removed_while_the_best_may_be_one_that_cannot_be_read(tmp_path, monkeypatch, caplog, kind):
+    stored = stored_at(f"file://{tmp_path}/store", keep=1) if kind == "store" else None
+    with monkeypatch.context() as patch:
+        patch.setattr("distap.checkpoint.manifest.FORMAT", 3)
+        save(stored, tmp_path / "run", 1, scores=(0.9,), keep=1)
+    if stored is not None:
+        stored = stored_at(stored.store.base, keep=1)
+    for step, score in ((2, 0.1), (3, 0.2)):
+        assert save(stored, tmp_path / "run", step, scores=(score,), keep=1).error is None
+    folder = tmp_path / ("store" if stored else "run") / "checkpoints"
+    assert sorted(path.name[:13] for path in folder.iterdir()) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert "an old checkpoint cannot be removed" in caplog.text
+    assert "format 3 of checkpoints" in caplog.text
+
+
 def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch):
     stored = stored_at(f"file://{tmp_path}/store", keep=1)
     save(stored, tmp_path / "run", 1)
@@ -302,6 +318,19 @@ def test_two_ranks_of_a_host_share_its_folder(tmp_path):
     assert newest(stored_at(f"file://{tmp_path}/store"), tmp_path / "one")[0] == 1
 
 
+def _program_fails_on_rank_1(world, folder):
+    if world.rank == 1:
+        Storage.upload = LocalStorage.upload = None
+    return save(stored_at(f"file://{folder}/store"), folder / "run", 1, world=world).error
+
+
+def test_an_error_of_the_program_on_one_rank_is_heard_by_all(tmp_path):
+    first, second = on_ranks(2, _program_fails_on_rank_1, tmp_path)
+    assert first == f"rank 1: {second}"
+    assert "'NoneType' object is not callable" in second
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
 def test_what_is_beside_checkpoints_goes_there_and_comes_back(tmp_path, stored):
     first, second = tmp_path / "first", tmp_path / "second"
     for name, text in (("metrics.jsonl", "1\n2\n"), ("evaluations/step-00000001/result.json", "{}"), ("other", "x")):
@@ -327,8 +356,8 @@ def test_what_is_beside_checkpoints_goes_there_and_comes_back(tmp_path, stored):
 
 def test_a_name_in_the_store_leads_nowhere_else(tmp_path, stored):
     class Evil(LocalStorage):
-        def sizes(self, folder):
-            return super().sizes(folder) | {"evaluations/../x": 1}
+        def names(self, pattern):
+            return [*super().names(pattern), "evaluations/../x"]
 
     stored.store.write("x", b"")
     stored.store.__class__ = Evil
