@@ -5,9 +5,9 @@ It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` 
   75 if one stopped on request, 0 if all finished, 1 if they did not.
 - It does not start ranks again that left with 75 or 2, whatever --max-restarts says.
 - After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds.
-- It never lingers. Once a rank has failed, or none is left, and the rendezvous cannot be reached for
-  `linger_seconds` (the recipe's timeout_seconds, a minute at most), it ends, and its ranks with it. So a host that is
-  cut off is gone after timeout_seconds + `watchdog.LEAVE_SECONDS` + `agent.LEAVE_SECONDS` + `linger_seconds`.
+- It does not linger. If a rank has failed or all have left, and the rendezvous cannot be reached for `linger_seconds`
+  (the recipe's timeout_seconds, a minute at most), it ends and takes its ranks with it. A host that is cut off from
+  the others thus ends after timeout_seconds + `watchdog.LEAVE_SECONDS` + `agent.LEAVE_SECONDS` + `linger_seconds`.
 """
 
 import os

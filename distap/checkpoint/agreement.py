@@ -1,12 +1,13 @@
 """Let some ranks work while the others wait, and raise on all ranks if the work fails on any."""
 
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.errors import FAILED, DistapError
+from distap.processes.roll_call import in_daemon
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
@@ -30,24 +31,13 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
             DamagedCheckpointError if each has found damage.
         RuntimeError: the program failed on another rank; on that rank, its own error.
     """
-    result: Any = None
-    problem: Exception | None = None
-
-    def run() -> None:
-        nonlocal result, problem
-        try:
-            result = work() if mine else None
-        except Exception as error:
-            problem = error
-
     # A daemon, since a rank that has to leave must not wait for a network.
-    thread = threading.Thread(target=run, name="distap-agreement", daemon=True)
-    thread.start()
-    thread.join(POLL_SECONDS)
-    while not world.all_agree(not thread.is_alive()):
-        thread.join(POLL_SECONDS)
-    told = None if problem is None else [_kind(problem), str(problem) or type(problem).__name__]
-    answers = [json.loads(text) for text in world.gather_texts([json.dumps([result, told])], world.size)]
+    done = in_daemon(work if mine else lambda: None, "distap-agreement")
+    while not world.all_agree(bool(wait([done], POLL_SECONDS).done)):
+        pass
+    problem = done.exception()
+    told = [None, [_kind(problem), str(problem) or type(problem).__name__]] if problem else [done.result(), None]
+    answers = [json.loads(text) for text in world.gather_texts([json.dumps(told)], world.size)]
     failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
     if failures:
         if problem is not None and _kind(problem) == 0:
@@ -57,7 +47,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
     return [result for result, _ in answers]
 
 
-def _kind(problem: Exception) -> int:
+def _kind(problem: BaseException) -> int:
     if isinstance(problem, DamagedCheckpointError):
         return 3
     if isinstance(problem, DistapError):

@@ -100,22 +100,12 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self,
-        outcomes: Path,
-        linger_seconds: float,
-        settings: Namespace,
-        returned: threading.Event,
-        *arguments: Any,
-        **more: Any,
+        self, outcomes: Path, linger_seconds: float, settings: Namespace, returned: threading.Event, **of_torch: Any
     ) -> None:
-        super().__init__(*arguments, **more)
-        self._returned = returned
-        self._outcomes = outcomes
-        self._linger_seconds = linger_seconds
-        self._settings = settings
-        self._is_over = False
-        self._has_started = False
-        self._is_trace_asked = False
+        super().__init__(**of_torch)
+        self._outcomes, self._linger_seconds = outcomes, linger_seconds
+        self._settings, self._returned = settings, returned
+        self._is_over = self._has_started = self._is_trace_asked = False
         signal.signal(TRACE_SIGNAL, self._ask_trace)
         threading.Thread(target=self._end_in_time, name="distap-agent", daemon=True).start()
         threading.Thread(target=self._pass_trace_signals_on, name="distap-signals", daemon=True).start()
@@ -155,13 +145,11 @@ class Agent(LocalElasticAgent):
         super()._shutdown(signal.SIGTERM, self._shutdown_timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._has_failed():
+        if any(process.poll() for process in self._processes()):
             self._let_leave()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            outcomes = recorded_outcomes(self._outcomes)
-            if status_of(outcomes) in (MISTAKE, RESTART):
-                self._remaining_restarts = 0
+        if result.is_failed() and status_of(recorded_outcomes(self._outcomes)) in (MISTAKE, RESTART):
+            self._remaining_restarts = 0
         return result
 
     def _let_leave(self) -> None:
@@ -182,24 +170,19 @@ class Agent(LocalElasticAgent):
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handler.proc for handler in list(handlers.values())]
 
-    def _has_failed(self) -> bool:
-        return any(process.poll() for process in self._processes())
-
     def _end_in_time(self) -> None:
         """End the process from a thread, since the main thread may hang in the rendezvous' store for ever."""
         since: float | None = None
         while not self._returned.wait(PROBE_SECONDS):
-            processes = self._processes()
-            has_lost = any(process.poll() for process in processes) or (
-                bool(processes) and all(process.poll() is not None for process in processes)
-            )
-            if not (self._is_over or (has_lost and not self._meets())):
+            left = [process.poll() for process in self._processes()]
+            is_alone = any(left) or (bool(left) and None not in left)  # one has failed, or none is there any more
+            if not (self._is_over or (is_alone and not self._meets())):
                 since = None
                 continue
             since = since or time.monotonic()
             if time.monotonic() - since > self._linger_seconds:
                 outcomes = recorded_outcomes(self._outcomes)
-                is_done = len(outcomes) == len(processes) and set(outcomes.values()) == {FINISHED}
+                is_done = len(outcomes) == len(left) and set(outcomes.values()) == {FINISHED}
                 logger.error("the rendezvous of the hosts cannot be reached any more: leaving")
                 shutil.rmtree(self._outcomes, ignore_errors=True)
                 os._exit(FINISHED if is_done else status_of(outcomes))

@@ -5,12 +5,9 @@ torchrun's own status is 1 whatever its workers' are, so each rank also writes i
 """
 
 import ctypes
-import json
 import os
 import signal
 import sys
-import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from distap.errors import FAILED, MISTAKE, RESTART
 
 FOLDER = "DISTAP_OUTCOMES"  # the environment variable that names the folder
 LAUNCHER = "DISTAP_LAUNCHER"  # the one that holds the launcher's process id
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's, for the message that its summary shows
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -33,8 +29,10 @@ def record_outcome(status: int, error: BaseException | None = None) -> None:
             draft = Path(folder, f"{os.environ['RANK']}.draft")
             draft.write_text(str(status))
             draft.replace(draft.with_suffix(""))
-        if error is not None and not isinstance(error, SystemExit) and ERROR_FILE in os.environ:
-            _write_error_file(Path(os.environ[ERROR_FILE]), error)
+        if error is not None and not isinstance(error, SystemExit) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # slow
+
+            get_error_handler().record_exception(error)  # for torchrun's summary
 
 
 def recorded_outcomes(folder: Path) -> dict[int, int]:
@@ -66,10 +64,3 @@ def end_with_launcher() -> None:
     die_with_parent()
     if sys.platform == "linux" and os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os._exit(FAILED)  # it has died already
-
-
-def _write_error_file(path: Path, error: BaseException) -> None:
-    """Write the JSON that torch.distributed.elastic.multiprocessing.errors reads."""
-    about = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": about}
-    path.write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -11,15 +11,15 @@ rank that sees a new number answers to it; when all have answered, rank 0 writes
 
 import json
 import os
-import queue
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -82,34 +82,27 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
         attempt, members = _answer_roll_call(server, RankProcess(rank), size, timeout_seconds, deadline)
         return Party(PrefixStore(f"distap/{attempt}", server), members, address, rank, serves)
 
-    silence = CollectiveError(
-        f"the store at {address} did not answer within {timeout_seconds:g} s: the network to it is broken"
-    )
-    return within(deadline + LATE_SECONDS - time.monotonic(), joined, silence)
+    # A call to a store over a broken network never returns, whatever its time-out, so its thread is abandoned.
+    party = in_daemon(joined, "distap-join")
+    if not wait([party], deadline + LATE_SECONDS - time.monotonic()).done:
+        raise CollectiveError(
+            f"the store at {address} did not answer within {timeout_seconds:g} s: the network to it is broken"
+        )
+    return party.result()
 
 
-def within(seconds: float, work: Callable[[], T], error: Exception) -> T:
-    """Run `work` in a thread and return its result; raise `error` if it takes longer than `seconds`.
-
-    A call to a store over a broken network never returns, whatever its time-out, so its thread is abandoned.
-    """
-    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a thread that does not keep the process from ending, as those of an executor would."""
+    future = Future[T]()
 
     def run() -> None:
         try:
-            answers.put((True, work()))
-        except Exception as failure:
-            answers.put((False, failure))
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
-    threading.Thread(target=run, name="distap-join", daemon=True).start()
-    try:
-        worked, answer = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise error from None
-    if not worked:
-        raise answer
-    result: T = answer
-    return result
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def _answer_roll_call(
@@ -124,11 +117,12 @@ def _answer_roll_call(
             attempt = int(server.get("distap/attempt"))
         store = PrefixStore(f"distap/{attempt}", server)
         if attempt != answered:
-            store.set(_here(me.rank), json.dumps(asdict(me)))
+            store.set(f"here/{me.rank}", json.dumps(asdict(me)))
             answered = attempt
         late = time.monotonic() > deadline
         if answered and (me.rank == 0 or late) and not store.check(["result"]):
-            present = [_member(store, rank) for rank in range(size) if store.check([_here(rank)])]
+            answers = [f"here/{rank}" for rank in range(size) if store.check([f"here/{rank}"])]
+            present = [RankProcess(**json.loads(store.get(answer))) for answer in answers]
             error = _absent(size, present, timeout_seconds) if late else ""
             if len(present) == size or late:
                 store.set("result", json.dumps({"members": [asdict(member) for member in present], "error": error}))
@@ -142,14 +136,6 @@ def _answer_roll_call(
         if late:
             raise CollectiveError(_absent(size, [me], timeout_seconds))
         time.sleep(POLL_SECONDS)
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _member(store: Store, rank: int) -> RankProcess:
-    return RankProcess(**json.loads(store.get(_here(rank))))
 
 
 def _absent(size: int, present: Sequence[RankProcess], timeout_seconds: float) -> str:

@@ -14,7 +14,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from distap.errors import RESTART
 from distap.processes.exit_statuses import record_outcome
@@ -42,29 +43,24 @@ class StopRequest:
         self._on_trace_signal = on_trace_signal
         self.requested = False
         self._pid = os.getpid()
-        self._first = 0.0
-        self._handlers: dict[int, object] = {}
+        self._first = 0.0  # time of the first signal
+        self._handlers: dict[int, Any] = {}  # that were there before
         self._limit: threading.Timer | None = None
 
     def __enter__(self) -> "StopRequest":
-        self._inbox, outbox = os.pipe()
-        os.set_blocking(outbox, False)
-        self._outbox = outbox
-        self._wakeup_before = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
-        for number in _heeded():
-            self._handlers[number] = signal.signal(number, _left_to_the_thread)
-        signal.signal(TRACE_SIGNAL, _left_to_the_thread)
+        self._inbox, self._outbox = os.pipe()
+        os.set_blocking(self._outbox, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
+        self._handlers = _handle(_left_to_the_thread)
         # A launcher starts ranks with this signal blocked, since it would kill one that does not listen yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
         os.register_at_fork(after_in_child=self._leave_in_child)
         threading.Thread(target=self._listen, name="distap-signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
+            signal.signal(number, handler)
         self._handlers.clear()
         # When Python exits it restores the default action, which would kill the process.
         signal.signal(TRACE_SIGNAL, signal.SIG_IGN)
@@ -88,21 +84,15 @@ class StopRequest:
             self._limit = threading.Timer(self.grace_seconds, self._out_of_time)
             self._limit.daemon = True
             self._limit.start()
-            logger.warning(
-                "%s: stopping after this step, with a checkpoint, within %.0f s; a second %s stops at once",
-                number.name,
-                self.grace_seconds,
-                number.name,
-            )
+            said = "%s: stopping after this step, with a checkpoint, within %.0f s; a second %s stops at once"
+            logger.warning(said, number.name, self.grace_seconds, number.name)
         elif time.monotonic() - self._first >= ONE_REQUEST_SECONDS:
             logger.warning("%s again: stopping at once; what came after the last checkpoint is lost", number.name)
             _end(128 + number)
 
     def _out_of_time(self) -> None:
-        logger.error(
-            "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last checkpoint is lost",
-            self.grace_seconds,
-        )
+        said = "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last checkpoint is lost"
+        logger.error(said, self.grace_seconds)
         _end(RESTART)
 
     def _leave_in_child(self) -> None:
@@ -132,16 +122,16 @@ def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
         finally:
             _end(RESTART)
 
-    for number in _heeded():
-        signal.signal(number, end)
-    signal.signal(TRACE_SIGNAL, _left_to_the_thread)
+    _handle(end)
 
 
 def leave_when_asked() -> None:
     """Raise SystemExit(RESTART) on a signal, so that files are closed; call it when everything is imported."""
-    for number in _heeded():
-        signal.signal(number, _leave)
-    signal.signal(TRACE_SIGNAL, _left_to_the_thread)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(RESTART)
+
+    _handle(leave)
 
 
 def go_deaf() -> None:
@@ -150,13 +140,12 @@ def go_deaf() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _heeded() -> list[signal.Signals]:
-    """The signals to listen to: `nohup` ignores SIGHUP, and so do we then."""
-    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(RESTART)
+def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Install a handler of the requests to stop, leave trace signals alone, and return the handlers before."""
+    signal.signal(TRACE_SIGNAL, _left_to_the_thread)
+    # `nohup` ignores SIGHUP, and so do we then.
+    heeded = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heeded}
 
 
 def _end(status: int) -> None:

@@ -14,6 +14,7 @@ verdict through the store, and the process ends: a thread that waits in gloo can
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -24,22 +25,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distap.errors import FAILED, CollectiveError
 from distap.processes.exit_statuses import record_outcome
-from distap.processes.network_errors import first_line, is_of_the_network
 from distap.processes.roll_call import Party
 
 BEAT_SECONDS = 1.0
-SILENT_BEATS = 3.0  # a rank or store that has been silent for this many beats may be gone
+SILENT_BEATS = 3.0
 LEAVE_SECONDS = 5.0  # from the verdict to the end of the process, unless the main thread leaves by itself
 NAMED = 8  # missing ranks that a message names
+# gloo, NCCL and the store raise plain RuntimeErrors, which these marks tell apart.
+OF_THE_NETWORK = ("/gloo/", "NCCL error", "NCCL communicator", "Connection ", "Broken pipe", "imed out")
 VERDICT = "verdict"
 logger = logging.getLogger("distap")
 
 
 @dataclass
-class Collective:
+class _Collective:
     """A collective that this rank has begun."""
 
     name: str
@@ -72,10 +75,11 @@ class Watchdog:
     def __init__(self, party: Party, timeout_seconds: float) -> None:
         self.party, self.timeout_seconds = party, timeout_seconds
         self.beat_seconds = min(BEAT_SECONDS, timeout_seconds / 10)
+        self._silence = SILENT_BEATS * self.beat_seconds  # after which a rank or the store may be gone
         self.verdict: str | None = None
         self._activity, self._active_since = "start", time.monotonic()
         self._begun: dict[str, int] = {}  # collectives by channel
-        self._open: list[Collective] = []
+        self._open: list[_Collective] = []
         self._beats = 0
         self._others = {member.rank: _Beat() for member in party.members if member.rank != party.rank}
         self._farewell: str | None = None
@@ -96,7 +100,7 @@ class Watchdog:
 
     def stop(self, farewell: str = "finished") -> None:
         """Tell the other ranks why this one leaves, and end the threads."""
-        patience = SILENT_BEATS * self.beat_seconds
+        patience = self._silence
         deadline = time.monotonic() + patience
         self._farewell = farewell
         # The store ends with the process that serves it, and the others may still want to read this farewell.
@@ -129,8 +133,11 @@ class Watchdog:
         Raises:
             CollectiveError: the network or another rank made it fail, or there is a verdict already.
         """
-        self.refuse_if_condemned()
-        collective = self.begin(name, channel)
+        if self.verdict is not None:
+            raise CollectiveError(self.verdict)
+        self._begun[channel] = number = self._begun.get(channel, 0) + 1
+        collective = _Collective(name, channel, number, time.monotonic())
+        self._open.append(collective)
         try:
             yield
         except RuntimeError as error:
@@ -141,38 +148,21 @@ class Watchdog:
             if device is not None and device.type == "cuda":
                 collective.done = torch.cuda.Event()
                 collective.done.record(torch.cuda.current_stream(device))
-            self.end(collective)
-
-    def begin(self, name: str, channel: str = "") -> Collective:
-        """Note that a collective begins; pass the result to `end` when it has returned."""
-        self._begun[channel] = number = self._begun.get(channel, 0) + 1
-        collective = Collective(name, channel, number, time.monotonic())
-        self._open.append(collective)
-        return collective
-
-    def end(self, collective: Collective) -> None:
-        """Note that the collective has returned; on a GPU it may still run."""
-        collective.returned = True
-        self._open = [one for one in self._open if not one.is_over()]
-
-    def refuse_if_condemned(self) -> None:
-        """Raise the verdict if there is one."""
-        if self.verdict is not None:
-            raise CollectiveError(self.verdict)
+            collective.returned = True
+            self._open = [one for one in self._open if not one.is_over()]
 
     def _explanation(self, name: str, error: Exception) -> str:
         """Wait a few beats for the others' farewells, condemn all ranks, and return the verdict."""
-        deadline = time.monotonic() + (SILENT_BEATS + 1) * self.beat_seconds
+        deadline = time.monotonic() + self._silence + self.beat_seconds
         while self.verdict is None and time.monotonic() < deadline and not any(map(_has_left, self._others.values())):
             self._look_at_once()
         self._is_raised = True
-        self._condemn(f"{self._here(name)} failed: {self._reasons()}; {first_line(error)}")
+        self._condemn(f"{self._here(name)} failed: {self._reasons()}; {_first_line(error)}")
         assert self.verdict is not None
         return self.verdict
 
     def _condemn(self, verdict: str) -> None:
-        if self.verdict is None:
-            self.verdict = verdict
+        self.verdict = self.verdict or verdict
         self._awake.set()
         self._condemned.set()
 
@@ -184,7 +174,7 @@ class Watchdog:
                 self._listen()
                 self._store_heard, self._store_error = time.monotonic(), ""
             except RuntimeError as error:
-                self._store_error = f": {first_line(error)}"
+                self._store_error = f": {_first_line(error)}"
             if is_last:
                 return
             self._awake.wait(self.beat_seconds)
@@ -208,8 +198,7 @@ class Watchdog:
     def _listen(self) -> None:
         if self.verdict is None and self._store.check([VERDICT]):
             self._condemn(self._store.get(VERDICT).decode())
-        is_waiting = any(time.monotonic() - one.since > self.beat_seconds for one in self._open)
-        if not (is_waiting or self._wondering):
+        if not (self._wondering or any(time.monotonic() - one.since > self.beat_seconds for one in self._open)):
             return
         for rank, other in self._others.items():
             said = json.loads(self._store.get(f"beat/{rank}")) if self._store.check([f"beat/{rank}"]) else {}
@@ -222,11 +211,10 @@ class Watchdog:
         self._stopped.wait(self.beat_seconds / 5)
 
     def _judge(self) -> None:
-        pause = self.beat_seconds / 2
         woken = time.monotonic()
-        while not self._condemned.wait(pause):
+        while not self._condemned.wait(self.beat_seconds / 2):
             now = time.monotonic()
-            if now - woken > SILENT_BEATS * self.beat_seconds:
+            if now - woken > self._silence:
                 self._forgive(now - woken)
             woken = now
             unfinished = next((one for one in self._open if not one.is_over()), None)
@@ -265,11 +253,10 @@ class Watchdog:
     def _here(self, collective: str = "") -> str:
         return f"rank {self.party.rank}{': ' * bool(collective)}{collective} ({self._activity})"
 
-    def _reasons(self, collective: Collective | None = None) -> str:
+    def _reasons(self, collective: _Collective | None = None) -> str:
         """Name the missing ranks, as far as this rank knows."""
         now = time.monotonic()
-        longest = SILENT_BEATS * self.beat_seconds
-        if now - self._store_heard > longest:
+        if now - self._store_heard > self._silence:
             return (
                 f"the store at {self.party.address} has not answered for {now - self._store_heard:.0f} s"
                 f"{self._store_error}: the network to it is broken, or the host that serves it is down; "
@@ -283,13 +270,24 @@ class Watchdog:
                 doing += f", waiting in {said['waiting']}"
             if _has_left(other):
                 found.append(f"{member} left: {said['left']}")
-            elif silent > longest:
+            elif silent > self._silence:
                 found.append(f"{member} has not been heard of for {silent:.0f} s; it was in {doing}")
             elif collective is not None and said.get("begun", {}).get(collective.channel, 0) < collective.number:
                 found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
-        if not found:
-            return "every rank has begun it, so one may hang in it, or the network between them is broken"
-        return _listed(found)
+        return (
+            _listed(found) or "every rank has begun it, so one may hang in it, or the network between them is broken"
+        )
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Tell whether torch raised this error because a rank or the network failed."""
+    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in OF_THE_NETWORK)
+
+
+def _first_line(error: Exception) -> str:
+    """Strip torch's source location and gloo's advice."""
+    line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)[:300]
 
 
 def _listed(texts: list[str]) -> str:
