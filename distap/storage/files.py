@@ -8,6 +8,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -16,8 +17,7 @@ from distap.errors import DistapError
 from distap.storage.atomic import replacing
 from distap.storage.locations import joined, scheme_of
 from distap.storage.open_files import OpenFiles
-from distap.storage.remotes import RemoteSettings, file_system
-from distap.storage.retries import retried
+from distap.storage.remotes import RemoteSettings, file_system, retried
 from distap.storage.traffic import Meter, Traffic
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
@@ -185,30 +185,25 @@ class Storage:
 
     def _transfer(self, method: str, *args: Any, **options: Any) -> None:
         """Await a transfer for as long as bytes move: how long all of it takes depends on its size."""
-        from fsspec.asyn import sync
         from fsspec.callbacks import Callback
 
         if not self._files.async_impl:
             getattr(self._files, method)(*args, **options)
             return
-        function, moved, limit = getattr(self._files, f"_{method}"), Callback(), self.settings.timeout_seconds
-
-        async def watched() -> None:
-            task = asyncio.ensure_future(function(*args, callback=moved, **options))
-            try:
-                seen, last = 0, time.monotonic()
-                while not task.done():
-                    await asyncio.wait({task}, timeout=min(1.0, limit / 10))
-                    if moved.value != seen:
-                        seen, last = moved.value, time.monotonic()
-                    now = time.monotonic()
-                    if not task.done() and (now > self.deadline or now - last > limit):
-                        raise TimeoutError
-                task.result()
-            finally:
-                task.cancel()
-
-        sync(self._files.loop, watched)
+        moved, limit = Callback(), self.settings.timeout_seconds
+        transfer = getattr(self._files, f"_{method}")(*args, callback=moved, **options)
+        task = asyncio.run_coroutine_threadsafe(transfer, self._files.loop)
+        try:
+            seen, last = 0, time.monotonic()
+            while not wait([task], min(1.0, limit / 10)).done:
+                now = time.monotonic()
+                if moved.value != seen:
+                    seen, last = moved.value, now
+                if now > self.deadline or now - last > limit:
+                    raise TimeoutError
+            task.result()
+        finally:
+            task.cancel()
 
 
 class LocalStorage(Storage):

@@ -181,22 +181,18 @@ def shard_names(source: Source, storage: "Storage | None") -> list[str]:
     """
     if storage is None:
         return [f"{_PIPE}{command}" for command in _expanded(source)]
-    if source.pattern is None:
-        if source.scheme not in LISTABLE:
-            raise DistapError(
-                f"{source}: a web server cannot list its files; name the shards by a brace pattern such as "
-                f"{source.base}/{{000..009}}.tar"
-            )
-        names = storage.names("*.tar")
-        if not names:
-            raise DistapError(f"{source}: the data set is empty: no .tar shards in it")
-    else:
-        names = []
-        for pattern in _expanded(source):
-            safe_name(pattern, str(source))
-            names += storage.names(pattern) if any(sign in pattern for sign in _GLOB) else [pattern]
-        if not names:
-            raise DistapError(f"{source}: the data set is empty: no shards match the pattern")
+    if source.pattern is None and source.scheme not in LISTABLE:
+        raise DistapError(
+            f"{source}: a web server cannot list its files; name the shards by a brace pattern such as "
+            f"{source.base}/{{000..009}}.tar"
+        )
+    names: list[str] = []
+    for pattern in ["*.tar"] if source.pattern is None else _expanded(source):
+        safe_name(pattern, str(source))
+        names += storage.names(pattern) if any(sign in pattern for sign in _GLOB) else [pattern]
+    if not names:
+        lacking = "no .tar shards in it" if source.pattern is None else "no shards match the pattern"
+        raise DistapError(f"{source}: the data set is empty: {lacking}")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise DistapError(f"{source}: the pattern names the shard {twice} twice")

@@ -8,7 +8,7 @@ import aiohttp
 from distap.errors import DistapError
 from distap.storage.files import About, Storage
 from distap.storage.locations import joined
-from distap.storage.retries import retried
+from distap.storage.remotes import retried
 
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
