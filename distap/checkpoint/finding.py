@@ -26,7 +26,7 @@ from distap.checkpoint.stored import StoredRun
 from distap.errors import DistapError
 from distap.storage.files import storage_of
 from distap.storage.locations import parse_store, scheme_of
-from distap.storage.remotes import MissingFileError, UnreachableError
+from distap.storage.remotes import MissingFileError
 from distap.world import World
 
 KEY = "checkpoint.store"  # of the recipe, for messages
@@ -41,8 +41,8 @@ class Found:
     """A checkpoint to go on from, on this host's disk, the same on every rank."""
 
     checkpoint: Checkpoint
-    name: str | None  # in the store; None if it is on the disks of all hosts but not in the store
-    passed_over: list[str]  # names of newer ones in the store that are damaged
+    name: str | None  # in the store; None if it is not there
+    passed_over: list[str]  # names of newer ones that are damaged, in the store if there is one
 
 
 @contextmanager
@@ -77,10 +77,10 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
             folder.mkdir(parents=True)
             return stored.fetch(name, folder)
 
-        checkpoint, _, _ = _newest(url, [name for name in names if name], fetched)
-        assert checkpoint is not None
+        newest = _newest(url, [name for name in names if name], fetched)
+        assert newest is not None
         stored.fetch_beside(run)
-        yield checkpoint
+        yield newest[0]
 
 
 def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
@@ -100,38 +100,34 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
         if chosen is None:
             raise DistapError(f"{path}: no checkpoint there has been evaluated; evaluation.every does that")
         return find_checkpoint(chosen)
-    checkpoint, _ = newest_checkpoint(path / FOLDER, World())
-    if checkpoint is None:
-        raise DistapError(f"{path}: no checkpoint there; expected a run's folder or one of its step-NNNNNNNN folders")
-    return checkpoint
-
-
-def newest_checkpoint(folder: Path, world: World) -> tuple[Checkpoint | None, list[Path]]:
-    """Return the newest undamaged checkpoint of a folder that all hosts share, and those that were passed over.
-
-    Each rank verifies some of the files, and all of them get the same answer.
-
-    Raises:
-        DistapError: the ranks see different checkpoints, or all of them are damaged.
-    """
-    paths = _seen_by_all(folder, world)
-    checkpoint, _, passed_over = _newest(folder, paths, lambda path: _verified(path, world, True), world.rank)
-    return checkpoint, passed_over
+    with newest_checkpoint(path / FOLDER, World()) as found:
+        if found is None:
+            raise DistapError(
+                f"{path}: no checkpoint there; expected a run's folder or one of its step-NNNNNNNN folders"
+            )
+        return found.checkpoint
 
 
 @contextmanager
-def newest_of_store(stored: StoredRun, folder: Path, world: World) -> Iterator[Found | None]:
-    """Find the newest checkpoint that all ranks see undamaged, in the store or on the disks of all hosts.
+def newest_checkpoint(folder: Path, world: World, stored: StoredRun | None = None) -> Iterator[Found | None]:
+    """Find the newest checkpoint that all ranks see undamaged.
 
-    The first rank of each host downloads a checkpoint for its host. It is removed when all ranks leave.
+    Without a store the ranks share the verification. With one, the first rank of each host downloads or verifies a
+    checkpoint for its host; what was downloaded is removed when all ranks leave.
 
     Args:
-        stored: the run in the store.
-        folder: of the run's checkpoints on this host, which may differ from host to host.
+        folder: of the run's checkpoints; all hosts share it unless there is a store.
         world: the ranks.
+        stored: the run in a store, whose checkpoints count as well as those on the disks of all hosts.
     Raises:
-        DistapError: the store cannot be read, or all checkpoints are damaged.
+        DistapError: the ranks see different checkpoints, the store cannot be read, or all checkpoints are damaged.
     """
+    if stored is None:
+        newest = _newest(
+            folder, _seen_by_all(folder, world), lambda name: _verified(folder / name, world, True), world.rank
+        )
+        yield None if newest is None else Found(newest[0], None, newest[2])
+        return
     names, attempt = on_all(world, lambda: [stored.names(), uuid.uuid4().hex[:8]], mine=world.rank == 0)[0]
     seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
     local = set[str]().union(*seen).intersection(*seen)
@@ -145,14 +141,12 @@ def newest_of_store(stored: StoredRun, folder: Path, world: World) -> Iterator[F
         return _fetched(stored, name, download, world) if is_stored else _verified(folder / name, world, False)
 
     try:
-        where = f"{KEY}: {stored.store.base} and {folder}"
-        checkpoint, chosen, passed_over = _newest(where, candidates, checked, world.rank)
-        if checkpoint is None or chosen is None:
+        chosen = _newest(f"{KEY}: {stored.store.base} and {folder}", candidates, checked, world.rank)
+        if chosen is None:
             yield None
         else:
-            _, is_stored, name = chosen
-            damaged = [name for _, is_stored, name in passed_over if is_stored]
-            yield Found(checkpoint, name if is_stored else None, damaged)
+            checkpoint, (_, is_stored, name), passed_over = chosen
+            yield Found(checkpoint, name if is_stored else None, [name for _, stored, name in passed_over if stored])
             world.barrier()  # the other ranks of this host may still read
     finally:
         if world.local_rank == 0:
@@ -182,23 +176,23 @@ def probe(stored: StoredRun, world: World) -> None:
         for name in (names[world.rank], *sorted(others)):
             store.remove(name)
 
-    for work in (lambda: store.write(names[world.rank], b"distap"), see, tidy):
-        try:
+    try:
+        for work in (lambda: store.write(names[world.rank], b"distap"), see, tidy):
             on_all(world, work)
-        except DistapError as error:
-            if isinstance(error.__cause__, MissingFileError):
-                raise DistapError(f"{KEY}: {store.base}: its bucket does not exist: {error.__cause__}") from error
-            kind = UnreachableError if isinstance(error, UnreachableError) else DistapError
-            raise kind(f"{KEY}: {store.base}: checkpoints cannot be kept there: {error}") from error
+    except DistapError as error:
+        problem = "checkpoints cannot be kept there"
+        if isinstance(error.__cause__, MissingFileError):
+            problem = "its bucket does not exist"
+        raise type(error)(f"{KEY}: {store.base}: {problem}: {error}") from error
 
 
 def _newest(
     where: Path | str, candidates: list[C], check: Callable[[C], Checkpoint], rank: int = 0
-) -> tuple[Checkpoint | None, C | None, list[C]]:
+) -> tuple[Checkpoint, C, list[C]] | None:
     """Check candidates, of which the oldest is the first, from the last one on until one is undamaged.
 
     Returns:
-        The checkpoint, its candidate, and the candidates after it; (None, None, []) if there are no candidates.
+        The checkpoint, its candidate, and the candidates after it; None if there are no candidates.
     """
     problems: list[str] = []
     for candidate in reversed(candidates):
@@ -213,17 +207,17 @@ def _newest(
             f"{where}: none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}. "
             "To train anew, remove them"
         )
-    return None, None, []
+    return None
 
 
-def _seen_by_all(folder: Path, world: World) -> list[Path]:
-    """List the checkpoints of a shared folder, which must be the same ones on all ranks."""
+def _seen_by_all(folder: Path, world: World) -> list[str]:
+    """List the names of the checkpoints of a shared folder, which must be the same ones on all ranks."""
     deadline = time.monotonic() + LISTING_SECONDS
     while True:
         seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
         other = next((rank for rank, names in enumerate(seen) if names != seen[0]), None)
         if other is None:
-            return [folder / name for name in seen[0]]
+            return list(seen[0])
         if world.maximum(time.monotonic() - deadline) >= 0:
             newest = [f"rank {rank} has {seen[rank][-1] if seen[rank] else 'none'}" for rank in (0, other)]
             raise DistapError(

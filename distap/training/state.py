@@ -5,11 +5,10 @@ import json
 import logging
 import shutil
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.finding import Found, newest_checkpoint, newest_of_store, probe
+from distap.checkpoint.finding import Found, newest_checkpoint, probe
 from distap.checkpoint.folder import Checkpoint, best_checkpoint, set_aside
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
@@ -62,7 +61,9 @@ class RunState:
         Raises:
             DistapError: it belongs to another training, the ranks see different ones, or all are damaged.
         """
-        with self._newest() as found:
+        if self._stored is not None:
+            probe(self._stored, self.world)
+        with newest_checkpoint(self.folder, self.world, self._stored) as found:
             if found is None:
                 return 0
             checkpoint, is_first = found.checkpoint, self.world.rank == 0
@@ -73,14 +74,6 @@ class RunState:
             if self._stored is not None and found.name is None and is_first:
                 shutil.rmtree(checkpoint.path, ignore_errors=True)  # no rank reads it any more, and the store has it
         return checkpoint.step
-
-    def _newest(self) -> AbstractContextManager[Found | None]:
-        if self._stored is not None:
-            probe(self._stored, self.world)
-            return newest_of_store(self._stored, self.folder, self.world)
-        checkpoint, damaged = newest_checkpoint(self.folder, self.world)
-        names = [path.name for path in damaged]
-        return nullcontext(None if checkpoint is None else Found(checkpoint, None, names))
 
     def _tidy(self, found: Found) -> float | None:
         """Set damaged checkpoints aside, upload one that only the disks have, and return the best score."""

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
+from stores import newest_on_disk
 
-from distap.checkpoint.finding import find_checkpoint, newest_checkpoint
+from distap.checkpoint.finding import find_checkpoint
 from distap.checkpoint.folder import best_checkpoint, list_checkpoints, set_aside
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest, write_manifest
 from distap.checkpoint.tensors import write_tensors
@@ -120,7 +121,7 @@ def test_a_step_that_is_written_again_is_there_at_every_moment(tmp_path, monkeyp
             there.append(names(tmp_path))
             result = change(*arguments, **options)
             there.append(names(tmp_path))
-            newest_checkpoint(tmp_path, World())[0].tensors()
+            newest_on_disk(tmp_path, World())[0].tensors()
             return result
 
         return changed
@@ -131,7 +132,7 @@ def test_a_step_that_is_written_again_is_there_at_every_moment(tmp_path, monkeyp
     assert len(there) > 4 and all(there)
     monkeypatch.undo()
     assert names(tmp_path) == ["step-00000003"] and len(list(tmp_path.iterdir())) == 1
-    assert newest_checkpoint(tmp_path, World())[0].tensors()["network.a"].equal(torch.ones(2))
+    assert newest_on_disk(tmp_path, World())[0].tensors()["network.a"].equal(torch.ones(2))
 
 
 def test_thirty_flipped_bits_are_found_and_the_checkpoint_before_is_used(tmp_path, caplog):
@@ -146,14 +147,14 @@ def test_thirty_flipped_bits_are_found_and_the_checkpoint_before_is_used(tmp_pat
     for file in chosen:
         flip(file, int(generator.integers(8 * len(whole[file]))))
         caplog.clear()
-        checkpoint, passed_over = newest_checkpoint(tmp_path, World())
+        checkpoint, passed_over = newest_on_disk(tmp_path, World())
         assert checkpoint.step == 1
-        assert passed_over == [newest]
+        assert passed_over == [newest.name]
         assert "step-00000002: damaged checkpoint" in caplog.text
         with pytest.raises(DamagedCheckpointError, match="step-00000002: damaged checkpoint"):
             find_checkpoint(newest)
         file.write_bytes(whole[file])
-    assert newest_checkpoint(tmp_path, World())[0].step == 2
+    assert newest_on_disk(tmp_path, World())[0].step == 2
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "state.json", "manifest.json"])
@@ -165,7 +166,7 @@ def test_a_missing_or_cut_file_is_found(tmp_path, file, damage):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else b"")
-    assert newest_checkpoint(tmp_path, World())[0].step == 1
+    assert newest_on_disk(tmp_path, World())[0].step == 1
 
 
 def test_when_all_are_damaged_training_does_not_start_anew(tmp_path):
@@ -173,7 +174,7 @@ def test_when_all_are_damaged_training_does_not_start_anew(tmp_path):
     for path in list_checkpoints(tmp_path):
         (path / "manifest.json").unlink()
     with pytest.raises(DistapError, match=r"none of the 2 checkpoints can be used.*step-00000002.*manifest\.json"):
-        newest_checkpoint(tmp_path, World())
+        newest_on_disk(tmp_path, World())
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_last_such_one_kept(tmp_path):
@@ -367,7 +368,7 @@ def _save_on_rank(world, folder):
 
 
 def _load_on_rank(world, folder):
-    checkpoint, _ = newest_checkpoint(folder, world)
+    checkpoint, _ = newest_on_disk(folder, world)
     return {name: float(tensor.mean()) for name, tensor in checkpoint.tensors().items()}
 
 
@@ -383,8 +384,8 @@ def test_ranks_share_the_writing_and_another_number_of_them_reads_it(tmp_path):
 
 
 def _damage_seen_by_one_rank(world, folder):
-    checkpoint, passed_over = newest_checkpoint(folder, world)
-    return checkpoint.step, [path.name for path in passed_over]
+    checkpoint, passed_over = newest_on_disk(folder, world)
+    return checkpoint.step, passed_over
 
 
 def test_damage_that_one_rank_finds_counts_for_all(tmp_path):

@@ -8,7 +8,7 @@ from ranks import on_ranks
 from servers import gcs_server, s3_files, s3_server
 from stores import stored_at
 
-from distap.checkpoint.finding import newest_of_store, probe
+from distap.checkpoint.finding import newest_checkpoint, probe
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.writer import CheckpointWriter
 from distap.errors import DistapError
@@ -41,7 +41,7 @@ def steps(stored):
 
 def newest(stored, run, world=None):
     """Step, tensors and state of what a run would go on from, and what it passes over."""
-    with newest_of_store(stored, run / "checkpoints", world or World()) as found:
+    with newest_checkpoint(run / "checkpoints", world or World(), stored) as found:
         if found is None:
             return None
         return found.checkpoint.step, found.checkpoint.tensors(), found.checkpoint.state(), found.passed_over
@@ -247,7 +247,7 @@ def test_what_only_the_disk_has_is_gone_on_from_and_can_be_brought_to_the_store(
     block(tmp_path)
     save(stored, tmp_path / "run", 2)
     unblock(tmp_path)
-    with newest_of_store(stored, tmp_path / "run/checkpoints", World()) as found:
+    with newest_checkpoint(tmp_path / "run/checkpoints", World(), stored) as found:
         assert found.name is None
         assert found.checkpoint.path == tmp_path / "run/checkpoints/step-00000002"
         stored.add(found.checkpoint.path, found.checkpoint.manifest)

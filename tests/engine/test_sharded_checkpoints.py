@@ -4,11 +4,11 @@ import pytest
 import torch
 from batches import small_images
 from ranks import on_ranks
+from stores import newest_on_disk
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
-from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.writer import CheckpointWriter
 from distap.engine.ddp import DDPSettings
 from distap.engine.fsdp import FSDPSettings
@@ -83,7 +83,7 @@ def restore(world, folder, name):
     states = {}
     for saved in ENGINES:
         engine = engine_named(name, world, seed=1)
-        checkpoint, _ = newest_checkpoint(folder / saved, world)
+        checkpoint, _ = newest_on_disk(folder / saved, world)
         present = engine.state_dict()
         # Some as this rank's shards, read in place, and some whole.
         shards = checkpoint.tensors("network.", into={n: t for n, t in present.items() if "power" not in n})
