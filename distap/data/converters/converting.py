@@ -14,7 +14,7 @@ from typing import Any
 from distap.data.converters import landmarks, metric_learning, revisited, sfm
 from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.packing import pack
+from distap.data.shards.packing import STAT_CHUNK, STAT_THREADS, pack
 from distap.data.shards.parallel import Track, untracked
 from distap.data.shards.samples import Skipped
 from distap.errors import DistapError
@@ -23,7 +23,6 @@ from distap.storage.atomic import write_whole
 RECORD_FILE = "dataset.json"
 MISSING_FILE = "missing.txt"
 SHOWN = 5  # missing images that a message names
-THREADS, CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
 
 DATASETS: dict[str, Dataset] = {
     "sop": metric_learning.STANFORD_ONLINE_PRODUCTS,
@@ -92,9 +91,6 @@ def convert(
         only: names of splits; without any, all that are not on request.
         strict: missing images are an error.
         images_per_shard, shuffle, workers, track: as in `pack`.
-    Raises:
-        DistapError: there is no such split, a list is missing or has a wrong line, no image of a split is there, or
-            the output has something else in it.
     """
     remedy = (
         f"{dataset.title} is offered at {dataset.site}; "
@@ -130,8 +126,8 @@ def convert(
             raise DistapError(f"{part.split.name}: its list names no image")
     done = _read_record(output / RECORD_FILE, dataset)
     converted = []
+    layout = {"images_per_shard": images_per_shard, "shuffle": shuffle}
     for part in listed:
-        layout = {"images_per_shard": images_per_shard, "shuffle": shuffle}
         converted.append(_pack(part, output / part.split.name, done["splits"], layout, workers, track))
         write_whole(output / RECORD_FILE, json.dumps(done, indent=2) + "\n")
     for name, contents in records.items():
@@ -146,8 +142,8 @@ def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
     for image in split.images(source, file):
         lines += 1
         images.setdefault(image.path, image)  # an image that is packed twice would be its own positive
-    with ThreadPool(THREADS) as pool:
-        looked = pool.imap(os.path.isfile, images, CHUNK)
+    with ThreadPool(STAT_THREADS) as pool:
+        looked = pool.imap(os.path.isfile, images, STAT_CHUNK)
         there = list(track(looked, f"{split.name}: looking for images", len(images)))
     present = tuple(compress(images.values(), there))
     digest = hashlib.sha256()
@@ -199,13 +195,13 @@ def _read_record(path: Path, dataset: Dataset) -> dict[str, Any]:
     if not path.exists():
         return {"dataset": dataset.title, "site": dataset.site, "splits": {}}
     try:
-        record = dict(json.loads(path.read_text(encoding="utf-8")))
-        title, splits = record["dataset"], dict(record["splits"])
+        record: dict[str, Any] = json.loads(path.read_bytes())
+        title, _ = record["dataset"], dict(record["splits"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DistapError(f"{path}: cannot be read: {error}; choose another output, or remove it") from error
     if title != dataset.title:
         raise DistapError(f"{path.parent}: {title} is there already; choose another output")
-    return record | {"splits": splits}
+    return record
 
 
 def _write_missing(path: Path, listed: Sequence[Listed]) -> None:

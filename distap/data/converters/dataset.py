@@ -22,7 +22,6 @@ class Count(NamedTuple):
     classes: int | None = None
 
     def agrees(self, images: int, classes: int) -> bool:
-        """Tell whether a list with these numbers may be the published one."""
         return self.images in (None, images) and self.classes in (None, classes)
 
     def __str__(self) -> str:
@@ -74,7 +73,6 @@ class ListLine(NamedTuple):
         return DistapError(f"{self.file}, line {self.number}: {problem}")
 
     def integer(self, column: int, meaning: str) -> int:
-        """Return the whole number of 0 or more in a column."""
         text = self.cells[column]
         if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise self.wrong(f"{meaning} {text[:60]!r} is no whole number of 0 or more")

@@ -29,11 +29,9 @@ class PlainValue:
     value: Any
 
     def wrong(self, problem: str) -> DistapError:
-        """Return an error that names file and place."""
         return DistapError(f"{self.file}: {self.place or 'the file'} {problem}")
 
     def __getitem__(self, key: str) -> "PlainValue":
-        """Return a member of a dictionary; raise DistapError if there is none."""
         if not isinstance(self.value, dict) or key not in self.value:
             raise self.wrong(f"has no {key!r}")
         return PlainValue(self.file, f"{self.place}[{key!r}]" if self.place else key, self.value[key])

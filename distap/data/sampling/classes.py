@@ -110,6 +110,4 @@ class _Turns:
         return np.concatenate([head[~np.isin(head, before)], before[np.isin(before, head)], last])
 
 
-@lru_cache(maxsize=2)
-def _turns(data: Classes, seed: int, longest: int) -> _Turns:
-    return _Turns(data, seed, longest)
+_turns = lru_cache(maxsize=2)(_Turns)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, OutOfMemoryError, decode
+from distap.data.images.decoding import DamagedImageError, OutOfMemoryError, decode
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.samples import read_samples
@@ -37,12 +37,11 @@ class Damage(NamedTuple):
 
     @property
     def where(self) -> str:
-        """shard:key, or the shard."""
         return f"{self.shard}:{self.key}" if self.key else self.shard
 
 
 class _Job(NamedTuple):
-    """A shard to check, and what the index says of it."""
+    """What the index says of a shard."""
 
     name: str
     size: int
@@ -55,12 +54,11 @@ def check(
     workers: int = 1,
     track: Track = untracked,
     remote: RemoteSettings | None = None,
-    max_pixels: int = MAX_PIXELS,
 ) -> tuple[Index, list[Damage]]:
     """Read every byte of a data set's shards once; return its index and all damage, which never ends the check.
 
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and the whole image
-    is decoded. One of more than `max_pixels` counts as damaged.
+    is decoded.
 
     Raises:
         DistapError: there is no data set, or its index cannot be read.
@@ -69,7 +67,7 @@ def check(
     settings = remote or RemoteSettings()
     index = load_index(source, settings, compare=False)
     jobs = list(_jobs(index))
-    with spread(partial(_check_shard, source.base, settings, max_pixels), jobs, workers) as results:
+    with spread(partial(_check_shard, source.base, settings), jobs, workers) as results:
         found = list(track(results, "checking shards", len(jobs)))
     return index, [damage for shard in found for damage in shard]
 
@@ -92,7 +90,7 @@ def _jobs(index: Index) -> Iterator[_Job]:
         yield _Job(name, size, sha256, list(islice(images, count)))
 
 
-def _check_shard(base: str, remote: RemoteSettings, max_pixels: int, job: _Job) -> list[Damage]:
+def _check_shard(base: str, remote: RemoteSettings, job: _Job) -> list[Damage]:
     damaged: list[Damage] = []
     storage = storage_of(base, remote)
     reason = detail = ""
@@ -100,7 +98,7 @@ def _check_shard(base: str, remote: RemoteSettings, max_pixels: int, job: _Job) 
         size = storage.about(job.name).size
         with storage.open(job.name) as file:
             hashed = Hashed(file)
-            damaged.extend(_damaged_images(job, hashed, storage, max_pixels))
+            damaged.extend(_damaged_images(job, hashed, storage))
             while hashed.read(PIECE):
                 pass
         if size != job.size:
@@ -117,7 +115,7 @@ def _check_shard(base: str, remote: RemoteSettings, max_pixels: int, job: _Job) 
     return [Damage(job.name, "", reason, detail), *damaged] if reason else damaged
 
 
-def _damaged_images(job: _Job, hashed: Hashed, storage: Storage, max_pixels: int) -> Iterator[Damage]:
+def _damaged_images(job: _Job, hashed: Hashed, storage: Storage) -> Iterator[Damage]:
     for key, offset, size, crc32 in job.images:
         if offset < hashed.position:  # two rows of an index may share bytes: read them again
             data = storage.read(job.name, offset, size)
@@ -130,7 +128,7 @@ def _damaged_images(job: _Job, hashed: Hashed, storage: Storage, max_pixels: int
                 raise DamagedImageError("truncated", f"{len(data)} bytes of {size}")
             if zlib.crc32(data) != crc32:
                 raise DamagedImageError("crc_mismatch", "the bytes have changed since they were indexed")
-            decode(data, max_pixels, f"{job.name}:{key}")
+            decode(data, name=f"{job.name}:{key}")
         except DamagedImageError as error:
             yield Damage(job.name, key, error.reason, str(error).removeprefix(f"{error.reason}: "))
 

@@ -1,7 +1,6 @@
 """The index beside a data set's shards: place, class and size of every image.
 
-`index.npz` holds plain arrays, one row per sample. Its fingerprint, a hash of the rows, stands for the data set in
-the state of a training. Every row that is read is checked, so that no index leads outside its data set.
+`index.npz` holds plain arrays. Every row that is read is checked, so that no index leads outside its data set.
 """
 
 import hashlib
@@ -66,7 +65,7 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all rows: two data sets with the same fingerprint are the same."""
+        """SHA-256 of all rows, which stands for the data set in the state of a training."""
         digest = hashlib.sha256()
         for column in fields(self):
             values = getattr(self, column.name)

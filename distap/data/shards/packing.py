@@ -11,10 +11,10 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from itertools import chain, pairwise
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +33,10 @@ from distap.storage.locations import parse_source
 
 PLAN_VERSION = 2
 SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
-STAT_THREADS = 32  # a network file system answers slowly, but many questions at once
+STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
 
 
 class _Layout(NamedTuple):
-    """The settings that decide the contents of shards; `pack` explains them."""
-
     images_per_shard: int
     max_shard_bytes: int | None
     shuffle: int | None
@@ -108,8 +106,8 @@ def _pack_aside(
     Classes are numbered before their images are read. If a class or a shard turns out to hold no sound image, all
     shards are packed once more without the damaged images, so that every class number has an image.
     """
-    with ThreadPoolExecutor(STAT_THREADS) as pool:
-        entries = list(track(pool.map(_entry, images), "listing images", len(images)))
+    with ThreadPool(STAT_THREADS) as pool:
+        entries = list(track(pool.imap(_entry, images, STAT_CHUNK), "listing images", len(images)))
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
     fingerprint = _fingerprint(layout, entries)

@@ -62,17 +62,15 @@ def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int)
     pool = ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(ours, theirs))
     try:
         yield pool.map(function, jobs)
-    except BaseException as error:
-        ours.close()
-        if isinstance(error, BrokenProcessPool):
-            raise DistapError(
-                "a worker process ended in the middle of its work; unless it printed a reason above, it was most "
-                "likely killed because memory ran out: call again with fewer --workers"
-            ) from error
-        raise
-    finally:
         pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool as error:
+        raise DistapError(
+            "a worker process ended in the middle of its work; unless it printed a reason above, it was most "
+            "likely killed because memory ran out: call again with fewer --workers"
+        ) from error
+    finally:
         ours.close()
+        pool.shutdown(cancel_futures=True)
         theirs.close()
 
 

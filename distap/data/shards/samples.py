@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, image_size
@@ -34,7 +35,7 @@ class Skipped(NamedTuple):
 
 
 def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | Skipped]:
-    """Yield the samples of a shard in order, as Skipped if the image has no readable header; arguments as below.
+    """Yield the samples of a shard in order, as Skipped if the image has no readable header.
 
     Raises:
         DamagedShardError: the tar is damaged, or a sample lacks its image or class.
@@ -53,30 +54,28 @@ def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | S
 def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Group]:
     """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.png` is `seg.png`.
 
-    Arguments are those of `read_members`.
-
     Raises:
         DamagedShardError: the tar is damaged, or the members of a key are not adjacent.
     """
     seen: set[str] = set()
-    members: dict[str, TarMember] = {}
-    current: str | None = None
-    for member in read_members(file, length, where):
-        folder, slash, name = member.name.rpartition("/")
-        stem, _, field = name.partition(".")
-        key = folder + slash + stem
-        if key != current:
-            if current is not None:
-                yield current, members
-            if key in seen:
-                raise DamagedShardError(f"{where}: the members of key {key!r} are not adjacent")
-            seen.add(key)
-            current, members = key, {}
-        if field in members:
-            raise DamagedShardError(f"{where}: key {key!r} has two members .{field}")
-        members[field] = member
-    if current is not None:
-        yield current, members
+    for key, group in groupby(read_members(file, length, where), lambda member: _split_name(member.name)[0]):
+        if key in seen:
+            raise DamagedShardError(f"{where}: the members of key {key!r} are not adjacent")
+        seen.add(key)
+        members: dict[str, TarMember] = {}
+        for member in group:
+            field = _split_name(member.name)[1]
+            if field in members:
+                raise DamagedShardError(f"{where}: key {key!r} has two members .{field}")
+            members[field] = member
+        yield key, members
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Return the key and the field of a member."""
+    folder, slash, name = name.rpartition("/")
+    stem, _, field = name.partition(".")
+    return folder + slash + stem, field
 
 
 def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMember, tuple[int, int]]:
@@ -95,9 +94,7 @@ def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMem
     text = members[LABEL_FIELD].data.strip()
     if not text.isdigit() or len(text) > MAX_DIGITS:
         shown = text[:40].decode(errors="replace")
-        raise DamagedImageError(
-            "missing_field",
-            f"label {shown!r} of key {key!r} is no integer of 0 or more, of {MAX_DIGITS} digits at most",
-        )
+        problem = f"label {shown!r} of key {key!r} is no integer of 0 or more, of {MAX_DIGITS} digits at most"
+        raise DamagedImageError("missing_field", problem)
     image = members[images[0]]
     return int(text), image, image_size(image.data, MAX_PIXELS)

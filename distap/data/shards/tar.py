@@ -8,6 +8,7 @@ index has to know every sample, so here tarfile only parses headers, and this mo
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from distap.errors import DistapError
@@ -25,14 +26,10 @@ class DamagedShardError(DistapError):
 
 
 class Readable(Protocol):
-    """Anything with the `read` of a binary file."""
-
     def read(self, size: int, /) -> bytes: ...
 
 
 class TarMember(NamedTuple):
-    """A file of an archive."""
-
     name: str
     offset: int  # of its first byte within the archive
     data: bytes
@@ -55,12 +52,13 @@ def read_members(file: Readable, length: int | None, where: str) -> Iterator[Tar
         raise archive.damaged(str(error)) from error
 
 
+@dataclass
 class _Archive:
-    """The state of reading: position of the next byte, and of the header being read."""
-
-    def __init__(self, file: Readable, length: int | None, where: str) -> None:
-        self.file, self.length, self.where = file, length, where
-        self.position = self.header = 0
+    file: Readable
+    length: int | None
+    where: str
+    position: int = 0  # of the next byte
+    header: int = 0  # position of the header being read
 
     def members(self) -> Iterator[TarMember]:
         long_name: str | None = None  # given by an extension header to the member after it

@@ -5,7 +5,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import webdataset
 
@@ -21,11 +21,11 @@ from distap.storage.hashing import Hashed
 
 
 class Entry(NamedTuple):
-    """An image to pack, with its bytes and time of change (nanoseconds since 1970) to notice a change later."""
+    """An image to pack, with what tells of a later change."""
 
     image: ImageFile
-    size: int
-    modified: int
+    size: int  # bytes
+    modified: int  # nanoseconds since 1970
 
 
 class ShardJob(NamedTuple):
@@ -46,8 +46,7 @@ def write_shard(job: ShardJob) -> tuple[Index | None, list[Skipped]]:
         The index of the shard, None if no image was sound and so no shard exists; and the images left out.
     Raises:
         DistapError: an image cannot be read or has changed since it was listed, or the shard differs when read back.
-        OSError: the shard cannot be written.
-        UnwritableError: its record cannot be written.
+        OSError, UnwritableError: the shard or its record cannot be written.
     """
     try:
         record = json.loads(job.record.read_bytes())
@@ -62,7 +61,7 @@ def write_shard(job: ShardJob) -> tuple[Index | None, list[Skipped]]:
     index = None
     with job.shard.open("rb") as file, suppress(DamagedShardError):
         index, _ = scan_shard(file, job.shard.name, job.shard.stat().st_size, str(job.shard))
-    if index is None or index.shard_sha256.tolist() != [sha256]:
+    if index is None or index.shard_sha256.item() != sha256:
         job.shard.unlink()
         raise DistapError(
             f"{job.shard}: reads back otherwise than it was written: mistrust the disk; the same command writes this "
@@ -80,19 +79,22 @@ def _write(job: ShardJob) -> tuple[str, list[Skipped]]:
             hashed = Hashed(file)
             with webdataset.TarWriter(hashed, mtime=0, encoder=False) as writer:
                 for position, entry in enumerate(job.entries, job.first):
-                    data = _read(entry)
-                    path = entry.image.path
-                    suffix = path.suffix.lower()
+                    data, path = _read(entry), entry.image.path
                     try:
                         decode(data, name=str(path)) if job.decode else image_size(data)
                     except DamagedImageError as error:
                         skipped.append(Skipped(str(path), str(error)))
                         continue
                     stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
+                    suffix = path.suffix.lower()
                     field = suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
                     label = str(job.numbers[entry.image.class_name]).encode()
                     writer.write({"__key__": f"{position:08d}-{stem}", field: data, LABEL_FIELD: label})
-            _flush_to_disk(file)
+            # Bring it to the disk and out of memory, so that reading it back reads the disk.
+            file.flush()
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         # The record comes first, so that every shard that exists has one.
         write_whole(job.record, json.dumps({"sha256": hashed.sha256, "skipped": skipped}))
         if len(skipped) < len(job.entries):
@@ -111,11 +113,3 @@ def _read(entry: Entry) -> bytes:
     if len(data) != entry.size:
         raise DistapError(f"{path}: {len(data)} bytes, but {entry.size} when packing began; pack again")
     return data
-
-
-def _flush_to_disk(file: BinaryIO) -> None:
-    """Bring the file to the disk and out of memory, so that reading it back reads the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
