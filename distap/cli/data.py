@@ -101,11 +101,10 @@ def convert_command(
         track=track,
     )
     for part in converted:
-        kept = ", from an earlier call" if part.kept else ""
-        folder = output / part.listed.split.name
-        console.print(f"{folder}: {part.images:,} images of {part.classes:,} classes{kept}", markup=False)
+        name, kept = part.listed.split.name, ", from an earlier call" if part.kept else ""
+        console.print(f"{output / name}: {part.images:,} images of {part.classes:,} classes{kept}", markup=False)
         for warning in _warnings(part):
-            console.print(f"{part.listed.split.name}{warning}", markup=False, style="yellow")
+            console.print(f"{name}{warning}", markup=False, style="yellow")
     if any(part.listed.missing for part in converted):
         console.print(f"{output / MISSING_FILE}: every missing image", markup=False)
 
@@ -257,10 +256,9 @@ def _warnings(part: "Converted") -> list[str]:
     listed = part.listed
     lines = []
     if listed.differs:
-        published = ", or ".join(map(str, listed.split.published))
         lines.append(
             f" differs from the published split: its list names {listed.images:,} images of {listed.classes:,} "
-            f"classes, published are {published}"
+            f"classes, published are {', or '.join(map(str, listed.split.published))}"
         )
     if listed.repeated:
         lines.append(f": {listed.repeated:,} images are listed twice, and packed once")

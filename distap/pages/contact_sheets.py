@@ -15,8 +15,6 @@ FRAMES = "Best first: images of the query's class have a green frame (✓), othe
 
 
 class Picture(NamedTuple):
-    """An image of the data set."""
-
     key: str
     label: str  # name of its class
     jpeg: bytes | None  # its thumbnail; None if it cannot be read
@@ -33,17 +31,13 @@ class Answer(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A query and the answer of each network."""
-
     query: Picture
-    answers: list[Answer]
+    answers: list[Answer]  # of each network
 
 
 class Sheet(NamedTuple):
-    """Queries that were chosen for one reason."""
-
     title: str
-    about: str
+    about: str  # why these queries were chosen
     examples: list[Example]
 
 
@@ -78,15 +72,12 @@ class ContactSheets:
         """Queries drawn at random, those with the lowest AP, and those whose AP changed most."""
         if not len(self._queries):
             return []
-        drawn = permutation(len(self._queries), 0)[:RANDOM]
         last = self._precision[self._last]
+        drawn, hardest = permutation(len(last), 0)[:RANDOM], np.argsort(last, kind="stable")[:HARDEST]
+        lowest = f"The queries with the lowest AP ({self._last}). {FRAMES}"
         sheets = [
             self._sheet("Neighbours of some queries", f"Drawn at random, not selected. {FRAMES}", drawn),
-            self._sheet(
-                "Hardest queries",
-                f"The queries with the lowest AP ({self._last}). {FRAMES}",
-                np.argsort(last, kind="stable")[:HARDEST],
-            ),
+            self._sheet("Hardest queries", lowest, hardest),
         ]
         if len(self._retrieved) > 1:
             gain = last - self._precision[self._first]

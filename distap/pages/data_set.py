@@ -1,7 +1,9 @@
 """Show the statistics of a data set: as tables in the terminal, as a page with images, as JSON."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.table import Column, Table
@@ -24,11 +26,8 @@ P_BY_K_COLUMNS = ["p_by_k: K images a class", "classes with K or more", "classes
 
 
 def statistics_tables(figures: Statistics) -> list[Table | str]:
-    facts = Table(show_header=False)
-    for fact in _facts(figures).items():
-        facts.add_row(*fact)
     return [
-        facts,
+        _table([], _facts(figures).items(), show_header=False),
         _numbers(SPREAD_COLUMNS, _spreads(figures)),
         *(_bars(title, bins) for title, bins in _histograms(figures).items()),
         _numbers(RANDOM_COLUMNS, _random(figures)),
@@ -137,16 +136,18 @@ def _sampling(figures: Statistics) -> list[str]:
 
 
 def _numbers(heading: list[str], rows: list[list[str]]) -> Table:
-    table = Table(heading[0], *(Column(name, justify="right") for name in heading[1:]))
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return _table([heading[0], *(Column(name, justify="right") for name in heading[1:])], rows)
 
 
 def _bars(title: str, bins: Histogram) -> Table:
     columns = [Column(justify="right"), Column(), Column(justify="right")]
-    table = Table(*columns, title=title, show_header=False, box=None, title_justify="left")
     most = max(count for _, count in bins)
-    for text, count in bins:
-        table.add_row(text, "█" * round(BAR * count / most) or ("▏" if count else ""), f"{count:,}")
+    rows = ((name, "█" * round(BAR * count / most) or "▏" * bool(count), f"{count:,}") for name, count in bins)
+    return _table(columns, rows, title=title, show_header=False, box=None, title_justify="left")
+
+
+def _table(columns: list[Any], rows: Iterable[Iterable[str]], **options: Any) -> Table:
+    table = Table(*columns, **options)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -11,7 +11,7 @@ from operator import not_
 from pathlib import Path
 from typing import Any
 
-from distap.data.converters import landmarks, metric_learning, revisited, sfm
+from distap.data.converters import landmarks, metric_learning, revisited
 from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.packing import STAT_CHUNK, STAT_THREADS, pack
@@ -31,7 +31,7 @@ DATASETS: dict[str, Dataset] = {
     "vehicleid": metric_learning.VEHICLE_ID,
     "inshop": metric_learning.IN_SHOP,
     "landmarks-clean": landmarks.LANDMARKS_CLEAN,
-    "sfm-120k": sfm.DATASET,
+    "sfm-120k": revisited.SFM_120K,
     "gldv2": landmarks.GOOGLE_LANDMARKS,
     "roxford5k": revisited.OXFORD,
     "rparis6k": revisited.PARIS,
