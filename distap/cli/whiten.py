@@ -34,8 +34,14 @@ def whiten_command(
     `distap extract --whitening FILE` applies it. It fits only the network, image size and scales it was learned from.
     """
     from distap.retrieval.descriptor_files import read_descriptors
-    from distap.retrieval.whitening import WHITENING_FILE, save_whitening
-    from distap.retrieval.whitening_learning import HALF_POWER, learn_discriminative, learn_pca, read_pairs
+    from distap.retrieval.whitening import (
+        HALF_POWER,
+        WHITENING_FILE,
+        learn_discriminative,
+        learn_pca,
+        read_pairs,
+        save_whitening,
+    )
     from distap.telemetry.terminal import console
 
     if kind == "pca" and pairs is not None:

@@ -34,8 +34,7 @@ from distap.evaluation.saved import folder_of_step, read_evaluation
 from distap.model.backbone import TimmBackbone, TimmWeights
 from distap.model.multiscale import MultiScaleNetwork
 from distap.retrieval.descriptor_files import DescriptorSet
-from distap.retrieval.whitening import load_whitening, save_whitening
-from distap.retrieval.whitening_learning import learn_pca
+from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
 from distap.storage.remotes import RemoteSettings
 from distap.training.build import trained_network
 from distap.world import World

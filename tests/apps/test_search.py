@@ -12,8 +12,7 @@ from distap.apps.search import open_searcher, open_thumbnails, queries_from
 from distap.data.images.image_sets import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.whitening import save_whitening
-from distap.retrieval.whitening_learning import learn_pca
+from distap.retrieval.whitening import learn_pca, save_whitening
 from distap.world import World
 
 

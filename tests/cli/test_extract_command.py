@@ -12,8 +12,7 @@ from small_trainings import recipe
 
 from distap.errors import RESTART
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.whitening import save_whitening
-from distap.retrieval.whitening_learning import learn_pca
+from distap.retrieval.whitening import learn_pca, save_whitening
 from distap.trainer import Trainer
 from distap.world import World
 

@@ -11,7 +11,7 @@ from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
-from distap.retrieval.whitening_learning import learn_pca
+from distap.retrieval.whitening import learn_pca
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,12 @@ from postprocessing_reference import clustered, described, lw_projection, matche
 from safetensors.numpy import load, save
 
 from distap.errors import DistapError
-from distap.retrieval.whitening import load_whitening, save_whitening
-from distap.retrieval.whitening_learning import learn_discriminative, learn_pca
+from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening, save_whitening
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("distap.retrieval.whitening_learning.BLOCK_NUMBERS", 70)  # 10 rows of 7 dimensions
+    monkeypatch.setattr("distap.retrieval.whitening.BLOCK_NUMBERS", 70)  # 10 rows of 7 dimensions
     monkeypatch.setattr("distap.retrieval.whitening.WHITENED_ROWS", 10)
 
 
