@@ -7,10 +7,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distap.multistage import Multistage as Multistage
     from distap.ranking.listwise import ListwiseLoss as ListwiseLoss
     from distap.ranking.loss import Loss as Loss
     from distap.ranking.losses.base import DescriptorLoss as DescriptorLoss
     from distap.ranking.losses.base import SimilarityLoss as SimilarityLoss
+    from distap.ranking.losses.function import loss as loss
     from distap.ranking.memory import CrossBatchMemory as CrossBatchMemory
     from distap.ranking.rank import Ranking as Ranking
     from distap.ranking.rank import rank as rank
@@ -25,11 +27,13 @@ _MODULES = {
     "DescriptorLoss": "distap.ranking.losses.base",
     "ListwiseLoss": "distap.ranking.listwise",
     "Loss": "distap.ranking.loss",
+    "Multistage": "distap.multistage",
     "MicroBatchSizes": "distap.stages.micro_batches",
     "Ranking": "distap.ranking.rank",
     "SimilarityLoss": "distap.ranking.losses.base",
     "StepResult": "distap.step",
     "ThreeStageStep": "distap.step",
+    "loss": "distap.ranking.losses.function",
     "rank": "distap.ranking.rank",
 }
 

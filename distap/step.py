@@ -8,35 +8,35 @@ A batch of thousands of high-resolution images does not fit in memory with its a
     replay     for each micro-batch: d = network(images) again, with a graph; d.backward(its gradient)
     update     one reduction over the ranks, one optimiser step
 
-The result is the gradient of the whole batch, not an approximation, because
-- a descriptor depends on its image and the random state alone, and both are the same in describe and replay. What
-  this rests on (frozen BatchNorm, restored randomness) is watched as the replay drift;
-- `engine.accumulating` encloses everything that leads to the gradients, so ranks communicate once a step.
+The result is the gradient of the whole batch, not an approximation: a descriptor depends on its image and the random
+state alone, and both are the same in describe and replay. What this rests on (frozen BatchNorm, restored randomness)
+is watched as the replay drift. `engine.accumulating` lets ranks communicate once a step.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from distap.engine.protocol import Engine
+from distap.engine.protocol import Engine, Replica
 from distap.randomness import seed_for
 from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.stages.batch import Batch
-from distap.stages.device_copies import DeviceCopies
+from distap.stages.device_copies import copied, mover
 from distap.stages.micro_batches import BackwardPass, MicroBatchSizes, Rows, backward_passes, first_of
 from distap.stages.replay_drift import drift, drift_error, mixes_images
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
 DROPOUT = 1  # first word of the key that seeds dropout
-Forward = Callable[[Tensor], Tensor]  # images to descriptors
+Forward = Callable[[Any], Tensor]  # images to descriptors
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,13 @@ class Described:
 
 
 @dataclass
-class ThreeStageStep:
-    """Describe, gather, rank, replay, update.
+class ThreeStages:
+    """Describe, gather, rank, replay: the gradient of a whole batch.
 
-    Raises:
-        DistapError: the network or the engine does not allow these sizes.
+    It raises a DistapError if the network or the engine does not allow these sizes.
     """
 
-    engine: Engine  # the network over the ranks, and its optimiser
+    engine: Replica  # the network over the ranks
     loss: Loss
     world: World
     seed: int  # with the step and the slot it determines dropout
@@ -89,31 +88,14 @@ class ThreeStageStep:
     # network's present parameters.
     describer: Forward | None = None
     overlap: bool = True  # gather and count descriptors while the network goes on describing
+    ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.engine.network)
         self.sizes.check(self._mixing, self.engine.keeps_graphs)
-        device = self.world.device
-        self._to_device: Forward = DeviceCopies(device) if device.type == "cuda" else Tensor.cpu
+        self._to_device = mover(self.world.device)
         self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)
         self._reducing = False  # in a backward pass that other ranks take part in
-
-    def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
-        """Train on one global batch; every rank calls it with its own share.
-
-        It raises a DistapError on all ranks if no image has a positive or the replay drift is too large, and on one
-        rank if its memory does not suffice.
-        """
-        described = self.describe(batch)
-        gathered, not_finite = self.gather(described, batch)
-        ranking = self.rank(described.gathering, gathered, batch.step)
-        worst, norm, replayed, kept = float("nan"), float("nan"), 0, 0
-        if ranking.is_finite:
-            worst, replayed, kept = self.replay(batch, described, ranking)
-            norm = self.update(batch.step, learning_rate)
-        skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
-        counts = replayed, kept, ranking.queries, ranking.skipped_queries
-        return StepResult(float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite)
 
     def describe(self, batch: Batch) -> Described:
         """Stage one: describe this rank's images. Their pixels stay with the batch, some with a graph."""
@@ -134,15 +116,14 @@ class ThreeStageStep:
                         descriptors = self._forward(batch, rows, self.engine.forward if keeps else cheap, keeps)
                 except RuntimeError as error:
                     self.sizes.halve("describe", size, keeps, error, self._mixing)
-                    if keeps:
-                        kept, first_kept = {}, share
+                    kept, first_kept = ({}, share) if keeps else (kept, first_kept)
                     continue
                 if keeps:
                     kept[start] = descriptors
                 parts.append(descriptors.detach())
                 start = rows.stop
                 if self.overlap:
-                    _add(gathering, batch, rows, parts[-1])
+                    self._add(gathering, batch, rows, parts[-1])
         return Described(torch.cat(parts), kept, gathering)
 
     def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
@@ -152,7 +133,7 @@ class ThreeStageStep:
         """
         with self._stage("gather", batch.step):
             if not self.overlap:
-                _add(described.gathering, batch, slice(0, len(described.descriptors)), described.descriptors)
+                self._add(described.gathering, batch, slice(0, len(described.descriptors)), described.descriptors)
             lost = (~described.descriptors.isfinite().all(dim=1)).nonzero().flatten()
             if len(lost):
                 batch.blank(lost)
@@ -197,11 +178,6 @@ class ThreeStageStep:
         replayed, kept = self.world.sum(counts).tolist()
         return greatest, replayed, kept
 
-    def update(self, step: int, learning_rate: float) -> float:
-        """Move the parameters along the gradient of the global loss; return the gradient's norm."""
-        with self._stage("optimizer", step):
-            return self.engine.update(learning_rate)
-
     def _send_back(self, batch: Batch, described: Described, passes: list[BackwardPass]) -> tuple[Tensor, Tensor]:
         """Run the backward passes; return this rank's drift and its numbers of replayed and kept images."""
         worst = torch.zeros((), dtype=torch.float64, device=described.descriptors.device)
@@ -226,12 +202,17 @@ class ThreeStageStep:
     def _forward(self, batch: Batch, rows: Rows, forward: Forward, keeps: bool = False) -> Float[Tensor, "n C"]:
         """Describe a micro-batch; (seed, step, slot) seeds its dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
-        if keeps:  # the graph may need the pixels after the batch has overwritten their memory
-            images = images.clone()
+        images = copied(images) if keeps else images  # the graph may need pixels that the batch has overwritten since
         slot = self.world.slots(batch.total)[first_of(rows)]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
             return forward(images)
+
+    def _add(self, gathering: Gathering, batch: Batch, rows: slice, described: Float[Tensor, "n C"]) -> None:
+        """Send the descriptors of a micro-batch to the other ranks, with what ranking has to know of each image."""
+        descriptors = described if self.ranked_part is None else self.ranked_part(described)
+        images = torch.tensor(batch.samples[rows], dtype=torch.int64)
+        gathering.add(descriptors, batch.labels[rows], batch.present[rows], images)
 
     @contextmanager
     def _stage(self, name: str, step: int) -> Iterator[None]:
@@ -242,7 +223,29 @@ class ThreeStageStep:
             yield
 
 
-def _add(gathering: Gathering, batch: Batch, rows: slice, descriptors: Float[Tensor, "n C"]) -> None:
-    """Send the descriptors of a micro-batch to the other ranks, with what ranking has to know of each image."""
-    images = torch.tensor(batch.samples[rows], dtype=torch.int64)
-    gathering.add(descriptors, batch.labels[rows], batch.present[rows], images)
+@dataclass
+class ThreeStageStep(ThreeStages):
+    """Describe, gather, rank, replay, update."""
+
+    engine: Engine  # with its optimiser
+
+    def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
+        """Train on one global batch; every rank calls it with its own share.
+
+        A DistapError on all ranks: no image has a positive, or the drift is too large; on one: its memory is short.
+        """
+        described = self.describe(batch)
+        gathered, not_finite = self.gather(described, batch)
+        ranking = self.rank(described.gathering, gathered, batch.step)
+        worst, norm, replayed, kept = float("nan"), float("nan"), 0, 0
+        if ranking.is_finite:
+            worst, replayed, kept = self.replay(batch, described, ranking)
+            norm = self.update(batch.step, learning_rate)
+        skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
+        counts = replayed, kept, ranking.queries, ranking.skipped_queries
+        return StepResult(float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite)
+
+    def update(self, step: int, learning_rate: float) -> float:
+        """Move the parameters along the gradient of the global loss; return the gradient's norm."""
+        with self._stage("optimizer", step):
+            return self.engine.update(learning_rate)

@@ -12,12 +12,8 @@ BuildOptimizer = Callable[[], Optimizer]
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """A network spread over the ranks, and its optimiser.
-
-    Parameters move along the sum over ranks of what `backward` was given, because stage two has already divided by
-    the global number of queries.
-    """
+class Replica(Protocol):
+    """A network on this rank as the three stages use it: it describes, and it sends gradients back."""
 
     network: nn.Module
 
@@ -62,16 +58,25 @@ class Engine(Protocol):
         """Add the parameter gradients that follow from dL/d descriptors, `gradient` (n, C)."""
         ...
 
+    def discard(self) -> None:
+        """Clear the gradients, because the step is skipped or its replay starts again."""
+        ...
+
+
+@runtime_checkable
+class Engine(Replica, Protocol):
+    """A network spread over the ranks, and its optimiser.
+
+    Parameters move along the sum over ranks of what `backward` was given, because stage two has already divided by
+    the global number of queries.
+    """
+
     def update(self, learning_rate: float) -> float:
         """Move the parameters and clear the gradients.
 
         Returns:
             The norm of the whole gradient before clipping. If it is not finite, nothing has moved.
         """
-        ...
-
-    def discard(self) -> None:
-        """Clear the gradients, because the step is skipped or its replay starts again."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:

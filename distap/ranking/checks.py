@@ -33,18 +33,9 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
     if descriptors.ndim != 2 or not descriptors.is_floating_point():
         shape = tuple(descriptors.shape)
         return f"descriptors are {shape} of {descriptors.dtype}; (b, C) of a floating-point type is expected"
-    if labels.shape != descriptors.shape[:1]:
-        return f"labels are {tuple(labels.shape)} for {len(descriptors)} descriptors; one for each is expected"
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        return f"labels are {labels.dtype}; whole class numbers of an integer type are expected"
-    # As int64, an unsigned number beyond its range is negative; so is one that overflowed before.
-    wrong = labels.long() < 0
-    if wrong.any():
-        values = [labels[row].cpu().numpy() for row in wrong.nonzero().flatten()[:MOST_ROWS]]
-        return (
-            f"{_rows(wrong)}: labels {', '.join(map(str, values))} are no class numbers, which run from 0 to "
-            f"{LARGEST_LABEL}; an overflow of integers may have made them"
-        )
+    problem = label_problem(labels, len(descriptors))
+    if problem is not None:
+        return problem
     lengths = torch.linalg.vector_norm(descriptors.double(), dim=1)
     wrong = ~lengths.isfinite()
     if wrong.any():
@@ -54,6 +45,23 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
         return (
             f"{_rows(wrong)}: descriptors have other lengths than 1, such as {float(lengths[wrong][0]):.4g}; "
             "normalise them first (torch.nn.functional.normalize)"
+        )
+    return None
+
+
+def label_problem(labels: Tensor, count: int) -> str | None:
+    """Say why these are no class numbers of `count` images; None if they are."""
+    if labels.shape != (count,):
+        return f"labels are {tuple(labels.shape)} for {count} images; one for each is expected"
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return f"labels are {labels.dtype}; whole class numbers of an integer type are expected"
+    # As int64, an unsigned number beyond its range is negative; so is one that overflowed before.
+    wrong = labels.long() < 0
+    if wrong.any():
+        values = [labels[row].cpu().numpy() for row in wrong.nonzero().flatten()[:MOST_ROWS]]
+        return (
+            f"{_rows(wrong)}: labels {', '.join(map(str, values))} are no class numbers, which run from 0 to "
+            f"{LARGEST_LABEL}; an overflow of integers may have made them"
         )
     return None
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from distap.ranking.loss import Loss, build_loss
+from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
 
@@ -30,7 +30,7 @@ class ListwiseLoss(nn.Module):
 
     def __init__(
         self,
-        loss: str | Loss = "ap_q",
+        loss: AnyLoss = "ap_q",
         weights: str = "uniform",
         group: dist.ProcessGroup | None = None,
         mode: str = "sharded",

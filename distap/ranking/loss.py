@@ -1,7 +1,7 @@
 """What a loss of stage two takes, a gathered batch and a budget, and what it gives, its value and a gradient."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -184,11 +184,15 @@ class Loss(ABC):
         return None
 
 
-def build_loss(loss: str | Loss, weights: str = "uniform", **options: Any) -> Loss:
-    """A loss from its name.
+AnyLoss = str | Loss | Callable[..., Any]  # a name, a loss, a class of losses, or a function (descriptors, labels)
+
+
+def build_loss(loss: AnyLoss, weights: str = "uniform", **options: Any) -> Loss:
+    """A loss from its name, its class or a function.
 
     Args:
-        loss: a name of `distap.registry`, or "package.module:Class"; a loss is returned as it is.
+        loss: a name of `distap.registry`, or "package.module:Class"; a class of losses; a function of (descriptors,
+            labels), such as a loss of pytorch-metric-learning, that gives a scalar; a Loss is returned as it is.
         weights: of the queries: `uniform`, or `class` so that each class weighs the same.
         options: other fields of the loss; or `preset`, the name of one of its presets, which options override.
     Raises:
@@ -198,9 +202,18 @@ def build_loss(loss: str | Loss, weights: str = "uniform", **options: Any) -> Lo
         chosen = options if weights == "uniform" else {"weights": weights, **options}
         built: Loss = build_part("loss", loss, **chosen)
         return built
-    if options or weights != "uniform":
-        raise DistapError(f"{loss} is a loss already; options and weights go with names of losses only")
-    return loss
+    if weights != "uniform":
+        options["weights"] = weights
+    if isinstance(loss, type):
+        made: Loss = loss(**options)
+        return made
+    if options:
+        raise DistapError(f"{loss} is a loss already; options and weights go with names and classes of losses only")
+    if isinstance(loss, Loss):
+        return loss
+    from distap.ranking.losses.function import FunctionLoss  # which is made of what stands above
+
+    return FunctionLoss(loss)
 
 
 def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossValue:

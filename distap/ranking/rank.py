@@ -12,7 +12,16 @@ from torch.nn.functional import pad
 from distap.errors import DistapError
 from distap.ranking.checks import check_arguments
 from distap.ranking.gather import Gathering, gather
-from distap.ranking.loss import Budget, Counter, Gathered, Loss, build_loss, full_precision, rank_on_rank_zero
+from distap.ranking.loss import (
+    AnyLoss,
+    Budget,
+    Counter,
+    Gathered,
+    Loss,
+    build_loss,
+    full_precision,
+    rank_on_rank_zero,
+)
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import suggestion
 from distap.world import World
@@ -35,7 +44,7 @@ class Ranking:
 def rank(
     descriptors: Tensor,
     labels: Tensor,
-    loss: str | Loss = "ap_q",
+    loss: AnyLoss = "ap_q",
     weights: str = "uniform",
     group: dist.ProcessGroup | None = None,
     mode: str = "sharded",
@@ -53,7 +62,7 @@ def rank(
         descriptors: (b, C) of this rank, of length 1. For 16-bit descriptors the gradient is float32.
         labels: (b,) integers from 0.
         loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap`,
-            `metric_learning`, "package.module:Class", or a Loss.
+            `metric_learning`, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar.
         weights: of the queries: `uniform`, or `class` so that each class weighs the same.
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
         mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
@@ -71,9 +80,7 @@ def rank(
     world = World(device=descriptors.device)
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
-    built = build_loss(loss, weights, **options)
-    if mode not in get_args(Mode):
-        raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
+    built, where = build_loss(loss, weights, **options), check_mode(mode)
     check_arguments(descriptors, labels, world)
     b, share = len(labels), int(world.maximum(len(labels)))
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
@@ -86,11 +93,22 @@ def rank(
         None if images is None else pad(images.long(), (0, share - b)),
     )
     ranked = gathered if memory is None else memory.extend(gathered)
-    ranking = rank_descriptors(built, ranked, cast(Mode, mode), memory_bytes)
+    ranking = rank_descriptors(built, ranked, where, memory_bytes)
     if memory is not None:
         memory.remember(gathered)
     per_query = None if ranking.per_query is None else ranking.per_query[:b]
     return replace(ranking, per_query=per_query, gradient=ranking.gradient[:b])
+
+
+def check_mode(mode: str) -> Mode:
+    """Return a mode that exists.
+
+    Raises:
+        DistapError: it does not.
+    """
+    if mode not in get_args(Mode):
+        raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
+    return cast(Mode, mode)
 
 
 def start_gathering(

@@ -1,7 +1,7 @@
 """The input of a step: one rank's share of a global batch."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Int64
 from torch import Tensor
@@ -31,8 +31,8 @@ class Batch(Protocol):
         """False for an image that could not be read."""
         ...
 
-    def images(self, rows: Rows) -> Tensor:
-        """Return pixels (n, ...) of these rows; wait for images that are still being read."""
+    def images(self, rows: Rows) -> Any:
+        """Return what the network takes for these rows, such as pixels (n, ...); wait while they are being read."""
         ...
 
     def blank(self, rows: Tensor) -> None:

@@ -1,9 +1,12 @@
 """Copy pixels to a GPU while it computes."""
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 AHEAD = 2  # micro-batches that the host prepares while the device computes
 
@@ -20,15 +23,27 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device)
         self._begun: deque[torch.cuda.Event] = deque()  # when the device reached each micro-batch
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Return the pixels on the device; pinned ones are copied while the device works."""
+    def __call__(self, images: Any) -> Any:
+        """Return the images, tensors in any nesting, on the device; pinned ones are copied while the device works."""
         if len(self._begun) == AHEAD:
             self._begun.popleft().synchronize()
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            copy = pixels.to(self._device, non_blocking=True)
+            copies = tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), images)
         computing.wait_stream(self._stream)
         # The copy stream owns this memory; tell the allocator not to reuse it before the computing stream is done.
-        copy.record_stream(computing)
+        tree_map_only(Tensor, lambda tensor: tensor.record_stream(computing), copies)
         self._begun.append(computing.record_event())
-        return copy
+        return copies
+
+
+def mover(device: torch.device) -> Callable[[Any], Any]:
+    """Return a function that brings images, tensors in any nesting, to the device."""
+    if device.type == "cuda":
+        return DeviceCopies(device)
+    return lambda images: tree_map_only(Tensor, lambda tensor: tensor.to(device), images)
+
+
+def copied(images: Any) -> Any:
+    """Return images with memory of their own."""
+    return tree_map_only(Tensor, Tensor.clone, images)

@@ -1,0 +1,234 @@
+"""The three stages for any training loop: `loss = multistage(images, labels)`, then `loss.backward()`."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from distap.errors import DistapError
+from distap.ranking.checks import check_arguments, label_problem
+from distap.ranking.loss import AnyLoss, build_loss
+from distap.ranking.losses.base import DescriptorLoss
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rank import Ranking, check_mode
+from distap.stages.any_batch import AnyBatch, cut_along_rows, rows_of
+from distap.stages.any_network import AnyNetwork, AnyShardedNetwork, refuse_batchnorm, world_of
+from distap.stages.micro_batches import MicroBatchSizes
+from distap.step import ThreeStages
+from distap.world import World
+
+logger = logging.getLogger("distap")
+
+
+class Multistage(nn.Module):
+    """The loss of a whole batch and its exact gradient, in the memory of one micro-batch (Revaud et al. 2019).
+
+        multistage = Multistage(network, loss="ap_q", micro_batch=16)
+        loss = multistage(images, labels)  # describes without a graph, gathers, ranks
+        loss.backward()                    # replays micro-batch by micro-batch
+
+    Optimiser, schedule, clipping, autocast, GradScaler and gradient accumulation stay the caller's.
+
+    On several ranks the batch is that of all of them, and `backward` reduces gradients once:
+
+    - DistributedDataParallel, inside (`Multistage(DDP(network))`) or around (`DDP(Multistage(network))`, Lightning,
+      Accelerate), reduces them as after any backward pass, and `no_sync` works as ever;
+    - FSDP2 (`fully_shard`) gathers parameters in every micro-batch, and reduces in the last one;
+    - a network that nothing wraps has the gradient of this rank's images, times the number of ranks, so that their
+      mean over ranks is the whole; with `reduce=True` it is summed here.
+
+    Args:
+        network: takes images as the call gives them, with fewer rows, and returns descriptors (n, C). Or it returns
+            (descriptors, other): `other` (n,) is a further loss of each image, such as a classifier's, and its mean
+            over the batch is added to the loss.
+        loss: a name, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar, such as a loss of
+            pytorch-metric-learning; see also `distap.loss`.
+        micro_batch: images that the network takes at once; or MicroBatchSizes, which can also keep graphs.
+        normalise: scale descriptors to length 1. Without it, a listwise loss refuses other lengths.
+        freeze_batchnorm: run BatchNorm layers in evaluation mode here, whatever mode the network is in.
+        group: the ranks of a batch; None takes those of the wrapper, or all.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all.
+        memory: number of earlier descriptors to rank against as well; part of this module's state.
+        memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free memory.
+        max_drift: greatest tolerated difference between the two descriptors of an image.
+        skip_below: do not replay images whose gradient is no longer than this times the longest.
+        reduce: sum gradients over the ranks here, for a network that nothing wraps.
+        options: of the loss, or `preset`.
+    Raises:
+        DistapError: the loss, an option or the mode is unknown, or the network has no parameter to train.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss: AnyLoss = "ap_q",
+        micro_batch: int | MicroBatchSizes = 16,
+        *,
+        normalise: bool = True,
+        freeze_batchnorm: bool = False,
+        group: dist.ProcessGroup | None = None,
+        mode: str = "sharded",
+        memory: int = 0,
+        memory_bytes: int | None = None,
+        max_drift: float = 1e-3,
+        skip_below: float = 0.0,
+        reduce: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(network, FullyShardedDataParallel):
+            raise DistapError("the network is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard)")
+        self.network = network
+        self.loss = build_loss(loss, **options)
+        self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
+        self.normalise, self.freeze_batchnorm, self.reduce = normalise, freeze_batchnorm, reduce
+        self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
+        self.memory = CrossBatchMemory(memory)
+        self.max_drift, self.skip_below = max_drift, skip_below
+        self.ranking: Ranking | None = None  # of the last call: loss by query, numbers of queries
+        self.not_finite: list[int] = []  # rows of the last call whose descriptor was not finite, and was left out
+        self.replay_drift = float("nan")  # of the last backward pass
+        self._calls, self._syncs = 0, True
+
+    def forward(self, images: Any, labels: Tensor | None = None, samples: Sequence[int] | None = None) -> Tensor:
+        """The loss of the batch: a scalar, the same on every rank, which can be differentiated once.
+
+        Args:
+            images: of this rank: a tensor (b, ...); a list of tensors (C, H, W) of any sizes, described one by one
+                unless all are alike; a dict or other nesting of tensors (b, ...); or an iterator of micro-batches,
+                each (images, labels), or images alone beside `labels`. They stay where they are, such as in the
+                host's memory, and each micro-batch is brought to the network's device.
+            labels: (b,) integers from 0.
+            samples: numbers by which the memory knows images again.
+        Raises:
+            DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training mode, or a batch
+                that cannot be ranked.
+        """
+        batch, world = self._batch(images, labels, samples)
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        kind = AnyShardedNetwork if isinstance(self.network, FSDPModule) else AnyNetwork
+        replica = kind(self.network, trained, world, self.normalise, self._syncs, self.reduce)
+        with replica.frozen():
+            stages = ThreeStages(
+                replica,
+                self.loss,
+                world,
+                seed=int(torch.randint(2**62, ())),
+                sizes=self.sizes if batch.is_uniform else MicroBatchSizes(1),
+                mode=self.mode,
+                memory_bytes=self.memory_bytes,
+                memory=self.memory if self.training else CrossBatchMemory(0),
+                max_drift=self.max_drift,
+                skip_below=self.skip_below,
+                ranked_part=replica.without_other,
+            )
+            described = stages.describe(batch)
+        gathered, self.not_finite = stages.gather(described, batch)
+        if self.not_finite:
+            logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])
+        if not self.normalise and not isinstance(self.loss, DescriptorLoss):
+            check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world)
+        ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
+        value, gradient = replica.with_other(ranking, gathered, described.descriptors)
+        if not (torch.is_grad_enabled() and trained):
+            return value
+
+        def replay(upstream: Tensor) -> Sequence[Tensor | None]:
+            scaled = replace(ranking, gradient=gradient * (upstream * replica.scale))
+            with torch.enable_grad(), replica.frozen():
+                self.replay_drift, _, _ = stages.replay(batch, described, scaled)
+            return replica.gradients()
+
+        def connect(value: Tensor) -> Tensor:
+            connected: Tensor = _Replay.apply(value, replay, *replica.inputs)
+            return connected
+
+        if isinstance(self.network, DistributedDataParallel):
+            return _through(self.network, connect, value)
+        return connect(value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on this rank: backward passes of losses computed inside do not reduce them."""
+        self._syncs = False
+        try:
+            with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
+                yield
+        finally:
+            self._syncs = True
+
+    def extra_repr(self) -> str:
+        return f"loss={self.loss!r}, sizes={self.sizes!r}"
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)
+
+    def _batch(self, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> "tuple[AnyBatch, World]":
+        """Check what all ranks were given, and cut this rank's images along their rows."""
+        world, problem, parts = world_of(self.network, self.group), "", list[Any]()
+        try:
+            parts, labels = cut_along_rows(images, labels)
+            problem = label_problem(labels, sum(map(rows_of, parts))) or ""
+            if not self.freeze_batchnorm:
+                refuse_batchnorm(self.network)
+        except DistapError as error:
+            problem = str(error)
+        said = world.gather_texts([problem], world.size)
+        if any(said):
+            by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(said) if each]
+            raise DistapError("; ".join(by_rank) if world.size > 1 else said[0])
+        assert labels is not None
+        self._calls += 1
+        share = int(world.maximum(len(labels)))
+        return AnyBatch(parts, labels.cpu().long(), samples, share, world, self._calls - 1), world
+
+
+class _Replay(torch.autograd.Function):
+    """Ties the loss to the parameters: its backward pass is the replay, once."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, replay: Callable[[Tensor], Sequence[Tensor | None]], *_: Tensor) -> Tensor:
+        ctx.replay = replay
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as it is under create_graph=True
+            raise RuntimeError("listwise losses are differentiable once: their second derivative is not known")
+        if ctx.replay is None:
+            raise RuntimeError("this loss was sent back already; call multistage again")
+        replay, ctx.replay = ctx.replay, None
+        return None, None, *replay(upstream[0])
+
+
+class _Passage(nn.Module):
+    """Stands in for the network while DistributedDataParallel prepares for a backward pass."""
+
+    def __init__(self, network: nn.Module, connect: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.network = network  # DDP looks for buffers here
+        self._connect = connect
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self._connect(value)
+
+
+def _through(replicas: DistributedDataParallel, connect: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    """Connect the loss to the parameters inside a forward pass of DDP, which then awaits their gradients."""
+    network = replicas.module
+    replicas.module = _Passage(network, connect)
+    try:
+        loss: Tensor = replicas(value)
+        return loss
+    finally:
+        replicas.module = network

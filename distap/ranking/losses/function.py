@@ -1,0 +1,101 @@
+"""A loss from a function: `@distap.loss` for one with settings, or any function given where a loss is expected."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
+from inspect import Parameter, signature
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from distap.errors import DistapError
+from distap.ranking.loss import Loss
+from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
+
+
+def loss(function: Callable[..., Tensor]) -> type[Loss]:
+    """Make a listwise loss of a function; its further parameters become settings.
+
+        @distap.loss
+        def hinge(similarities, same_class, margin=0.1):
+            hardest = similarities.masked_fill(same_class, -1).amax(1, keepdim=True)
+            return ((hardest - similarities + margin).clamp(min=0) * same_class).sum(1) / same_class.sum(1)
+
+        Multistage(network, loss=hinge(margin=0.2))     # in a recipe: loss: {name: "my_package:hinge", margin: 0.2}
+
+    Args:
+        function: of `similarities` (r, N-1) of r queries to all images but themselves, and `same_class` (r, N-1)
+            bool, with at least one True a row; it returns the loss of each query, (r,), and is called for some
+            queries at a time, on each rank for its own. Or of `descriptors` (B, C) of length 1 and `labels` (B,) of
+            the whole batch; it returns a scalar, and rank 0 calls it once.
+    Returns:
+        A class; pass it, or an instance with settings.
+    Raises:
+        TypeError: the function takes neither (similarities, same_class) nor (descriptors, labels) first.
+    """
+    parameters = list(signature(function).parameters.values())
+    bases = {"similarities, same_class": _OfSimilarities, "descriptors, labels": _OfDescriptors}
+    base = bases.get(", ".join(one.name for one in parameters[:2]))
+    if base is None:
+        raise TypeError(f"{function.__name__} has to take (similarities, same_class) or (descriptors, labels) first")
+    settings = []
+    for one in parameters[2:]:
+        kind = Any if one.annotation is Parameter.empty else one.annotation
+        settings.append((one.name, kind, field() if one.default is Parameter.empty else field(default=one.default)))
+    inside = {"function": staticmethod(function), "__doc__": function.__doc__, "__module__": function.__module__}
+    made = make_dataclass(function.__name__, settings, bases=(base,), namespace=inside, frozen=True, kw_only=True)
+    made.__qualname__ = function.__qualname__
+    return made
+
+
+@dataclass(frozen=True)
+class FunctionLoss(DescriptorLoss):
+    """Any function of descriptors (B, C) and labels (B,) that gives a scalar; rank 0 calls it for all.
+
+    Raises:
+        DistapError: it is a module with parameters, which nothing here would train.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, nn.Module) and any(True for _ in self.function.parameters()):
+            raise DistapError(
+                f"{type(self.function).__name__} has parameters of its own, which nothing here would train; make it "
+                "part of the network, which may return (descriptors, other loss of each image)"
+            )
+
+    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
+        _refuse_memory(self.function, descriptors, gallery)
+        return self.function(descriptors, labels)
+
+
+class _OfDescriptors(DescriptorLoss):
+    function: ClassVar[Callable[..., Tensor]]
+
+    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
+        _refuse_memory(self.function, descriptors, gallery)
+        return self.function(descriptors, labels, **_settings(self))
+
+
+@dataclass(frozen=True)
+class _OfSimilarities(SimilarityLoss):
+    self_pair: bool = False
+    function: ClassVar[Callable[..., Tensor]]
+
+    def loss(self, similarities: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        others = positive | negative  # all columns but the query's own
+        shape = len(similarities), -1
+        settings = _settings(self)
+        return self.function(similarities[others].view(shape), positive[others].view(shape), **settings)
+
+
+def _settings(made: Loss) -> dict[str, Any]:
+    """The fields that the function takes."""
+    inherited = {one.name for one in fields(_OfSimilarities)}
+    return {one.name: getattr(made, one.name) for one in fields(made) if one.name not in inherited}
+
+
+def _refuse_memory(function: Callable[..., Tensor], descriptors: Tensor, gallery: Tensor) -> None:
+    if len(gallery) > len(descriptors):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise DistapError(f"{name} takes (descriptors, labels), so it cannot rank against a memory")

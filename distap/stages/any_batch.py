@@ -1,0 +1,82 @@
+"""A batch of a loop of one's own, in any nesting of tensors, as the three stages read it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from distap.errors import DistapError
+from distap.stages.micro_batches import Rows
+from distap.world import World
+
+
+class AnyBatch:
+    """One rank's images; a rank with fewer than others repeats its last one, which takes no part."""
+
+    def __init__(
+        self, parts: list[Any], labels: Tensor, samples: Sequence[int] | None, share: int, world: World, step: int
+    ) -> None:
+        self.step, self.total = step, share * world.size
+        self._parts = parts
+        self._starts = [0, *accumulate(map(rows_of, parts))]
+        # Row k of rank r is slot k W + r, so every rank has as many rows as the fullest.
+        self._own = torch.arange(share).clamp(max=len(labels) - 1)
+        self.labels, self.present = labels[self._own], torch.arange(share) < len(labels)
+        self.samples = [-1 if samples is None else int(samples[row]) for row in self._own.tolist()]
+        self.is_uniform = len({tuple(leaf.shape[1:] for leaf in tree_leaves(part)) for part in parts}) == 1
+        self._is_blank = torch.zeros(share, dtype=torch.bool)
+
+    def images(self, rows: Rows) -> Any:
+        wanted, pieces = self._own[rows], []
+        for part, (start, stop) in zip(self._parts, pairwise(self._starts), strict=True):
+            inside = wanted[(wanted >= start) & (wanted < stop)] - start
+            if len(inside):
+                pieces.append(tree_map_only(Tensor, partial(_picked, inside), part))
+        images = pieces[0] if len(pieces) == 1 else tree_map(lambda *tensors: torch.cat(tensors), *pieces)
+        blank = self._is_blank[rows]
+        return tree_map_only(Tensor, partial(_blanked, blank), images) if blank.any() else images
+
+    def blank(self, rows: Tensor) -> None:
+        self._is_blank[rows.cpu()] = True
+
+
+def cut_along_rows(images: Any, labels: Tensor | None) -> tuple[list[Any], Tensor]:
+    """Cut into nestings of tensors that can be cut along their first dimension."""
+    if isinstance(images, Iterable) and not isinstance(images, Tensor | list | tuple | Mapping):
+        items = list(images)
+        if labels is None and items:
+            images, labels = [item[0] for item in items], torch.cat([torch.as_tensor(item[1]) for item in items])
+            return images, labels
+        parts = items
+    elif isinstance(images, list) and images and all(isinstance(image, Tensor) for image in images):
+        alike = len({image.shape for image in images}) == 1
+        parts = [torch.stack(images)] if alike else [image[None] for image in images]
+    else:
+        parts = [images]
+    if labels is None:
+        raise DistapError("labels are missing: only an iterator of (images, labels) goes without")
+    return parts, torch.as_tensor(labels)
+
+
+def rows_of(part: Any) -> int:
+    counts = {len(leaf) if leaf.ndim else 0 for leaf in tree_leaves(part) if isinstance(leaf, Tensor)}
+    if len(counts) != 1:
+        have = f"have {', '.join(map(str, sorted(counts)))} rows" if counts else "hold no tensor"
+        raise DistapError(f"images {have}; every tensor needs one row for each image")
+    return counts.pop()
+
+
+def _picked(rows: Tensor, tensor: Tensor) -> Tensor:
+    first, last = int(rows[0]), int(rows[-1])
+    is_run = last - first + 1 == len(rows)  # a slice needs no copy
+    return tensor[first : last + 1] if is_run else tensor[rows.to(tensor.device)]
+
+
+def _blanked(blank: Tensor, tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    copy[blank.to(tensor.device)] = 0
+    return copy

@@ -1,0 +1,185 @@
+"""A network of a loop of one's own, whoever wrapped it, as the three stages use it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import normalize
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from distap.errors import DistapError
+from distap.ranking.loss import Gathered
+from distap.ranking.rank import Ranking
+from distap.stages.micro_batches import is_out_of_memory
+from distap.world import World
+
+
+class AnyNetwork:
+    """The caller's network as the three stages use it.
+
+    Gradients of micro-batches are summed beside the parameters, where no hook of a wrapper sees them, and given to
+    autograd once, as if the whole batch had been one pass.
+    """
+
+    lockstep, keeps_graphs, reduce_seconds = False, True, 0.0
+
+    def __init__(
+        self, outer: nn.Module, trained: list[nn.Parameter], world: World, normalise: bool, syncs: bool, sums: bool
+    ) -> None:
+        self.network: nn.Module = outer.module if isinstance(outer, DistributedDataParallel) else outer
+        self._trained = trained
+        self._gradients: list[Tensor | None] = [None] * len(trained)
+        self._world, self._normalise, self._syncs = world, normalise, syncs
+        self._reduces = sums and syncs and world.size > 1
+        # DistributedDataParallel, FSDP and Horovod average over the ranks.
+        self.scale = 1.0 if self._reduces else float(world.size)
+        self._batchnorms = [module for module in self.network.modules() if isinstance(module, _BatchNorm)]
+        kind = world.device.type
+        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._width = 0  # of a descriptor; a network with another loss puts that behind it
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """The tensors to which autograd hands what `gradients` returns."""
+        return self._trained
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Set BatchNorm layers to evaluation mode for a while."""
+        trains = [module for module in self._batchnorms if module.training]
+        for module in trains:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in trains:
+                module.training = True
+
+    def describing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def describe(self, images: Any) -> Tensor:
+        with torch.no_grad():
+            return self.forward(images)
+
+    def forward(self, images: Any) -> Tensor:
+        kind, dtype, is_enabled = self._autocast
+        # Without a cache: one that was filled without a graph would lose the parameters' gradients.
+        with torch.autocast(kind, dtype, is_enabled, cache_enabled=False):
+            output = self.network(images)
+        descriptors, *others = output if isinstance(output, tuple) else (output,)
+        descriptors = descriptors.to(torch.promote_types(descriptors.dtype, torch.float32))
+        if self._normalise:
+            descriptors = normalize(descriptors)
+        self._width = descriptors.shape[1]
+        return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
+
+    def without_other(self, rows: Tensor) -> Tensor:
+        """The descriptors alone."""
+        return rows[:, : self._width]
+
+    def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of the batch, other losses included, and its gradient by what `forward` gives."""
+        taking_part = gathered.local[:, None].to(rows) / len(gathered.images)
+        others = taking_part.expand(-1, rows.shape[1] - self._width)
+        mean = self._world.sum((others * torch.where(others > 0, rows[:, self._width :], 0)).sum())
+        return (ranking.loss + mean).to(rows.dtype), torch.cat([ranking.gradient, others], dim=1)
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
+        found = torch.autograd.grad(descriptors, self._trained, gradient, allow_unused=True)
+        sums, new = list[Tensor](), list[Tensor]()
+        for number, (old, one) in enumerate(zip(self._gradients, found, strict=True)):
+            if old is None:
+                self._gradients[number] = one
+            elif one is not None:
+                sums.append(old)
+                new.append(one)
+        if sums:
+            torch._foreach_add_(sums, new)
+
+    def discard(self) -> None:
+        self._gradients = [None] * len(self._trained)
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """The gradient for each of `inputs`."""
+        if not self._reduces:
+            return self._gradients
+        pairs = zip(self._gradients, self._trained, strict=True)
+        wholes = [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
+        flat = self._world.sum(torch.cat([whole.flatten() for whole in wholes]))
+        parts = flat.split([whole.numel() for whole in wholes])
+        return [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
+
+
+class AnyShardedNetwork(AnyNetwork):
+    """A network under FSDP2, whose parameters come and go with every micro-batch, on all ranks together."""
+
+    lockstep, keeps_graphs = True, False
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        return [torch.zeros((), device=self._world.device, requires_grad=True)]  # FSDP gives its shards theirs
+
+    def describe(self, images: Any) -> Tensor:
+        try:
+            return super().describe(images)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise DistapError(
+                    "out of memory, and ranks under FSDP cannot go on alone: lower micro_batch"
+                ) from error
+            raise
+
+    @contextmanager
+    def accumulating(self, is_last: bool) -> Iterator[None]:
+        assert isinstance(self.network, FSDPModule)
+        self.network.set_requires_gradient_sync(is_last and self._syncs)
+        self.network.set_is_last_backward(is_last)
+        try:
+            yield
+        finally:
+            self.network.set_requires_gradient_sync(True)
+            self.network.set_is_last_backward(True)
+
+    def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
+        torch.autograd.backward(descriptors, gradient)
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        return [None]
+
+
+def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
+    """The ranks of a batch: `group`, those over which the network's wrapper averages gradients, or all."""
+    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    if not (dist.is_available() and dist.is_initialized()):
+        return World(device=device)
+    group = group or _group_of(network)
+    return World(dist.get_rank(group), dist.get_world_size(group), device=device, group=group)
+
+
+def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks over which the network's wrapper averages gradients; None is all."""
+    if isinstance(network, DistributedDataParallel):
+        return network.process_group
+    sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)
+    return None if sharded is None or sharded.device_mesh.ndim > 1 else sharded.device_mesh.get_group()
+
+
+def refuse_batchnorm(network: nn.Module) -> None:
+    """Raise a DistapError that names a BatchNorm layer in training mode."""
+    for name, module in network.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise DistapError(
+                f"{name} is a BatchNorm layer in training mode: a descriptor would depend on its micro-batch, and "
+                "describe and replay would both move its statistics; pass freeze_batchnorm=True, or set it to "
+                "evaluation mode (module.eval())"
+            )

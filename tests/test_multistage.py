@@ -1,0 +1,385 @@
+"""Multistage against one pass of autograd over the whole batch, in float64."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from batches import small_images, small_network
+from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
+from ranks import on_ranks
+from reference import listwise_loss
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import distap
+from benchmarks.measuring import collectives_of
+from distap import MicroBatchSizes, Multistage
+from distap.errors import DistapError
+from distap.randomness import seed_for
+from distap.step import DROPOUT
+from distap.world import World
+
+IMAGES, NEAR = 21, 1e-9
+
+
+def contrastive(descriptors, labels):
+    same = labels[:, None] == labels
+    similarities = descriptors @ descriptors.t()
+    return ((1 - similarities) * same).mean() + (similarities.clamp(min=0.2) * ~same).mean()
+
+
+@distap.loss
+def hinge(similarities, same_class, margin=0.1):
+    hardest = similarities.masked_fill(same_class, -1).amax(1, keepdim=True)
+    return ((hardest - similarities + margin).clamp(min=0) * same_class).sum(1) / same_class.sum(1)
+
+
+def hinge_of_batch(descriptors, labels, margin=0.1):
+    losses = []
+    for query in range(len(labels)):
+        others = torch.arange(len(labels)) != query
+        same = labels[others] == labels[query]
+        if same.any():
+            similarities = descriptors[others] @ descriptors[query]
+            gaps = similarities[~same].max() - similarities[same] + margin
+            losses.append(gaps.clamp(min=0).mean())
+    return torch.stack(losses).mean()
+
+
+LOSSES = {
+    "ap_q": ("ap_q", lambda d, y: listwise_loss("ap_q", d, y)),
+    "smooth_ap": ("smooth_ap", lambda d, y: listwise_loss("smooth_ap", d, y)),
+    "function": (contrastive, contrastive),
+    "decorated": (hinge(margin=0.3), lambda d, y: hinge_of_batch(d, y, 0.3)),
+    "pytorch-metric-learning": (ContrastiveLoss(), ContrastiveLoss()),
+}
+
+
+def full_batch(network, images, labels, loss):
+    """The loss and each parameter's gradient, from one graph over all images."""
+    network = deepcopy(network)
+    value = loss(normalize(network(images)), labels)
+    value.backward()
+    return value.item(), [parameter.grad for parameter in network.parameters()]
+
+
+def gradients_of(network):
+    found = [parameter.grad for parameter in network.parameters()]
+    return [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
+
+
+def assert_near(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= NEAR * other.abs().max() + 1e-15
+
+
+def share_of(rank, size):
+    """Uneven shares, each of consecutive images: the first rank has the most."""
+    stops = [IMAGES - (size - 1 - one) * (IMAGES // size - 1) for one in range(size)]
+    return slice(stops[rank - 1] if rank else 0, stops[rank])
+
+
+def one_case(world, wrapper, loss, sizes):
+    """Loss, gradients and large collectives of a batch on this rank's share."""
+    network = small_network()
+    if wrapper == "fsdp2":
+        fully_shard(network.block)
+        fully_shard(network)
+    inner = DistributedDataParallel(network) if wrapper == "ddp inside" else network
+    multistage = Multistage(inner, LOSSES[loss][0], sizes, reduce=wrapper == "summed here")
+    outer = DistributedDataParallel(multistage) if wrapper == "ddp around" else multistage
+    images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
+    values = []
+
+    def backward():
+        values.append(outer(images, labels))
+        values[0].backward()
+
+    collectives = collectives_of(backward)
+    gradients = gradients_of(network)
+    if wrapper == "not wrapped":
+        gradients = [world.sum(gradient) / world.size for gradient in gradients]
+    return values[0].item(), [gradient.detach() for gradient in gradients], collectives
+
+
+WRAPPERS = ["ddp inside", "ddp around", "fsdp2", "summed here", "not wrapped"]
+CASES = [(wrapper, loss, size) for wrapper in WRAPPERS for loss in LOSSES for size in (1, 4)]
+
+
+def all_cases(world):
+    return [one_case(world, *case) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def on_some_ranks(request):
+    return on_ranks(request.param, all_cases)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{w}, {name}, {size}" for w, name, size in CASES])
+def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, number):
+    _, loss, _ = CASES[number]
+    expected, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES[loss][1])
+    for rank in on_some_ranks:
+        value, found, _ = rank[number]
+        assert value == pytest.approx(expected, rel=NEAR)
+        assert_near(found, gradients)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("size", [1, 4, 100, MicroBatchSizes(3, describe=7, keep=2)], ids=str)
+def test_the_gradient_is_that_of_one_pass_over_the_batch(name, size):
+    loss, reference = LOSSES[name]
+    network = small_network()
+    images, labels = small_images(IMAGES)
+    value = Multistage(network, loss, size)(images, labels)
+    (3 * value).backward()
+    expected, gradients = full_batch(small_network(), images, labels, reference)
+    assert value.item() == pytest.approx(expected, rel=NEAR)
+    assert_near(gradients_of(network), [3 * gradient for gradient in gradients])
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{w}, {name}, {size}" for w, name, size in CASES])
+def test_a_backward_pass_reduces_the_gradients_once(on_some_ranks, number):
+    wrapper, _, _ = CASES[number]
+    network = 8 * sum(parameter.numel() for parameter in small_network().parameters())
+    for _, _, collectives in (rank[number] for rank in on_some_ranks):
+        # gloo reduces and scatters by an all_reduce; the descriptors' gradients, counts and drift take some bytes too.
+        (reduced,) = (call.bytes for call in collectives if call.name == "gloo:all_reduce")
+        assert reduced - (0 if wrapper == "not wrapped" else network) in range(1200)
+
+
+def test_dropout_draws_the_same_in_both_passes():
+    network = small_network(dropout=0.3, drop_path=0.2)
+    images, labels = small_images(IMAGES)
+    torch.manual_seed(5)
+    value = Multistage(network, "ap_q", 4)(images, labels)
+    value.backward()
+    torch.manual_seed(5)
+    seed, again = int(torch.randint(2**62, ())), small_network(dropout=0.3, drop_path=0.2)
+    parts = []
+    for start in range(0, IMAGES, 4):
+        torch.manual_seed(seed_for(DROPOUT, seed, 0, start))
+        parts.append(again(images[start : start + 4]))
+    expected = listwise_loss("ap_q", torch.cat(parts), labels)
+    expected.backward()
+    assert value.item() == pytest.approx(expected.item(), rel=NEAR)
+    assert_near(gradients_of(network), gradients_of(again))
+
+
+class OfNesting(nn.Module):
+    """Takes a dict of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = small_network()
+
+    def forward(self, given):
+        return self.network(given["image"][0] * given["mask"][:, None, None, None])
+
+
+def micro_batches(images, labels):
+    for start in range(0, len(images), 5):
+        yield images[start : start + 5], labels[start : start + 5]
+
+
+def test_a_batch_may_be_any_nesting_of_tensors_or_come_as_micro_batches():
+    images, labels = small_images(IMAGES)
+    _, gradients = full_batch(small_network(), images, labels, LOSSES["ap_q"][1])
+    whole = {"image": (images,), "mask": torch.ones(IMAGES, dtype=images.dtype)}
+    given = {
+        "dict": (OfNesting(), (whole, labels)),
+        "iterator": (small_network(), (micro_batches(images, labels),)),
+        "iterator of images": (small_network(), (iter(images.split(6)), labels)),
+        "loader": (small_network(), (DataLoader(list(zip(images, labels, strict=True)), batch_size=8),)),
+        "list": (small_network(), (list(images), labels)),
+    }
+    for network, arguments in given.values():
+        Multistage(network, "ap_q", 4)(*arguments).backward()
+        assert_near(gradients_of(network), gradients)
+
+
+def test_images_of_different_sizes_are_described_one_by_one():
+    images, labels = small_images(IMAGES)
+    cut = [image[:, : 7 + number % 3, : 9 - number % 2] for number, image in enumerate(images)]
+    network, again = small_network(), small_network()
+    Multistage(network, "ap_q", 4)(cut, labels).backward()
+    listwise_loss("ap_q", torch.cat([again(image[None]) for image in cut]), labels).backward()
+    assert_near(gradients_of(network), gradients_of(again))
+
+
+class WithClassifier(nn.Module):
+    """Returns descriptors that are not normalised, and the cross entropy of each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = small_network()
+        self.classifier = nn.Linear(5, 5).double()
+
+    def forward(self, given):
+        descriptors = self.network(given[0])
+        return 3 * descriptors, cross_entropy(self.classifier(descriptors), given[1], reduction="none")
+
+
+def of_others(world, size):
+    torch.manual_seed(0)
+    network = WithClassifier()
+    images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
+    value = Multistage(network, "ap_q", size, reduce=True)((images, labels), labels)
+    value.backward()
+    return value.item(), gradients_of(network)
+
+
+@pytest.mark.parametrize("size", [4, MicroBatchSizes(3, keep=2)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_network_may_add_another_loss_of_each_image(ranks, size):
+    found = [of_others(World(), size)] if ranks == 1 else on_ranks(ranks, of_others, size)
+    torch.manual_seed(0)
+    network = WithClassifier()
+    images, labels = small_images(IMAGES)
+    descriptors, other = network((images, labels))
+    expected = listwise_loss("ap_q", normalize(descriptors), labels) + other.mean()
+    expected.backward()
+    for value, gradients in found:
+        assert value == pytest.approx(expected.item(), rel=NEAR)
+        assert_near(gradients, gradients_of(network))
+
+
+def accumulated(world):
+    """Two backward passes, of which the first is not reduced; FSDP adds up what it reduces."""
+    found = []
+    for wrapper in ("ddp", "fsdp2", "summed here"):
+        network = small_network()
+        if wrapper == "fsdp2":
+            fully_shard(network)
+        multistage = Multistage(
+            DistributedDataParallel(network) if wrapper == "ddp" else network,
+            "ap_q",
+            4,
+            reduce=wrapper == "summed here",
+        )
+        images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
+        if wrapper != "summed here":
+            with multistage.no_sync():
+                multistage(images, labels).backward()
+        else:
+            multistage(images, labels).backward()
+        multistage(images, labels).backward()
+        found.append(gradients_of(network))
+    return found
+
+
+def test_gradients_accumulate_over_backward_passes():
+    _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    for rank in on_ranks(2, accumulated):
+        for found in rank:
+            assert_near(found, [2 * gradient for gradient in gradients])
+
+
+def test_autocast_and_a_scaled_loss_reach_the_replay():
+    images, labels = (tensor.float() if tensor.is_floating_point() else tensor for tensor in small_images(IMAGES))
+    gradients = []
+    for keep in (0, 99):  # with every graph kept, nothing is replayed
+        network = small_network().float()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = Multistage(network, "ap_q", MicroBatchSizes(4, keep=keep))(images, labels)
+        assert value.dtype == torch.float32
+        (value * 1024).backward()
+        gradients.append(gradients_of(network))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    in_float, whole = small_network().float(), small_network().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        descriptors = torch.cat([whole(part) for part in images.split(4)])
+    (1024 * listwise_loss("ap_q", normalize(descriptors.float()), labels)).backward()
+    for found, expected, other in zip(gradients[0], gradients_of(whole), gradients_of(in_float), strict=True):
+        assert other is None and (found - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_what_would_spoil_the_gradient_is_refused():
+    images, labels = small_images(IMAGES)
+    with pytest.raises(DistapError, match=r"norm is a BatchNorm layer in training mode.*freeze_batchnorm=True"):
+        Multistage(small_network(frozen=False))(images, labels)
+    with pytest.raises(DistapError, match="other lengths than 1"):
+        Multistage(nn.Sequential(small_network(), Double()), normalise=False)(images, labels)
+    with pytest.raises(DistapError, match="labels are missing"):
+        Multistage(small_network())(images)
+    with pytest.raises(DistapError, match=r"labels are \(20,\) for 21 images"):
+        Multistage(small_network())(images, labels[1:])
+    with pytest.raises(DistapError, match="images have 20, 21 rows"):
+        Multistage(small_network())((images, labels[1:]), labels)
+    with pytest.raises(DistapError, match="ProxyAnchorLoss has parameters of its own"):
+        Multistage(small_network(), ProxyAnchorLoss(5, 5))
+    value = Multistage(small_network())(images, labels)
+    value.backward()
+    with pytest.raises(RuntimeError, match="sent back already"):
+        value.backward()
+
+
+class Double(nn.Module):
+    def forward(self, descriptors):
+        return 2 * descriptors
+
+
+class Wandering(nn.Module):
+    """A descriptor that torch's generators do not control."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.calls = small_network(), 0
+
+    def forward(self, images):
+        self.calls += 1
+        return self.network(images + 0.01 * self.calls)
+
+
+def test_a_network_that_describes_differently_in_replay_is_refused():
+    network = Wandering()
+    with pytest.raises(DistapError, match="step 1: replay drift"):
+        Multistage(network, "ap_q", 4)(*small_images(IMAGES)).backward()
+    assert gradients_of(network) == [None] * 8
+
+
+def test_batchnorm_can_be_frozen_and_keeps_its_statistics_and_mode():
+    network = small_network(frozen=False)
+    before = deepcopy(network.norm.state_dict())
+    Multistage(network, "ap_q", 4, freeze_batchnorm=True)(*small_images(IMAGES)).backward()
+    _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    assert_near(gradients_of(network), gradients)
+    assert network.norm.training
+    assert all(torch.equal(before[name], value) for name, value in network.norm.state_dict().items())
+
+
+def test_an_image_without_a_finite_descriptor_is_left_out():
+    images, labels = small_images(IMAGES)
+    images[3] = torch.nan
+    network, again = small_network(), small_network()
+    multistage = Multistage(network, "ap_q", 4)
+    value = multistage(images, labels)
+    value.backward()
+    rest = torch.arange(IMAGES) != 3
+    expected, gradients = full_batch(again, images[rest], labels[rest], LOSSES["ap_q"][1])
+    assert multistage.not_finite == [3] and images[3].isnan().all()
+    assert value.item() == pytest.approx(expected, rel=NEAR)
+    assert_near(gradients_of(network), gradients)
+
+
+def test_a_loop_trains_with_its_own_optimiser_and_memory():
+    network = small_network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    multistage = Multistage(network, "ap_q", 4, memory=30)
+    losses = []
+    for _ in range(8):
+        losses.append(multistage(*small_images(IMAGES)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] and optimizer.param_groups[0]["lr"] == 0.5
+    assert len(multistage.memory) == 30
+    another = Multistage(small_network(), "ap_q", 4, memory=30)
+    another.load_state_dict(multistage.state_dict())
+    assert torch.equal(another.memory.descriptors, multistage.memory.descriptors)
+    with torch.no_grad():
+        assert not multistage(*small_images(IMAGES)).requires_grad
