@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from distap.ranking.losses.base import SimilarityLoss as SimilarityLoss
     from distap.ranking.losses.function import loss as loss
     from distap.ranking.memory import CrossBatchMemory as CrossBatchMemory
-    from distap.ranking.rank import Ranking as Ranking
     from distap.ranking.rank import rank as rank
     from distap.stages.micro_batches import MicroBatchSizes as MicroBatchSizes
-    from distap.step import StepResult as StepResult
     from distap.step import ThreeStageStep as ThreeStageStep
 
 __version__ = "0.1.0"
@@ -29,9 +27,7 @@ _MODULES = {
     "Loss": "distap.ranking.loss",
     "Multistage": "distap.multistage",
     "MicroBatchSizes": "distap.stages.micro_batches",
-    "Ranking": "distap.ranking.rank",
     "SimilarityLoss": "distap.ranking.losses.base",
-    "StepResult": "distap.step",
     "ThreeStageStep": "distap.step",
     "loss": "distap.ranking.losses.function",
     "rank": "distap.ranking.rank",

@@ -66,10 +66,7 @@ class Described:
 
 @dataclass
 class ThreeStages:
-    """Describe, gather, rank, replay: the gradient of a whole batch.
-
-    It raises a DistapError if the network or the engine does not allow these sizes.
-    """
+    """Describe, gather, rank, replay; a DistapError if the network or the engine does not allow these sizes."""
 
     engine: Replica  # the network over the ranks
     loss: Loss

@@ -147,7 +147,7 @@ def test_a_backward_pass_reduces_the_gradients_once(on_some_ranks, number):
     wrapper, _, _ = CASES[number]
     network = 8 * sum(parameter.numel() for parameter in small_network().parameters())
     for _, _, collectives in (rank[number] for rank in on_some_ranks):
-        # gloo reduces and scatters by an all_reduce; the descriptors' gradients, counts and drift take some bytes too.
+        # gloo reduces and scatters by an all_reduce; gradients of descriptors, counts and drift take some bytes too.
         (reduced,) = (call.bytes for call in collectives if call.name == "gloo:all_reduce")
         assert reduced - (0 if wrapper == "not wrapped" else network) in range(1200)
 
