@@ -79,34 +79,29 @@ def launch(
             f"--shutdown-timeout {settings.shutdown_timeout}: ranks would be killed in their grace time of "
             f"{grace_seconds:g} s (stop.grace_seconds); give at least {needed}"
         )
-    with _outcomes() as outcomes, _early_signals(outcomes):
+    with _outcomes() as outcomes:
         return run_ranks(settings, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS))
 
 
 @contextmanager
 def _outcomes() -> Iterator[Path]:
-    """Make a folder for the ranks' exit statuses, and name it in their environment."""
+    """Make a folder for the ranks' exit statuses, and name it in their environment.
+
+    Until torch handles signals, when it starts the ranks, a signal ends this process: there is nothing to lose yet.
+    """
     folder = Path(tempfile.mkdtemp(prefix="distap-outcomes-"))
     ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), STARTED: str(process_started())}
     os.environ |= ours
+    end_when_asked(partial(shutil.rmtree, folder, ignore_errors=True))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it
     try:
         yield folder
     finally:
+        go_deaf()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name in ours:
             del os.environ[name]
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _early_signals(outcomes: Path) -> Iterator[None]:
-    """End at once on a signal until torch handles signals, with the first ranks: there is nothing to lose yet."""
-    end_when_asked(partial(shutil.rmtree, outcomes, ignore_errors=True))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it
-    try:
-        yield
-    finally:
-        go_deaf()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def main() -> None:

@@ -96,8 +96,7 @@ def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
         verify_files(path, manifest, manifest.files)
         return Checkpoint(path, manifest)
     if best:
-        chosen = best_checkpoint(path / FOLDER)
-        if chosen is None:
+        if (chosen := best_checkpoint(path / FOLDER)) is None:
             raise DistapError(f"{path}: no checkpoint there has been evaluated; evaluation.every does that")
         return find_checkpoint(chosen)
     with newest_checkpoint(path / FOLDER, World()) as found:
@@ -123,9 +122,8 @@ def newest_checkpoint(folder: Path, world: World, stored: StoredRun | None = Non
         DistapError: the ranks see different checkpoints, the store cannot be read, or all checkpoints are damaged.
     """
     if stored is None:
-        newest = _newest(
-            folder, _seen_by_all(folder, world), lambda name: _verified(folder / name, world, True), world.rank
-        )
+        names = _seen_by_all(folder, world)
+        newest = _newest(folder, names, lambda name: _verified(folder / name, world, True), world.rank)
         yield None if newest is None else Found(newest[0], None, newest[2])
         return
     names, attempt = on_all(world, lambda: [stored.names(), uuid.uuid4().hex[:8]], mine=world.rank == 0)[0]
@@ -214,10 +212,10 @@ def _seen_by_all(folder: Path, world: World) -> list[str]:
     """List the names of the checkpoints of a shared folder, which must be the same ones on all ranks."""
     deadline = time.monotonic() + LISTING_SECONDS
     while True:
-        seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
+        seen: list[list[str]] = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
         other = next((rank for rank, names in enumerate(seen) if names != seen[0]), None)
         if other is None:
-            return list(seen[0])
+            return seen[0]
         if world.maximum(time.monotonic() - deadline) >= 0:
             newest = [f"rank {rank} has {seen[rank][-1] if seen[rank] else 'none'}" for rank in (0, other)]
             raise DistapError(

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,9 @@ class Checkpoint:
             raise DamagedCheckpointError(self.path, f"{STATE_FILE} has no {', '.join(missing)}")
         return state
 
-    def tensors(self, prefix: str = "", into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Read the tensors whose name starts with `prefix`, to the CPU or into those of `into`."""
-        return read_tensors(self.path, self.manifest.files, prefix, into)
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Read the tensors whose name starts with `prefix`, to the CPU."""
+        return read_tensors(self.path, self.manifest.files, prefix)
 
 
 def step_in_name(name: str) -> int:
@@ -70,9 +69,7 @@ def step_in_name(name: str) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first, damaged ones included."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
 
 
 def best_checkpoint(folder: Path) -> Path | None:

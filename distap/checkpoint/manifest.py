@@ -89,11 +89,7 @@ def parse_manifest(data: bytes, where: Path | str) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare files with the manifest, byte for byte.
-
-    Raises:
-        DamagedCheckpointError: one is missing, unreadable or different.
-    """
+    """Raise a DamagedCheckpointError if one of the files is missing, unreadable or not the one in the manifest."""
     for _, detail in damaged_files(folder, manifest, names):
         raise DamagedCheckpointError(folder, detail)
 

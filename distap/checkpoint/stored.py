@@ -12,6 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -170,38 +171,34 @@ class StoredRun:
         A failure is only logged, since no checkpoint depends on these files.
         """
         try:
-            self._send_beside(run)
+            here = {file.relative_to(run).as_posix() for pattern in self.beside for file in run.glob(pattern)}
+            for name in sorted(here):
+                # The training replaces its evaluations meanwhile.
+                with suppress(FileNotFoundError, MissingFileError):
+                    version = _version(run / name)
+                    if self._sent.get(name) != version:
+                        self.store.upload(name, run / name)
+                        self._sent[name] = version
+            # Remove only what came from here: others may use the same folder.
+            for name in sorted(self._sent.keys() - here):
+                self.store.remove(name)
+                del self._sent[name]
         except (OSError, DistapError) as error:
             logger.warning("not in the store, but in %s: %s", run, error)
-
-    def _send_beside(self, run: Path) -> None:
-        here = {file.relative_to(run).as_posix() for pattern in self.beside for file in run.glob(pattern)}
-        for name in sorted(here):
-            try:
-                version = _version(run / name)
-                if self._sent.get(name) != version:
-                    self.store.upload(name, run / name)
-                    self._sent[name] = version
-            except (FileNotFoundError, MissingFileError):
-                continue  # the training replaces its evaluations meanwhile
-        # Remove only what came from here: others may use the same folder.
-        for name in sorted(self._sent.keys() - here):
-            self.store.remove(name)
-            del self._sent[name]
 
     def fetch_beside(self, run: Path) -> None:
         """Bring the files beside checkpoints from the store into a run's folder."""
         for name in (name for pattern in self.beside for name in self.store.names(pattern)):
             if ".." in name.split("/"):
                 continue
-            data = self.store.read_whole(name)
-            if name == self.merged and (run / name).exists():
+            data, path = self.store.read_whole(name), run / name
+            if name == self.merged and path.exists():
                 there = set(data.splitlines())
-                mine = [line for line in (run / name).read_bytes().splitlines() if line not in there]
-                write_whole(run / name, data + b"".join(line + b"\n" for line in mine))
-                continue
-            write_whole(run / name, data)
-            self._sent[name] = _version(run / name)
+                mine = [line + b"\n" for line in path.read_bytes().splitlines() if line not in there]
+                write_whole(path, data + b"".join(mine))
+            else:
+                write_whole(path, data)
+                self._sent[name] = _version(path)
 
     def _listed(self) -> dict[str, set[str]]:
         """List the files of each checkpoint, with or without a manifest, oldest first."""

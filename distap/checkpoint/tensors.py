@@ -81,16 +81,11 @@ def files_of_rank(folder: Path, rank: int) -> list[str]:
     return sorted(path.name for path in folder.glob(f"__{rank}_*.distcp"))
 
 
-def read_tensors(
-    folder: Path, files: Collection[str], prefix: str = "", into: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Read tensors of a checkpoint whose files have been verified.
+def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict[str, Tensor]:
+    """Read those tensors of a verified checkpoint whose name starts with `prefix`, to the CPU.
 
-    Args:
-        folder: of the checkpoint.
-        files: names in its manifest; no other file is opened.
-        prefix: read only tensors whose name starts with it.
-        into: tensors to fill, by name, such as the shards of a rank; the others are made on the CPU.
+    No other file is opened than `files`, the names in its manifest.
+
     Raises:
         DamagedCheckpointError: the metadata hold anything but tensors of this checkpoint.
     """
@@ -105,8 +100,7 @@ def read_tensors(
                 raise DamagedCheckpointError(
                     folder, f"{METADATA_FILE}: {name} is to have {size:,} bytes, more than all files together"
                 )
-            given = (into or {}).get(name)
-            tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if given is None else given
+            tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
     # Each rank reads what it needs from the same files, so the ranks have nothing to agree on.
     try:
         load(tensors, storage_reader=_Reader(folder, metadata), no_dist=True)
@@ -132,12 +126,9 @@ def _read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     try:
         with (folder / METADATA_FILE).open("rb") as file:
             metadata = RestrictedUnpickler(file, _ALLOWED).load()
-    except ForbiddenGlobalError as error:
-        raise DamagedCheckpointError(
-            folder, f"{METADATA_FILE}: {error} is no part of a checkpoint's metadata"
-        ) from error
     except Exception as error:  # a damaged pickle can fail in any way
-        raise DamagedCheckpointError(folder, f"{METADATA_FILE}: {error}") from error
+        foreign = " is no part of a checkpoint's metadata" if isinstance(error, ForbiddenGlobalError) else ""
+        raise DamagedCheckpointError(folder, f"{METADATA_FILE}: {error}{foreign}") from error
     if not isinstance(metadata, Metadata) or not all(
         isinstance(stored, TensorStorageMetadata) for stored in metadata.state_dict_metadata.values()
     ):

@@ -83,11 +83,9 @@ class CheckpointWriter:
         self.keep, self.keep_best = keep, keep_best
         self.timeout_seconds, self.stored = timeout_seconds, stored
         # Collectives of two threads must not meet in one group, so the writers talk over their own, on the CPU.
-        group: dist.ProcessGroup | None = None
+        group: Any = None
         if world.size > 1:
-            made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-            assert isinstance(made, dist.ProcessGroup)
-            group = made
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._ranks = replace(world, device=CPU, group=group, watchdog=None)
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
@@ -107,8 +105,7 @@ class CheckpointWriter:
             step: number of steps done.
             tensors: by name; a tensor that all ranks have is written once.
             state: values that JSON can hold, the same on every rank.
-            about: hashes that identify the training.
-            score: validation mAP of this state, if it was evaluated.
+            about, score: see `Manifest`.
         Returns:
             The outcome of the checkpoint before, unless `poll` has returned it already.
         """
@@ -147,22 +144,20 @@ class CheckpointWriter:
     def _run(self, job: _Job) -> None:
         started = time.perf_counter()
         path = self.folder / f"step-{job.manifest.step:08d}"
-        size, problem, lost_rank, may_pass = 0, None, None, False
+        outcome: dict[str, Any] = {}
         try:
-            size = self._write(job, path)
+            outcome["bytes"] = self._write(job, path)
         except Exception as error:  # training goes on after any error, and poll tells of it
-            problem, may_pass = str(error) or type(error).__name__, isinstance(error, UnreachableError)
+            outcome = {"error": str(error) or type(error).__name__, "may_pass": isinstance(error, UnreachableError)}
             if self.world.size > 1 and is_of_the_network(error):
-                lost_rank = error
+                outcome["lost_rank"] = error
             elif not job.is_on_disk:
                 # torch's writer hides a full disk behind an error of its own.
                 free = shutil.disk_usage(self.folder).free / 1e6 if self.folder.is_dir() else float("nan")
                 needed = sum(tensor.nbytes for tensor in job.tensors.values()) / 1e6
-                problem += f" (it takes {needed:,.1f} MB; {free:,.1f} MB are free)"
+                outcome["error"] += f" (it takes {needed:,.1f} MB; {free:,.1f} MB are free)"
         seconds = time.perf_counter() - started
-        job.written = Written(
-            job.manifest.step, path, seconds, job.blocked_seconds, size, problem, lost_rank, may_pass
-        )
+        job.written = Written(job.manifest.step, path, seconds, job.blocked_seconds, **outcome)
 
     def _write(self, job: _Job, path: Path) -> int:
         """Write aside, verify, rename or upload, and return the bytes of all ranks. Fails on all ranks or on none."""
@@ -188,11 +183,12 @@ class CheckpointWriter:
             if is_ours:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
-        if self.stored is not None and is_ours:
-            # It is in the store now: make room on this disk, and leave one place to go on from.
-            shutil.rmtree(aside, ignore_errors=True)
-        if self.stored is not None and is_first:
-            self._tidy(self.stored.by(time.monotonic() + TIDY_SHARE * self.timeout_seconds), f"{path.name}.{attempt}")
+        if self.stored is not None:
+            if is_ours:  # it is in the store now: make room on this disk, and leave one place to go on from
+                shutil.rmtree(aside, ignore_errors=True)
+            if is_first:
+                until = time.monotonic() + TIDY_SHARE * self.timeout_seconds
+                self._tidy(self.stored.by(until), f"{path.name}.{attempt}")
         return sum(identity.bytes for identity in files.values())
 
     def _make(self, aside: Path) -> None:

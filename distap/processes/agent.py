@@ -15,8 +15,7 @@ import subprocess
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -67,14 +66,18 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int
         linger_seconds: how long to stay when a rank has failed and the rendezvous is gone.
     """
     returned = threading.Event()
-    agent = partial(Agent, outcomes, linger_seconds, settings, returned)
+    # torchrun builds its agent internally and offers no hook, so we swap the class that it looks up.
+    agent: Any = partial(Agent, outcomes, linger_seconds, settings, returned)
+    torch_launcher.LocalElasticAgent = agent  # type: ignore[attr-defined]
     try:
         await_meeting_point(settings)
-        with _agents_made_by(agent):
-            record(torchrun.run)(settings)
+        record(torchrun.run)(settings)
         return FINISHED
     except ChildFailedError as error:
-        failures = [f"rank {rank} (pid {one.pid}): {_how(one.exitcode)}" for rank, one in error.failures.items()]
+        failures = [
+            f"rank {rank} (pid {one.pid}): {one.signal_name() if one.exitcode < 0 else f'status {one.exitcode}'}"
+            for rank, one in error.failures.items()
+        ]
         logger.error("not all ranks finished: %s", ", ".join(failures))
     except SignalException as error:
         logger.warning("stopped by %s", error.sigval.name)
@@ -85,10 +88,6 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int
     finally:
         returned.set()
     return status_of(recorded_outcomes(outcomes))
-
-
-def _how(status: int) -> str:
-    return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
 
 class Agent(LocalElasticAgent):
@@ -213,14 +212,3 @@ def free_lock(process: subprocess.Popen[bytes]) -> None:
     lock: threading.Lock = process._waitpid_lock  # type: ignore[attr-defined]
     lock.acquire(timeout=PROBE_SECONDS)  # another thread has it for an instant only
     lock.release()
-
-
-@contextmanager
-def _agents_made_by(make: Callable[..., LocalElasticAgent]) -> Iterator[None]:
-    """Swap the agent class that torchrun looks up: it builds its agent internally and offers no hook."""
-    torchs = torch_launcher.LocalElasticAgent  # type: ignore[attr-defined]
-    torch_launcher.LocalElasticAgent = make  # type: ignore[attr-defined, assignment]
-    try:
-        yield
-    finally:
-        torch_launcher.LocalElasticAgent = torchs  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ torch waits a minute or two, deaf to signals, and asks only once whether this ma
 for pods: pulling another pod's image may take longer, and its name spreads over name servers with a delay.
 """
 
+import itertools
 import logging
 import socket
 import time
@@ -36,23 +37,25 @@ def await_meeting_point(settings: Namespace) -> None:
     """
     if settings.standalone or settings.rdzv_backend != "c10d" or not settings.rdzv_endpoint:
         return
-    host, port = _endpoint(settings.rdzv_endpoint)
+    try:
+        host, port = parse_rendezvous_endpoint(settings.rdzv_endpoint, C10D_PORT)
+    except ValueError as error:
+        where = f"--rdzv-endpoint {settings.rdzv_endpoint}"
+        raise DistapError(f"{where}: expected HOST or HOST:PORT with a port from 0 to 65535: {error}") from error
     join_seconds, is_host = _configured(settings.rdzv_conf)
     if str(is_host).lower() in ("1", "true", "t", "yes", "y"):
         return
-    deadline = time.monotonic() + join_seconds
-    has_said = False
-    while not answers(host, port):
+    started = time.monotonic()
+    for probe in itertools.count():
+        if answers(host, port) or time.monotonic() - started > join_seconds:
+            return
         if is_host is None and _is_this_machine(host):
             # A name that other hosts share, such as localhost, must not make all of them take themselves for it.
             if socket.getfqdn().startswith(f"{host}."):
                 settings.rdzv_conf = ",".join(filter(None, (settings.rdzv_conf, "is_host=1")))
             return
-        if time.monotonic() > deadline:
-            return
-        if not has_said:
+        if probe == 0:
             logger.warning("nobody answers at %s:%d yet: waiting for it, %d s at most", host, port, join_seconds)
-            has_said = True
         time.sleep(PROBE_SECONDS)
 
 
@@ -63,15 +66,6 @@ def answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    try:
-        return parse_rendezvous_endpoint(text, C10D_PORT)
-    except ValueError as error:
-        raise DistapError(
-            f"--rdzv-endpoint {text}: expected HOST or HOST:PORT with a port from 0 to 65535: {error}"
-        ) from error
 
 
 def _configured(text: str) -> tuple[int, str | None]:

@@ -45,21 +45,13 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Party:
-    """The ranks that have joined.
+    """The ranks that have joined."""
 
-    Args:
-        store: a store without keys of earlier attempts.
-        members: the processes in the order of ranks.
-        address: host:port of the store.
-        rank: this process's rank.
-        serves: whether the store lives in this process.
-    """
-
-    store: Store
-    members: list[RankProcess]
-    address: str
-    rank: int
-    serves: bool
+    store: Store  # without keys of earlier attempts
+    members: list[RankProcess]  # in the order of ranks
+    address: str  # host:port of the store
+    rank: int  # of this process
+    serves: bool  # whether the store lives in this process
 
 
 def join(rank: int, size: int, timeout_seconds: float) -> Party:

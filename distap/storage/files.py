@@ -25,10 +25,10 @@ PART = 16 * 2**20  # bytes of a large file that are sent to a bucket at once
 
 
 class About(NamedTuple):
-    """A file's size in bytes, and a text that changes when the file does."""
+    """What is known of a file without reading it."""
 
-    size: int
-    version: str
+    size: int  # in bytes
+    version: str  # changes when the file does
 
 
 def storage_of(base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> "Storage":

@@ -66,13 +66,6 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert checkpoint.tensors("memory.").keys() == {"memory.labels"}
 
 
-def test_tensors_are_filled_in_where_they_are(tmp_path):
-    checkpoint = find_checkpoint(save(tmp_path, 1).path)
-    mine = torch.zeros(2, 3)
-    checkpoint.tensors("network.", into={"network.a": mine})
-    assert torch.equal(mine, TENSORS["network.a"])
-
-
 def test_training_goes_on_and_changes_the_state_while_it_is_written(tmp_path, monkeypatch):
     may_write = threading.Event()
     monkeypatch.setattr(

@@ -84,10 +84,7 @@ def restore(world, folder, name):
     for saved in ENGINES:
         engine = engine_named(name, world, seed=1)
         checkpoint, _ = newest_on_disk(folder / saved, world)
-        present = engine.state_dict()
-        # Some as this rank's shards, read in place, and some whole.
-        shards = checkpoint.tensors("network.", into={n: t for n, t in present.items() if "power" not in n})
-        engine.load_state_dict(checkpoint.tensors() | shards)
+        engine.load_state_dict(checkpoint.tensors())
         before = whole(engine)
         train(engine, world, steps=1)
         states[saved] = before, whole(engine)
