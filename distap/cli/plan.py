@@ -61,11 +61,7 @@ def plan_command(
 
 
 def parse_gpus(text: str, batch: int) -> list[int]:
-    """Return the numbers of GPUs in a text such as `1,8,64` for which a batch has images.
-
-    Raises:
-        DistapError: the text is no such list, or no number is left.
-    """
+    """Return the numbers of GPUs in a text such as `1,8,64` for which a batch has images."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
         raise DistapError(f"--gpus {text!r}: expected numbers with commas between them, such as 1,8,64")
     possible = [number for number in sorted({int(number) for number in text.split(",")}) if number <= batch]
@@ -75,11 +71,7 @@ def parse_gpus(text: str, batch: int) -> list[int]:
 
 
 def parse_rate(text: str) -> float:
-    """Return the bytes a second of a rate: `400Gb` is in bits a second, `50GB` in bytes a second.
-
-    Raises:
-        DistapError: the text is no rate.
-    """
+    """Return the bytes a second of a rate: `400Gb` is in bits a second, `50GB` in bytes a second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)?", text.strip())
     if match is None or float(match[1]) == 0:
         raise DistapError(f"--link {text!r}: expected a rate, such as 400Gb for bits or 50GB for bytes a second")

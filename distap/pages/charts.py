@@ -120,13 +120,7 @@ def line_chart(
 
 
 def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], y_label: str) -> Chart | None:
-    """A chart with one bar a step, made of the layers from the bottom up; many steps are averaged in intervals.
-
-    Args:
-        steps: (S,) positions.
-        layers: name -> (S,) heights.
-        y_label: quantity and unit of the heights.
-    """
+    """A chart with one bar for each of (S,) steps, from layers of (S,) heights; many are averaged in intervals."""
     heights = [thinned(list(zip(steps, values, strict=True)), MOST_BARS) for values in layers.values()]
     columns = list(zip(*heights, strict=True))
     if not columns:

@@ -16,11 +16,7 @@ def page_text(template: str, **values: Any) -> str:
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Write a page as one file, which needs no network and runs no script. Its folder is created.
-
-    Raises:
-        UnwritableError: the file cannot be written; an earlier one is still there then.
-    """
+    """Write a page as one file, which needs no network and runs no script. Its folder is created."""
     write_whole(path, page_text(template, **values))
 
 

@@ -1,6 +1,7 @@
 """Read what a training left in its folder: recipe, log and evaluations."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,15 +94,7 @@ class Run:
 
 
 def read_run(folder: Path, before: Path | None = None, after: Path | None = None, name: str = "") -> Run:
-    """Read the folder of a training.
-
-    Args:
-        folder: of the training.
-        before, after: evaluations to use instead of the run's own first and newest one.
-        name: by default the folder.
-    Raises:
-        DistapError: this is no run folder, or an evaluation cannot be read.
-    """
+    """Read the folder of a training, called `name`, with other evaluations than its first and newest if given."""
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
     try:
@@ -122,14 +115,12 @@ def read_run(folder: Path, before: Path | None = None, after: Path | None = None
 
 def run_names(folders: Sequence[Path]) -> list[str]:
     """Short names for several runs: the parts of their paths in which they differ."""
-    parts = [folder.resolve().parts for folder in folders]
-    shared = 0
-    while len({part[:shared] for part in parts}) == 1 and all(len(part) > shared for part in parts):
-        shared += 1
-    names = ["/".join(part[max(shared - 1, 0) :]) for part in parts]
-    while all("/" in name for name in names) and len({name.rpartition("/")[2] for name in names}) == 1:
-        names = [name.rpartition("/")[0] for name in names]  # such as a/train and b/train
-    return names
+    paths = [folder.resolve() for folder in folders]
+    shared = Path(os.path.commonpath(paths))
+    names = [path.relative_to(shared.parent if shared in paths else shared) for path in paths]
+    while len({name.name for name in names}) == 1 and all(len(name.parts) > 1 for name in names):
+        names = [name.parent for name in names]  # such as a/train and b/train
+    return [str(name) for name in names]
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:

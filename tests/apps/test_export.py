@@ -21,9 +21,8 @@ from small_trainings import train
 from torch import nn
 
 from distap.apps.export import programs
-from distap.apps.export.card import model_card
+from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, program_describer, sizes_to_try
-from distap.apps.export.origin import origin_of
 from distap.apps.export.programs import exportable, program_of, save_onnx, save_program, size_ranges
 from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.checkpoint.finding import find_checkpoint
@@ -200,7 +199,7 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
     changes = {"backbone": TimmBackbone("resnet50.a1_in1k"), "weights": TimmWeights()}
     model = exported.recipe.model.model_copy(update=changes)
     began = replace(origin, recipe=exported.recipe.model_copy(update={"model": model}))
-    card = model_card(exported.describer, began, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None)
+    card = model_card(began, Exported(exported.describer, {}, None, ((SIZE, SIZE), (SIZE, SIZE))), None)
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
 
@@ -211,7 +210,7 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
     train = "https://user:word@a.example/shards/train?signature=abc"
     data = exported.recipe.data.model_copy(update={"remote": remote, "train": train})
     trained = replace(origin, recipe=exported.recipe.model_copy(update={"data": data}))
-    card = model_card(exported.describer, trained, {}, None, ((SIZE, SIZE), (SIZE, SIZE)), None)
+    card = model_card(trained, Exported(exported.describer, {}, None, ((SIZE, SIZE), (SIZE, SIZE))), None)
     assert "its name" not in card and "its secret" not in card
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 

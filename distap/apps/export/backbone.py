@@ -28,15 +28,13 @@ class BackboneFile:
 def save_backbone(
     network: RetrievalNetwork, name: str, path: Path, images: Tensor, about: Mapping[str, str]
 ) -> BackboneFile:
-    """Write the backbone's weights, load them by timm, and compare the features of both.
+    """Write the backbone's weights, load them by timm, and raise a DistapError if its features differ.
 
     Args:
         network: in evaluation mode, on the CPU.
         name: timm's name of the backbone.
         images: (n, 3, height, width) uint8 to compare with.
         about: texts for the file's header.
-    Raises:
-        DistapError: timm cannot load the file, or computes other features.
     """
     # Copies, since the format stores neither memory formats nor tensors that share memory.
     state = {

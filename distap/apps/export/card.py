@@ -1,7 +1,9 @@
-"""Write the model card beside an export: the run's knowledge of the network, and code that loads it."""
+"""Write the model card beside an export: what the run recorded about the network, and code that loads it."""
 
-from collections.abc import Mapping
+import math
+from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -12,44 +14,72 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import distap
 from distap.apps.export.backbone import BackboneFile
 from distap.apps.export.checking import Agreement
-from distap.apps.export.origin import Origin
 from distap.apps.export.programs import Range
+from distap.checkpoint.folder import Checkpoint
+from distap.config.recipe import Recipe
+from distap.data.shards.index import load_index
+from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation
 from distap.registry import name_of
 from distap.retrieval.whitening import Whitening
 from distap.storage.redact import without_secrets
+from distap.telemetry.runlog import read_run_log
 
-CARD_FILE = "README.md"
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The data set that a network was trained on; None if not known."""
+
+    source: str
+    fingerprint: str | None
+    images: int | None
+    classes: int | None
 
 
-def model_card(
-    describer: ImageDescriber,
-    origin: Origin,
-    programs: Mapping[str, Agreement],
-    backbone: BackboneFile | None,
-    sizes: tuple[Range, Range],
-    whitening: Whitening | None,
-) -> str:
-    """Return the card as Markdown, with the fields that the Hugging Face hub reads at its top.
+@dataclass(frozen=True)
+class Origin:
+    """The run behind a checkpoint."""
 
-    Args:
-        programs: agreement of each file with the network.
-        backbone: how timm loads the backbone's weights, if they were written.
-        sizes: heights and widths that the programs take.
-    """
+    checkpoint: Path
+    step: int
+    recipe: Recipe
+    data: TrainingData
+    figures: dict[str, dict[str, float]]  # of this very state by data set, the validation set first
+    validation: SavedEvaluation | None  # details of the validation set's figures
+
+
+def origin_of(checkpoint: Checkpoint, recipe: Recipe) -> Origin:
+    """Read a checkpoint's origin from its run's folder; figures of another state are left out."""
+    run = checkpoint.path.absolute().parent.parent
+    score = checkpoint.manifest.score
+    data = _data(recipe, checkpoint.manifest.about.get("data"))
+    figures, validation = ({}, None) if score is None else _scored(run, checkpoint.step, score, recipe)
+    return Origin(checkpoint.path, checkpoint.step, recipe, data, figures, validation)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The written files, and how near to the network they are."""
+
+    describer: ImageDescriber
+    programs: dict[str, Agreement]  # by file
+    backbone: BackboneFile | None
+    sizes: tuple[Range, Range]  # heights and widths that the programs take
+
+
+def model_card(origin: Origin, exported: Exported, whitening: Whitening | None) -> str:
+    """Return the card as Markdown, with the fields that the Hugging Face hub reads at its top."""
     settings = origin.recipe.model_dump(mode="json")
     settings["data"]["remote"]["options"] = {}  # a card is passed on, and these may hold keys to someone's storage
     terms = settings["loss"].get("terms") or [(1, settings["loss"])]
-    network = describer.network.network
+    network = exported.describer.network.network
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
     card = ModelCard.from_template(
-        _card_data(origin, "model.onnx" in programs),
+        _card_data(origin, "model.onnx" in exported.programs),
         template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
         origin=origin,
-        describer=describer,
-        programs=programs,
-        backbone=backbone,
-        sizes=sizes,
+        exported=exported,
         whitening=whitening,
         weights=name_of("weights", origin.recipe.model.weights),
         pretrained=_pretrained(origin),
@@ -86,3 +116,47 @@ def _pretrained(origin: Origin) -> dict[str, Any]:
     model = origin.recipe.model
     config = timm.get_pretrained_cfg(model.architecture) if name_of("weights", model.weights) == "timm" else None
     return {} if config is None else dict(config.to_dict())
+
+
+def _data(recipe: Recipe, fingerprint: Any) -> TrainingData:
+    source = recipe.data.train_source
+    images = classes = None
+    if not source.scheme:
+        try:
+            index = load_index(source, compare=False)
+        except DistapError:
+            index = None
+        if index is not None and index.fingerprint == fingerprint:
+            images, classes = len(index), len(set(index.label[index.label >= 0].tolist()))
+    return TrainingData(str(source), None if fingerprint is None else str(fingerprint), images, classes)
+
+
+def _scored(
+    run: Path, step: int, score: float, recipe: Recipe
+) -> tuple[dict[str, dict[str, float]], SavedEvaluation | None]:
+    name = str(recipe.data.validation)
+    figures: dict[str, dict[str, float]] = {name: {"mAP": score}}
+    validation = None
+    try:
+        lines = [line for line in read_run_log(run) if line.get("step") == step and "validation" in line]
+    except DistapError:
+        lines = []
+    for line in lines:
+        if _is(line["validation"].get("mAP"), score):
+            figures = {name: _known(line["validation"])}
+            figures |= {other: _known(of_set) for other, of_set in line.get("also", {}).items()}
+    try:
+        validation = read_evaluation(folder_of_step(run, step))
+    except DistapError:
+        return figures, None
+    return figures, validation if _is(validation.figures.get("mAP"), score) else None
+
+
+def _known(figures: dict[str, Any]) -> dict[str, float]:
+    """Leave out figures that the log says are no number."""
+    return {name: float(value) for name, value in figures.items() if isinstance(value, float | int)}
+
+
+def _is(figure: Any, score: float) -> bool:
+    """Tell whether a figure is the checkpoint's score, which ranks exchange in float64."""
+    return isinstance(figure, float | int) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)

@@ -1,5 +1,6 @@
 """Compare exported files with the network, on images of several kinds, batches and sizes."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from distap.errors import DistapError
 
 TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed in float32
 BATCHES = (1, 2, 7)
+TELLING = 10  # images have to differ by this many times the tolerance for an agreement to mean much
+logger = logging.getLogger("distap")
 Size = tuple[int, int]  # height and width, pixels
 Describe = Callable[[Tensor], Tensor]
 
@@ -44,11 +47,7 @@ def sizes_to_try(image_size: int, ranges: tuple[Range, Range]) -> list[Size]:
 
 
 def cases_of(network: Describe, sizes: Sequence[Size], batches: Sequence[int] = BATCHES) -> list[Case]:
-    """Return batches of images of every size, described by a network in evaluation mode.
-
-    Raises:
-        DistapError: a descriptor is not finite.
-    """
+    """Return batches of images of every size, described by a network in evaluation mode."""
     cases = []
     for size in sizes:
         for batch in batches:
@@ -69,15 +68,8 @@ def example_images(count: int, size: Size) -> Tensor:
     return torch.stack([_image(number % 4, size, generator) for number in range(count)])
 
 
-def agreement(name: str, describe: Describe, cases: Sequence[Case], tolerance: float = TOLERANCE) -> Agreement:
-    """Compare the descriptors of an exported file with those of the network.
-
-    Args:
-        name: of the file, for messages.
-        tolerance: greatest difference of a component.
-    Raises:
-        DistapError: the file fails on a batch, or differs by more.
-    """
+def agreement(name: str, describe: Describe, cases: Sequence[Case]) -> Agreement:
+    """Compare the descriptors of an exported file with those of the network; raise a DistapError if they differ."""
     largest, smallest = 0.0, 1.0
     for case in cases:
         shape = tuple(case.images.shape)
@@ -92,26 +84,32 @@ def agreement(name: str, describe: Describe, cases: Sequence[Case], tolerance: f
                 f"{tuple(case.expected.shape)} torch.float32"
             )
         difference = float((found - case.expected).abs().max())
-        if not difference <= tolerance:
+        if not difference <= TOLERANCE:
             raise DistapError(
                 f"{name}: for images {shape} its descriptors differ from the network's by {difference:.2g}, more "
-                f"than {tolerance:g}; nothing was written. Leave this format out, or report the network"
+                f"than {TOLERANCE:g}; nothing was written. Leave this format out, or report the network"
             )
         largest = max(largest, difference)
         smallest = min(smallest, float(cosine_similarity(found.double(), case.expected.double()).min()))
     expected = torch.cat([case.expected for case in cases])
+    apart = float((expected.amax(dim=0) - expected.amin(dim=0)).max())
+    if apart < TELLING * TOLERANCE:
+        logger.warning(
+            "%s: the network describes all kinds of images alike (to %.1e), so that its agreement says little",
+            name,
+            apart,
+        )
     shapes = [case.images.shape for case in cases]
     return Agreement(
         tuple(dict.fromkeys(shape[0] for shape in shapes)),
         tuple(dict.fromkeys((shape[2], shape[3]) for shape in shapes)),
         largest,
         smallest,
-        float((expected.amax(dim=0) - expected.amin(dim=0)).max()),
+        apart,
     )
 
 
 def program_describer(path: Path) -> Describe:
-    """Load a .pt2 file."""
     program: Describe = torch.export.load(path).module()
     return program
 

@@ -41,14 +41,12 @@ def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
 
 
 def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) -> ExportedProgram:
-    """Trace the network with torch.export, for any number of images.
+    """Trace the network with torch.export, for any number of images; an error names the module at fault.
 
     Args:
         network: a result of `exportable`.
         image_size: height and width in pixels.
         dynamic_size: allow any other height and width as well.
-    Raises:
-        DistapError: the network cannot be traced; the message names the module at fault.
     """
     # The lengths differ, so that torch takes none for another, and none is 1, which torch takes for a constant.
     shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
@@ -67,11 +65,7 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
 
 
 def size_ranges(program: ExportedProgram, image_size: int) -> tuple[Range, Range]:
-    """Return the heights and widths that a program takes, in pixels; the smallest is found by trying.
-
-    Args:
-        image_size: height and width that it takes for certain.
-    """
+    """Return the heights and widths that a program takes beside `image_size`; the smallest is found by trying."""
     heights, widths = (_range(program, length) for length in _shape(program)[2:])
     smallest = max(heights[0], widths[0])
     if smallest < image_size:
@@ -104,11 +98,9 @@ def save_onnx(
     """Write a program as ONNX and check that it is well formed; weights above 2 GB go to a file beside it.
 
     Args:
-        network: a result of `exportable`, and `program` its trace.
+        network: a result of `exportable`, and `program` its trace. An error names the module that ONNX cannot say.
         about: texts to store in the file, by name.
         opset: version of ONNX's operators.
-    Raises:
-        DistapError: ONNX lacks an operator; the message names the module if it is known.
     """
     import onnx
 

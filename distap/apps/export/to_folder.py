@@ -1,7 +1,6 @@
 """Export a checkpoint into a folder, in one step, after comparing every file with the network."""
 
 import json
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -10,8 +9,8 @@ from pathlib import Path
 import torch
 
 import distap
-from distap.apps.export.backbone import BackboneFile, save_backbone
-from distap.apps.export.card import CARD_FILE, model_card
+from distap.apps.export.backbone import save_backbone
+from distap.apps.export.card import Exported, Origin, model_card, origin_of
 from distap.apps.export.checking import (
     TOLERANCE,
     Agreement,
@@ -22,7 +21,6 @@ from distap.apps.export.checking import (
     program_describer,
     sizes_to_try,
 )
-from distap.apps.export.origin import Origin, origin_of
 from distap.apps.export.programs import (
     OPSET,
     SMALLEST_OPSET,
@@ -51,8 +49,6 @@ from distap.world import World
 ABOUT_FILE, PROGRAM_FILE, ONNX_FILE, BACKBONE_FILE = "export.json", "model.pt2", "model.onnx", "backbone.safetensors"
 FORMATS = ("pt2", "onnx", "safetensors")
 VERSION = 1
-TELLING = 10  # images have to differ by this many times the tolerance for an agreement to mean much
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
@@ -76,16 +72,6 @@ class ExportSettings:
                 f"--format onnx needs {', '.join(missing)}, not installed here: pip install 'distap[onnx]', or leave "
                 "the format out"
             )
-
-
-@dataclass(frozen=True)
-class Exported:
-    """The written files, and how near to the network they are."""
-
-    describer: ImageDescriber
-    programs: dict[str, Agreement]  # by file
-    backbone: BackboneFile | None
-    sizes: tuple[Range, Range]  # heights and widths that the programs take
 
 
 def installed_formats() -> list[str]:
@@ -151,20 +137,12 @@ def write_export(
             path = folder / ONNX_FILE
             save_onnx(copied, program, path, about, settings.opset)
             programs[path.name] = agreement(path.name, onnx_describer(path), cases)
-    for name, each in programs.items():
-        if each.apart < TELLING * TOLERANCE:
-            logger.warning(
-                "%s: the network describes all kinds of images alike (to %.1e), so that its agreement says little",
-                name,
-                each.apart,
-            )
     backbone = None
     if "safetensors" in settings.formats:
         images = example_images(2, (image_size, image_size))
         backbone = save_backbone(network, recipe.model.architecture, folder / BACKBONE_FILE, images, about)
     exported = Exported(describer, programs, backbone, sizes)
-    card = model_card(describer, origin, programs, backbone, sizes, whitening)
-    (folder / CARD_FILE).write_text(card, "utf-8")
+    (folder / "README.md").write_text(model_card(origin, exported, whitening), "utf-8")
     (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")
     return exported
 

@@ -26,13 +26,7 @@ ALL_ADDRESSES = "::"  # of IPv6, for a cluster without IPv4; YAML needs quotes a
 
 
 def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the container's arguments: torchrun's options, the recipe, and its overrides.
-
-    Args:
-        base: the arguments in k8s/base.
-    Raises:
-        DistapError: an override changes what the manifests rely on, or the recipe is wrong.
-    """
+    """Return the container's arguments: torchrun's options and the recipe, which are `base`, and its overrides."""
     changes = [_checked_override(override, request) for override in overrides]
     runs = request.run_claim
     folder = PurePosixPath("/runs", runs.folder if runs else "", request.name)
@@ -53,11 +47,7 @@ def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides:
 
 
 def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Recipe:
-    """Return the recipe as the pods will read it from the arguments of the container.
-
-    Raises:
-        DistapError: the recipe is wrong, or does not fit the options or a pod.
-    """
+    """Return the recipe as the pods will read it; raise a DistapError if it does not fit the options or a pod."""
     recipe = _read(path, arguments)
     _check_batch(recipe, request)
     if recipe.precision == "fp16" and not request.gpus:

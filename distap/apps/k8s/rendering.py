@@ -45,11 +45,7 @@ def manifests_folder() -> Path:
 
 
 def plain_rules(runbook: str = RUNBOOK) -> str:
-    """Return the recording rules and alerts as a rule file for a Prometheus without its operator.
-
-    Args:
-        runbook: URL of RUNBOOK.md, which the alerts link to.
-    """
+    """Return the recording rules and alerts as a rule file for a Prometheus without its operator."""
     text = (manifests_folder() / "monitoring" / "prometheusrule.yaml").read_text("utf-8")
     return dedent(text.partition("\nspec:\n")[2]).replace(RUNBOOK, runbook)
 
@@ -88,11 +84,7 @@ def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str
 
 
 def built(folder: Path) -> str:
-    """Return the manifests of a kustomization as YAML; this needs kubectl, but no cluster.
-
-    Raises:
-        DistapError: kubectl is missing, or refuses the folder.
-    """
+    """Return the manifests of a kustomization as YAML; this needs kubectl, but no cluster."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise DistapError(

@@ -51,9 +51,9 @@ class Request:
     kind: Annotated[Kind, Option(help="Kind of object that runs the training; k8s/README.md compares them.")] = (
         "indexed-job"
     )
-    nodes: Annotated[int, Option(help="Number of hosts.")] = 1
-    gpus: Annotated[int, Option(help="GPUs of a host, with one rank on each; 0 trains on CPUs.")] = 0
-    ranks: Annotated[int | None, Option(help="Ranks of a host without GPUs.", show_default="1")] = None
+    nodes: Annotated[int, Option(help="Number of hosts.", min=1)] = 1
+    gpus: Annotated[int, Option(help="GPUs of a host, with one rank on each; 0 trains on CPUs.", min=0)] = 0
+    ranks: Annotated[int | None, Option(help="Ranks of a host without GPUs.", min=1, show_default="1")] = None
     data: Annotated[
         str | None,
         Option(help="Training data: pvc://CLAIM/FOLDER or URL.", show_default="data.train of the recipe"),
@@ -147,12 +147,6 @@ class Request:
                 )
 
     def _check_counts(self) -> None:
-        if self.nodes < 1 or self.gpus < 0 or (self.ranks is not None and self.ranks < 1):
-            ranks = "" if self.ranks is None else f", --ranks {self.ranks}"
-            raise DistapError(
-                f"--nodes {self.nodes}, --gpus {self.gpus}{ranks}: expected a host or more, no negative number of "
-                "GPUs, and a rank or more"
-            )
         if self.gpus and self.ranks not in (None, self.gpus):
             raise DistapError(
                 f"--ranks {self.ranks}: with --gpus {self.gpus} a host has one rank on each GPU; leave it out"

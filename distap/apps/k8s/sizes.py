@@ -46,12 +46,9 @@ def sizes_of(recipe: Recipe, request: Request) -> Sizes:
 
 
 def handed_over_bytes(recipe: Recipe, share: int) -> int:
-    """Return the bytes of shared memory between a rank's loader workers and the rank.
+    """Return the bytes of shared memory between loader workers and a rank with `share` images of a batch.
 
     Each worker has `prefetch` chunks ready, and one more is in use. Chunks of training stay during evaluations.
-
-    Args:
-        share: images of a rank in a global batch.
     """
     data, evaluation = recipe.data, recipe.evaluation
     training = (data.prefetch + 1) * min(recipe.loader_chunk, share) * data.image_size**2

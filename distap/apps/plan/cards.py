@@ -41,11 +41,7 @@ CARDS = {
 
 
 def machine_of(name: str, network: NetworkCost, recipe: Recipe, link: float, gpus_a_host: int) -> Machine:
-    """Return the machine that hosts of a card's GPUs make; `link` is the bytes a second of a host's network.
-
-    Raises:
-        DistapError: the card is unknown.
-    """
+    """Return the machine that hosts of a card's GPUs make; `link` is the bytes a second of a host's network."""
     card = CARDS.get(name.lower())
     if card is None:
         raise DistapError(f"--card {name}: {suggestion(name.lower(), CARDS)}; or measure this machine with --measure")

@@ -38,15 +38,7 @@ def serve(
     *,
     best: bool = False,
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT.
-
-    Args:
-        settings: address and limits.
-        index, checkpoint, whitening, best: see `open_searcher`.
-        images: where the data set is; see `open_thumbnails`.
-    Raises:
-        DistapError: the address cannot be listened on, or something cannot be loaded.
-    """
+    """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the arguments."""
     world = lone_world()
     with listening(settings) as listener:
         set_up_logging(world.rank)

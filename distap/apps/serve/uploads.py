@@ -51,9 +51,6 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
     """The bytes of the field `image`, and the number in the field `k` (10 without one).
 
     The file's name is ignored. A body beyond the limit is not kept.
-
-    Raises:
-        RefusedError: the body is too large or too slow, has no image, or is no form; or k is out of bounds.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":

@@ -169,7 +169,6 @@ REFUSED = [
     ({"name": "e" * 49, "kind": "jobset"}, "make it 1 shorter"),
     ({"namespace": "a_b"}, "--namespace 'a_b'"),
     ({"queue": "-"}, "--queue '-'"),
-    ({"nodes": 0}, "--nodes 0"),
     ({"ranks": 2, "gpus": 4}, "--ranks 2"),
     ({"gpus": 32}, "--gpus 32: 16 ranks"),
     ({"cpu": 1, "ranks": 2}, "--cpu 1"),
