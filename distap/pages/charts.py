@@ -54,14 +54,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Chart:
-    """Axes that span the given points, with the lines and bars to draw between them.
-
-    Args:
-        points: at least one.
-        x_label, y_label: quantity and unit of each axis.
-        y_format: writes the values of the y axis.
-        from_zero: start the y axis at zero.
-    """
+    """Axes that span the given points, at least one, with the lines and bars to draw between them."""
 
     def __init__(
         self, points: Sequence[Point], x_label: str, y_label: str, y_format: Format = plain, from_zero: bool = False
@@ -75,10 +68,6 @@ class Chart:
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
         self._left, self._right = min(xs), max(xs)
         self._low, self._high = (low if from_zero else low - margin), high + margin
-
-    def widen(self, margin: float) -> None:
-        """Start the x axis so much earlier and end it so much later."""
-        self._left, self._right = self._left - margin, self._right + margin
 
     def x(self, value: float) -> float:
         """Return the place of an x value, from the left edge."""
@@ -107,8 +96,7 @@ def line_chart(
 ) -> Chart | None:
     """A chart of lines, each with a colour and a dash pattern of its own; None where no point can be drawn.
 
-    A series without points still gets its entry in the legend and its colour, so that a run looks the same in every
-    chart.
+    A series without points keeps its colour and its place in the legend, so that a run looks alike in all charts.
     """
     lines = [(each, thinned(each.points)) for each in series]
     points = [point for _, line in lines for point in line]
@@ -125,18 +113,19 @@ def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], 
     columns = list(zip(*heights, strict=True))
     if not columns:
         return None
-    chart = Chart([(column[0][0], sum(y for _, y in column)) for column in columns], "step", y_label, from_zero=True)
-    chart.layers = list(layers)
+    tops = [(column[0][0], sum(y for _, y in column)) for column in columns]
     # The middle of the first and of the last bar is half a bar within the axis.
-    chart.widen((columns[-1][0][0] - columns[0][0][0]) / max(len(columns) - 1, 1) / 2)
+    half = (tops[-1][0] - tops[0][0]) / max(len(tops) - 1, 1) / 2
+    chart = Chart([*tops, (tops[0][0] - half, 0), (tops[-1][0] + half, 0)], "step", y_label, from_zero=True)
+    chart.layers = list(layers)
     width = (WIDTH - LEFT - RIGHT) / len(columns)
     for number, column in enumerate(columns):
         floor = 0.0
+        left = LEFT + (number + 0.1) * width
         for layer, (name, (step, height)) in enumerate(zip(layers, column, strict=True)):
-            top = chart.y(floor + height)
+            top, bottom = chart.y(floor + height), chart.y(floor)
             title = f"step {step:.0f}, {name}: {height:.3g}"
-            left = LEFT + (number + 0.1) * width
-            chart.bars.append(Bar(layer, left, top, 0.8 * width, max(chart.y(floor) - top, 0), title))
+            chart.bars.append(Bar(layer, left, top, 0.8 * width, max(bottom - top, 0), title))
             floor += height
     return chart
 

@@ -40,8 +40,6 @@ def report(
             training, to use instead of the run's own first and newest evaluation.
     Returns:
         The page's path, and the summary: of the one run, or of each by its name.
-    Raises:
-        DistapError: a folder lacks its files, or the two evaluations of a run are of different data.
     """
     several = len(folders) > 1
     if several and (before or after):
@@ -54,7 +52,7 @@ def report(
         output = output or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     else:
         runs = [read_run(folders[0], before, after)]
-        evaluations = _before_and_after(runs[0])
+        evaluations = runs[0].evaluations()
         output = output or folders[0]
     retrieved = {name: each.retrieved() for name, each in evaluations.items()}
     seconds = stage_seconds(runs)
@@ -88,14 +86,6 @@ def report(
     summary: dict[str, Any] = {"runs": summaries} if several else summaries[runs[0].name]
     write_whole(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return output / PAGE_FILE, summary
-
-
-def _before_and_after(run: Run) -> dict[str, SavedEvaluation]:
-    if run.before and run.after and run.before.fingerprint != run.after.fingerprint:
-        raise DistapError(
-            f"{run.before.folder} and {run.after.folder} are evaluations of different data: they cannot be compared"
-        )
-    return run.evaluations()
 
 
 def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) -> Thumbnails:

@@ -11,6 +11,7 @@ import yaml
 
 from distap.errors import DistapError
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation, saved_steps
+from distap.telemetry.loggers.loggers import by_path
 from distap.telemetry.runlog import read_run_log
 
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
@@ -84,6 +85,11 @@ class Run:
 
     def evaluations(self) -> dict[str, SavedEvaluation]:
         """Its evaluations as `before` and `after`; one in the middle of the training is called by its step."""
+        if self.before and self.after and self.before.fingerprint != self.after.fingerprint:
+            raise DistapError(
+                f"{self.before.folder} and {self.after.folder} are evaluations of different data: they cannot be "
+                "compared"
+            )
         names = {None: "", 0: "before", self.recipe["steps"]: "after"}
         both = {"before": self.before, "after": self.after}
         return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
@@ -125,16 +131,10 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Dotted recipe keys whose values differ, with the value in each run; the run's folder is left out."""
-    flat = [dict(_flat(run.recipe)) for run in runs]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    values = {key: [each.get(key, "–") for each in flat] for key in keys if key != "run"}
+    settings = [dict(by_path(run.recipe, ".")) for run in runs]
+    texts = [{key: v if isinstance(v, str) else json.dumps(v) for key, v in each.items()} for each in settings]
+    values = {key: [each.get(key, "–") for each in texts] for each in texts for key in each if key != "run"}
     return {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
-
-
-def _flat(value: Any, key: str = "") -> list[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        return [pair for name, inner in value.items() for pair in _flat(inner, f"{key}.{name}".removeprefix("."))]
-    return [(key, value if isinstance(value, str) else json.dumps(value))]
 
 
 def _loss(loss: dict[str, Any]) -> str:

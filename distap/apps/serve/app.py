@@ -99,10 +99,8 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
 
 def _answer(hits: list[Hit]) -> SearchAnswer:
-    answers = [
-        HitAnswer(**hit._asdict(), rank=rank, picture=f"/images/{hit.row}") for rank, hit in enumerate(hits, 1)
-    ]
-    return SearchAnswer(hits=answers)
+    ranked = enumerate(hits, 1)
+    return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"/images/{h.row}") for n, h in ranked])
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
@@ -143,15 +141,15 @@ def _add_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RefusedError)
     async def refused(request: Request, error: RefusedError) -> JSONResponse:
-        return JSONResponse(error.content, error.status, error.headers)
+        return error.answer()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = [f"{each['loc'][-1]}: {each['msg']}" for each in error.errors()]
-        return JSONResponse(RefusedError(422, "bad_request", "; ".join(wrong)).content, 422)
+        return RefusedError(422, "bad_request", "; ".join(wrong)).answer()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{error.detail}: {EXPECTED}" if error.status_code == 400 else str(error.detail)
-        reason = RefusedError(error.status_code, "not_found" if error.status_code == 404 else "bad_request", message)
-        return JSONResponse(reason.content, error.status_code, error.headers)
+        reason = "not_found" if error.status_code == 404 else "bad_request"
+        return RefusedError(error.status_code, reason, message, error.headers).answer()

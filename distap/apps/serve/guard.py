@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.process_collector import ProcessCollector
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distap import __version__
@@ -89,7 +88,7 @@ class Guard:
                 logger.exception("%s %s failed", scope["method"], _route(scope))
                 if status:  # the answer has begun and cannot be replaced
                     raise
-                await JSONResponse(FAILED.content, FAILED.status)(scope, receive, guarded)
+                await FAILED.answer()(scope, receive, guarded)
             finally:
                 route = _route(scope)
                 self._metrics.requests.labels(route, str(status or CLIENT_GONE)).inc()

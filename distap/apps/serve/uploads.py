@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import Request
 from PIL import UnidentifiedImageError
 from starlette.datastructures import UploadFile
+from starlette.responses import JSONResponse
 from starlette.types import Message
 
 from distap.apps.serve.settings import ServeSettings
@@ -28,7 +29,9 @@ class RefusedError(Exception):
     def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.reason, self.headers = status, reason, dict(headers or {})
-        self.content = {"error": {"reason": reason, "message": message}}
+
+    def answer(self) -> JSONResponse:
+        return JSONResponse({"error": {"reason": self.reason, "message": str(self)}}, self.status, self.headers)
 
 
 def busy(problem: str) -> RefusedError:
