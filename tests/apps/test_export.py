@@ -20,10 +20,10 @@ from safetensors import safe_open
 from small_trainings import train
 from torch import nn
 
-from distap.apps.export import programs
+from distap.apps.export import formats
 from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, program_describer, sizes_to_try
-from distap.apps.export.programs import exportable, program_of, save_onnx, save_program, size_ranges
+from distap.apps.export.formats import exportable, program_of, save_onnx, save_program, size_ranges
 from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.checkpoint.finding import find_checkpoint
 from distap.data.images.whole_images import Sizing
@@ -271,7 +271,7 @@ def test_a_whitening_of_another_network_is_refused_and_nothing_is_left(exported,
 
 
 def test_onnx_that_is_not_installed_is_named_with_what_installs_it(monkeypatch):
-    monkeypatch.setattr(programs, "ONNX_MODULES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(formats, "ONNX_MODULES", ("onnx", "no_such_package"))
     with pytest.raises(DistapError, match=r"needs no_such_package, .*pip install 'distap\[onnx\]'"):
         ExportSettings(("onnx",))
 

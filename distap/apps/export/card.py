@@ -12,9 +12,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import distap
-from distap.apps.export.backbone import BackboneFile
-from distap.apps.export.checking import Agreement
-from distap.apps.export.programs import Range
+from distap.apps.export.checking import Agreement, Range
+from distap.apps.export.formats import BackboneFile
 from distap.checkpoint.folder import Checkpoint
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index

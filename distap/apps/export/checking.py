@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, interpolate
 
-from distap.apps.export.programs import Range
 from distap.errors import DistapError
 
 TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed in float32
 BATCHES = (1, 2, 7)
 TELLING = 10  # images have to differ by this many times the tolerance for an agreement to mean much
 logger = logging.getLogger("distap")
+Range = tuple[int, int | None]  # smallest and largest, None for no limit
 Size = tuple[int, int]  # height and width, pixels
 Describe = Callable[[Tensor], Tensor]
 

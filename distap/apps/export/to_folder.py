@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 import distap
-from distap.apps.export.backbone import save_backbone
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
 from distap.apps.export.checking import (
     TOLERANCE,
     Agreement,
+    Range,
     agreement,
     cases_of,
     example_images,
@@ -21,13 +21,13 @@ from distap.apps.export.checking import (
     program_describer,
     sizes_to_try,
 )
-from distap.apps.export.programs import (
+from distap.apps.export.formats import (
     OPSET,
     SMALLEST_OPSET,
-    Range,
     exportable,
     missing_for_onnx,
     program_of,
+    save_backbone,
     save_onnx,
     save_program,
     size_ranges,

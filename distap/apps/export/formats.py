@@ -1,4 +1,7 @@
-"""Export a network with torch.export and ONNX, from the pixels of an image to its descriptor."""
+"""Write a network with torch.export and as ONNX, from the pixels of an image to its descriptor, or for timm.
+
+For timm, its backbone's weights are written under timm's names.
+"""
 
 import copy
 import importlib.util
@@ -9,23 +12,36 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
-from torch import nn
+from safetensors.torch import save
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
+from distap.apps.export.checking import TOLERANCE, Range
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
+from distap.model.network import RetrievalNetwork
 
-Range = tuple[int, int | None]  # smallest and largest, None for no limit
 OPSET, SMALLEST_OPSET = 20, 18  # antialiased scaling and torch's translations begin with 18
 NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
+UNPOOLED = 'num_classes=0, global_pool=""'
 SMALLEST = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
+
+
+@dataclass(frozen=True)
+class BackboneFile:
+    """How timm loads the file, and how near its features are."""
+
+    arguments: str  # of timm.create_model, beside name and path
+    largest_difference: float  # of the feature maps, relative to the greatest
 
 
 def missing_for_onnx() -> list[str]:
@@ -131,6 +147,39 @@ def save_onnx(
         raise DistapError(f"--opset {opset}: torch wrote opset {found} instead; leave --opset at {OPSET}")
 
 
+def save_backbone(
+    network: RetrievalNetwork, name: str, path: Path, images: Tensor, about: Mapping[str, str]
+) -> BackboneFile:
+    """Write the backbone's weights, load them by timm, and raise a DistapError if its features differ.
+
+    Args:
+        network: in evaluation mode, on the CPU.
+        name: timm's name of the backbone.
+        images: (n, 3, height, width) uint8 to compare with.
+        about: texts for the file's header.
+    """
+    # Copies, since the format stores neither memory formats nor tensors that share memory.
+    state = {
+        key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for key, value in network.backbone.state_dict().items()
+    }
+    path.write_bytes(save(state, {"format": "pt", **about}))
+    loaded = _loaded(name, path, global_pool="")
+    pixels = (images - network.mean) / network.std
+    with torch.inference_mode():
+        expected, found = network.backbone(pixels), loaded(pixels)
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= TOLERANCE:
+        raise DistapError(
+            f"{path.name}: timm's {name} with these weights gives other features, by {difference:.2g} of the greatest"
+        )
+    try:
+        _loaded(name, path)
+    except DistapError:  # timm's own pooling has weights, which distap's network lacks
+        return BackboneFile(UNPOOLED, difference)
+    return BackboneFile("num_classes=0", difference)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings of the exporters about their internals; their results are compared afterwards."""
@@ -214,3 +263,11 @@ def _first(error: BaseException) -> str:
     """Shorten a message that may fill pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400] or type(error).__name__
+
+
+def _loaded(name: str, path: Path, **options: Any) -> nn.Module:
+    try:
+        network: nn.Module = timm.create_model(name, num_classes=0, checkpoint_path=str(path), **options)
+    except RuntimeError as error:
+        raise DistapError(f"{path.name}: timm's {name} does not take these weights: {error}") from error
+    return network.eval()
