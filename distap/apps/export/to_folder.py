@@ -33,7 +33,6 @@ from distap.apps.export.formats import (
     size_ranges,
 )
 from distap.checkpoint.finding import opened_checkpoint
-from distap.config.recipe import Recipe
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -101,25 +100,16 @@ def export_to_folder(
         origin = origin_of(found, recipe)
     learned = None if whitening is None else load_whitening(whitening)
     with replacing_folder(output) as folder:
-        return write_export(folder, recipe, network, origin, settings, learned)
+        return _write(folder, network, origin, settings, learned)
 
 
-def write_export(
-    folder: Path,
-    recipe: Recipe,
-    network: RetrievalNetwork,
-    origin: Origin,
-    settings: ExportSettings,
-    whitening: Whitening | None = None,
+def _write(
+    folder: Path, network: RetrievalNetwork, origin: Origin, settings: ExportSettings, whitening: Whitening | None
 ) -> Exported:
-    """Export a network in memory, on the CPU, into an existing folder; after an error, files may be left behind."""
-    image_size = settings.image_size or recipe.data.image_size
+    architecture, image_size = origin.recipe.model.architecture, settings.image_size or origin.recipe.data.image_size
     if settings.dynamic_size and (required := required_size(network)) is not None:
-        raise DistapError(
-            f"--dynamic-size: {recipe.model.architecture} takes images of {required[1]} x {required[0]} pixels only"
-        )
-    sizing = Sizing("crop", image_size)
-    describer = ImageDescriber(network, sizing, settings.scales, settings.scale_power, whitening)
+        raise DistapError(f"--dynamic-size: {architecture} takes images of {required[1]} x {required[0]} pixels only")
+    describer = ImageDescriber(network, Sizing("crop", image_size), settings.scales, settings.scale_power, whitening)
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     sizes: tuple[Range, Range] = ((image_size, image_size), (image_size, image_size))
@@ -140,7 +130,7 @@ def write_export(
     backbone = None
     if "safetensors" in settings.formats:
         images = example_images(2, (image_size, image_size))
-        backbone = save_backbone(network, recipe.model.architecture, folder / BACKBONE_FILE, images, about)
+        backbone = save_backbone(network, architecture, folder / BACKBONE_FILE, images, about)
     exported = Exported(describer, programs, backbone, sizes)
     (folder / "README.md").write_text(model_card(origin, exported, whitening), "utf-8")
     (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")
