@@ -55,23 +55,6 @@ class Run:
         whole, network = (sum(entry["seconds"][name] for entry in self.steps) for name in ("step", "network"))
         return 1 - network / whole if whole else None
 
-    def facts(self) -> dict[str, str]:
-        recipe, steps = self.recipe, self.steps
-        last: dict[str, Any] = steps[-1] if steps else {"images": 0, "ranks": 0}
-        share = self.outside_network_share
-        evaluating = sum(entry["seconds"].get("evaluation", 0.0) for entry in self.entries)
-        return {
-            "network": f"{recipe['model']['backbone']}, {recipe['model']['pooling']['name']} pooling",
-            "loss": _loss(recipe["loss"]),
-            "trained on": f"{recipe['data']['train']}, {recipe['data']['image_size']} px",
-            "evaluated on": "not kept" if self.after is None else _evaluated(self.after),
-            "highest validation mAP": self._best(),
-            "batch": f"{last['images']:,} images ({recipe['sampling']['name']})",
-            "steps": f"{len(steps):,} on {last['ranks']} rank{'' if last['ranks'] == 1 else 's'}",
-            "training time": f"{self.train_seconds:,.0f} s, {evaluating:,.0f} s of it evaluation",
-            "outside the network": "–" if share is None else f"{100 * share:.1f}% of a step",
-        }
-
     def summary(self) -> dict[str, Any]:
         both = {"before": self.before, "after": self.after}
         return {
@@ -93,10 +76,6 @@ class Run:
         names = {None: "", 0: "before", self.recipe["steps"]: "after"}
         both = {"before": self.before, "after": self.after}
         return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
-
-    def _best(self) -> str:
-        best = max(self.validations, key=lambda line: line["validation"]["mAP"], default=None)
-        return "–" if best is None else f"{100 * best['validation']['mAP']:.1f}%, after step {best['step']:,}"
 
 
 def read_run(folder: Path, before: Path | None = None, after: Path | None = None, name: str = "") -> Run:
@@ -135,15 +114,3 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     texts = [{key: v if isinstance(v, str) else json.dumps(v) for key, v in each.items()} for each in settings]
     values = {key: [each.get(key, "–") for each in texts] for each in texts for key in each if key != "run"}
     return {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
-
-
-def _loss(loss: dict[str, Any]) -> str:
-    terms = loss.get("terms")
-    if isinstance(terms, dict):
-        return " + ".join(f"{term['weight']:g} {name}" for name, term in terms.items())
-    return f"{loss['name']}, {loss['bins']} bins" if "bins" in loss else str(loss["name"])
-
-
-def _evaluated(evaluation: SavedEvaluation) -> str:
-    after = "" if evaluation.step is None else f", after step {evaluation.step:,}"
-    return f"{evaluation.data}: {evaluation.queries:,} queries{after}"
