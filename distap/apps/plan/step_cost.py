@@ -19,8 +19,6 @@ FLOAT32 = 4  # bytes
 
 
 class NetworkLink(NamedTuple):
-    """Connection of two ranks or two hosts."""
-
     bytes_per_second: float  # in each direction
     latency: float  # seconds of a message
 
@@ -195,9 +193,8 @@ class StepCost:
         first_kept = max(ceil(self.share / self.replay_size) - self.kept, 0) * self.replay_size
         replayed = _micro_batches(first_kept, self.replay_size)
         kept = _micro_batches(self.share - first_kept, self.replay_size)
-        describe = sum(map(machine.forward, _micro_batches(first_kept, self.describe_size))) + sum(
-            map(with_graph, kept)
-        )
+        describe = sum(map(machine.forward, _micro_batches(first_kept, self.describe_size)))
+        describe += sum(map(with_graph, kept))
         wait = {
             stage: sum(transfer.seconds(machine, self.ranks) for transfer in transfers)
             for stage, transfers in self.transfers.items()
@@ -220,9 +217,7 @@ class StepCost:
 
     @cached_property
     def transfers(self) -> dict[str, list[Transfer]]:
-        """Data that ranks send each other, by stage."""
-        if self.ranks == 1:
-            return {"gather": [], "rank": [], "reduce": []}
+        """Data that ranks send each other, by stage; one rank sends nothing of it."""
         network, sharding, share, bins = self.network, self.sharding, self.share, bins_of(self.recipe.loss)
         own, trained = share * network.dimensions * FLOAT32, network.trained * FLOAT32
         if self.recipe.rank.mode == "central":
@@ -245,7 +240,8 @@ class StepCost:
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that a rank sends in a step, by content."""
-        return {one.name: one.sent(self.ranks) for stage in self.transfers.values() for one in stage}
+        transfers = [one for stage in self.transfers.values() for one in stage if self.ranks > 1]
+        return {one.name: one.sent(self.ranks) for one in transfers}
 
 
 def bins_of(loss: Loss) -> int | None:

@@ -3,9 +3,9 @@
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import FrameType
 
@@ -59,12 +59,10 @@ def serve(
         console.print(f"serving on http://{shown}:{port}", markup=False)
         server.run([listener])
         service.close()
-        server.loading.join(LOADING_SECONDS)
-        if server.loading.is_alive():
+        if wait([server.loading], LOADING_SECONDS).not_done:
             # Python would crash at its end while a thread is inside a library, and there is nothing to save.
             os._exit(FINISHED)
-        if server.failure is not None:
-            raise server.failure
+        server.loading.result()
 
 
 def listening(settings: ServeSettings) -> socket.socket:
@@ -99,14 +97,14 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
             )
         )
-        self.failure: BaseException | None = None  # of loading
-        self.loading = threading.Thread(target=self._run_load, name="loading", daemon=True)
+        self.loading: Future[None] = Future()
         self._service, self._load = service, load
         self._asked = 0.0  # to stop, by time.monotonic
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.loading.start()
+        self.loading = ThreadPoolExecutor(1, "loading").submit(self._load)
+        self.loading.add_done_callback(self._end_if_failed)
 
     async def on_tick(self, counter: int) -> bool:
         """Tell whether to close; uvicorn asks ten times a second."""
@@ -121,8 +119,5 @@ class _Server(uvicorn.Server):
             self.should_exit = True
         self._service.draining, self._asked = True, self._asked or time.monotonic()
 
-    def _run_load(self) -> None:
-        try:
-            self._load()
-        except BaseException as error:
-            self.failure, self.should_exit = error, True
+    def _end_if_failed(self, loading: Future[None]) -> None:
+        self.should_exit |= loading.exception() is not None
