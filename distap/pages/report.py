@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,27 +63,26 @@ def report(
         output = output or folders[0]
     retrieved = {name: each.retrieved() for name, each in evaluations.items()}
     seconds = _stage_seconds(runs)
-    notes = _missing(runs)
-    sheets, confusions = [], []
+    sheets, confusions, problem = [], [], ""
     try:
         if evaluations:
             thumbnails = _thumbnails(list(evaluations.values()), runs[-1].recipe)
             chosen = ContactSheets(retrieved, thumbnails.jpeg)
             sheets, confusions = chosen.sheets(), chosen.confusions()
     except DistapError as error:
-        notes.append(f"This page has no pictures: {error}")
+        problem = str(error)
     write_page(
         output / PAGE_FILE,
         "report.html",
         title=f"distap: {' and '.join(run.name for run in runs)}",
         runs=runs,
-        notes=notes,
+        problem=problem,
         settings=differing_settings(runs),
         evaluations=evaluations,
         training=_training_charts(runs) if seconds else {},
         thinned=max(len(run.steps) for run in runs) if any(len(run.steps) > MOST_POINTS for run in runs) else 0,
         seconds=seconds,
-        seconds_chart=None if several or not seconds else _seconds_chart(runs[0], list(seconds[runs[0].name])),
+        seconds_chart=None if several or not seconds else _seconds_chart(runs[0].steps, *seconds.values()),
         precision=_precision_charts(evaluations, retrieved),
         sheets=sheets,
         confusions=confusions,
@@ -114,19 +113,6 @@ def _lowest_classes(evaluations: Sequence[SavedEvaluation]) -> list[str]:
     """The classes with the lowest mAP by the last network."""
     classes = evaluations[-1].classes if evaluations else {}
     return sorted(classes, key=lambda name: (classes[name].get("mAP", 1.0), name))[:LOWEST]
-
-
-def _missing(runs: Sequence[Run]) -> list[str]:
-    """Notes on what the page cannot show, and how to get it."""
-    notes = [
-        f"{run.name}: the run kept no evaluation, so this page cannot show what it retrieves; set evaluation.every "
-        "in the recipe, or give the folder that `distap eval --output` wrote as --after."
-        for run in runs
-        if run.after is None
-    ]
-    if len({json.dumps(run.recipe["loss"], sort_keys=True) for run in runs}) > 1:
-        notes.append("The runs have different losses, whose values cannot be compared; mAP can.")
-    return notes
 
 
 def _training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
@@ -165,10 +151,9 @@ def _stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     return {name: {stage: of_run[stage] for stage in used} for name, of_run in means.items()}
 
 
-def _seconds_chart(run: Run, stages: Sequence[str]) -> Chart | None:
-    """The seconds of each step, stage on stage."""
-    layers = {stage: [entry["seconds"].get(stage, 0.0) for entry in run.steps] for stage in stages}
-    return stacked_bars([entry["step"] for entry in run.steps], layers, "seconds")
+def _seconds_chart(steps: Sequence[dict[str, Any]], stages: Iterable[str]) -> Chart | None:
+    layers = {stage: [entry["seconds"].get(stage, 0.0) for entry in steps] for stage in stages}
+    return stacked_bars([entry["step"] for entry in steps], layers, "seconds")
 
 
 def _precision_charts(
