@@ -1,4 +1,3 @@
-import errno
 import hashlib
 import os
 import subprocess
@@ -209,16 +208,6 @@ def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
     pixels = torch.randint(0, 256, (10, 3, 160, 160), dtype=torch.uint8)
     held.keep(0, pixels)
     assert torch.equal(held.rows(slice(0, 10)), pixels)
-
-
-def test_where_space_cannot_be_reserved_it_is_written(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    written, pwrite = [], os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda *args: written.append(pwrite(*args)) or written[-1])
-    assert Spool(10, 512, tmp_path, pinned=False).spool_size_bytes == sum(written)
 
 
 @pytest.mark.parametrize("folder", ["missing", "file"])

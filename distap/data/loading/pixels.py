@@ -5,10 +5,11 @@ Pixels wait as uint8, as the loader gave them, and come back byte for byte in ea
 
 import errno
 import os
+import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +19,7 @@ from torch import Tensor
 from distap.data.settings import PixelSettings
 from distap.errors import DistapError
 
-WITHOUT_RESERVATION = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # answers of file systems that cannot reserve
 FULL = (errno.ENOSPC, errno.EDQUOT)
-ZEROS = 4 * 2**20  # bytes written at once to reserve space by writing
 
 
 def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) -> "PixelsInMemory | Spool | None":
@@ -64,11 +63,10 @@ class PixelsInMemory:
 
 
 class Spool:
-    """Pixels that wait in a file without a name, whose space is reserved before the first row is written.
+    """Pixels that wait in a file without a name; arguments and methods are those of `PixelsInMemory`.
 
-    The methods are those of `PixelsInMemory`.
-
-    The rows written last are still in the page cache when replay begins to read, as far as memory allows.
+    The space of the file is reserved before the first row is written. The rows written last are still in the page
+    cache when replay begins to read, as far as memory allows.
 
     Raises:
         DistapError: the folder cannot be written to, or its file system has too little space.
@@ -78,57 +76,54 @@ class Spool:
         self._folder, self._shape, self._pinned = folder, (3, size, size), pinned
         self._row_bytes = 3 * size * size
         self.spool_size_bytes = count * self._row_bytes
-        self._file = _unlinked_file(folder)
-        weakref.finalize(self, os.close, self._file)
+        try:
+            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed with this object
+        except OSError as error:
+            raise DistapError(
+                f"data.pixels.spool_folder: {folder}: no spool file can be made there: {error}; it has to be a "
+                "folder that this user may write to"
+            ) from error
+        weakref.finalize(self, file.close)
+        self._file = file.fileno()
         with self._told():
             # Ask first: a reservation that fails may have filled the disk for a moment.
-            if _free_bytes(self._file) < self.spool_size_bytes:
+            if self._free_bytes() < self.spool_size_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            _reserve(self._file, self.spool_size_bytes)
-        self._buffer = torch.empty(0, *self._shape, dtype=torch.uint8)
+            os.posix_fallocate(self._file, 0, self.spool_size_bytes)
 
     @property
     def spool_limit_bytes(self) -> int:
         """Bytes that the file could take: its size, and what its file system has left."""
-        return self.spool_size_bytes + _free_bytes(self._file)
+        return self.spool_size_bytes + self._free_bytes()
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
-        data, offset = pixels.contiguous().numpy().data.cast("B"), start * self._row_bytes
-        with self._told():
-            while data:
-                written = os.pwrite(self._file, data, offset)
-                data, offset = data[written:], offset + written
+        self._transfer(os.pwritev, start, pixels.contiguous())
         return pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
-        if isinstance(rows, slice):
-            return self._read(self._room(rows.stop - rows.start), rows.start)
-        pixels = self._room(len(rows))
-        for place, row in enumerate(rows.tolist()):
-            self._read(pixels[place : place + 1], row)
+        numbers = _numbers(rows)
+        # New memory each time: a copy to the GPU may still read the rows handed out last.
+        pixels = torch.empty(len(numbers), *self._shape, dtype=torch.uint8, pin_memory=self._pinned)
+        for place, row in enumerate(numbers):
+            self._transfer(os.preadv, row, pixels[place])
         return pixels
 
     def blank(self, rows: list[int]) -> None:
         for row in rows:
             self.keep(row, torch.zeros(1, *self._shape, dtype=torch.uint8))
 
-    def _read(self, pixels: Tensor, start: int) -> Tensor:
-        buffer, offset = pixels.numpy().data.cast("B"), start * self._row_bytes
-        while buffer:
-            with self._told():
-                read = os.preadv(self._file, [buffer], offset)
-            if read == 0:
-                raise DistapError(f"{self._folder}: the spool file has become shorter; nothing else may write to it")
-            buffer, offset = buffer[read:], offset + read
-        return pixels
+    def _transfer(self, move: Callable[[int, list[memoryview], int], int], row: int, pixels: Tensor) -> None:
+        """Write all of these pixels to the file or read them from it, from the place of a row on."""
+        data, offset = pixels.numpy().data.cast("B"), row * self._row_bytes
+        with self._told():
+            while data:
+                moved = move(self._file, [data], offset)
+                if moved == 0:
+                    raise OSError("it has become shorter; nothing else may write to it")
+                data, offset = data[moved:], offset + moved
 
-    def _room(self, count: int) -> Tensor:
-        if self._pinned:
-            # A copy to the GPU may still read the rows handed out last; torch reuses page-locked memory after it.
-            return torch.empty(count, *self._shape, dtype=torch.uint8, pin_memory=True)
-        if len(self._buffer) < count:
-            self._buffer = torch.empty(count, *self._shape, dtype=torch.uint8)
-        return self._buffer[:count]
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self._file).free
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -140,7 +135,7 @@ class Spool:
                 raise DistapError(f"{self._folder}: the spool file cannot be used: {error}") from error
             raise DistapError(
                 f"{self._folder}: too little space for the pixels of a step: this rank's spool file takes "
-                f"{self.spool_size_bytes} bytes, {_free_bytes(self._file)} are free; each rank of the host has one. "
+                f"{self.spool_size_bytes} bytes, {self._free_bytes()} are free; each rank of the host has one. "
                 "Make room, name another folder in data.pixels.spool_folder, set data.pixels.hold to reread, or "
                 "spread the batch over more hosts"
             ) from error
@@ -163,8 +158,7 @@ class Reread:
         self._checksums: list[int] = []
         self._blank: set[int] = set()
         self._done = 0  # rows read again
-        self._first: Tensor | None = None
-        self._waiting: dict[int, Tensor] = {}  # rows read again that have not been asked for
+        self._waiting: dict[int, Tensor] = {}  # rows read again that may still be asked for
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
         self._checksums += [_checksum(image) for image in pixels]
@@ -176,18 +170,16 @@ class Reread:
         Raises:
             DistapError: an image has changed, or was asked for before.
         """
-        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-        if list(numbers) == [0] and self._first is not None:
-            return self._first
+        numbers = _numbers(rows)
         while self._done <= numbers[-1]:
             self._next()
-        if numbers[0] not in self._waiting:
+        if gone := [number for number in numbers if number not in self._waiting]:
             raise DistapError(
-                f"{self._name(numbers[0])}: data.pixels.hold is reread, which reads an image once for replay, but "
+                f"{self._name(gone[0])}: data.pixels.hold is reread, which reads an image once for replay, but "
                 "replay has to start over; set replay.size lower if memory ran out, or data.pixels.hold to spool"
             )
         pixels = torch.stack([self._waiting[number] for number in numbers])
-        self._waiting = {number: image for number, image in self._waiting.items() if number > numbers[-1]}
+        self._waiting = {row: image for row, image in self._waiting.items() if row > numbers[-1] or row == 0}
         return pixels
 
     def blank(self, rows: list[int]) -> None:
@@ -208,44 +200,15 @@ class Reread:
                     "data must not change during a training. If it did not, set data.pixels.hold to spool"
                 )
             self._waiting[row] = image.zero_() if row in self._blank else image
-        if self._first is None:
-            self._first = pixels[:1].clone()
         self._done += len(pixels)
 
 
 HeldPixels = PixelsInMemory | Spool | Reread
 
 
-def _unlinked_file(folder: Path) -> int:
-    """The descriptor of a new file that disappears with this process."""
-    try:
-        file, path = tempfile.mkstemp(prefix="distap-spool-", dir=folder)
-    except OSError as error:
-        raise DistapError(
-            f"data.pixels.spool_folder: {folder}: no spool file can be made there: {error}; it has to be a folder "
-            "that this user may write to"
-        ) from error
-    Path(path).unlink()
-    return file
-
-
-def _free_bytes(file: int) -> int:
-    """Bytes that an ordinary user may still write to the file system of this file."""
-    status = os.fstatvfs(file)
-    return status.f_bavail * status.f_frsize
-
-
-def _reserve(file: int, size: int) -> None:
-    """Reserve space for the file, by writing zeros if the file system has no other way."""
-    try:
-        os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        if error.errno not in WITHOUT_RESERVATION:
-            raise
-        zeros = bytes(ZEROS)
-        offset = 0
-        while offset < size:
-            offset += os.pwrite(file, zeros[: size - offset], offset)
+def _numbers(rows: slice | Tensor) -> Sequence[int]:
+    numbers: list[int] | range = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+    return numbers
 
 
 def _checksum(image: Tensor) -> int:

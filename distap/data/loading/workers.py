@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -46,26 +45,24 @@ def handed_over(images: Dataset[Any], workers: int, prefetch: int, **options: An
             "worker_init_fn": partial(_begin, os.getpid()),
             "multiprocessing_context": forking_context(),
         }
+    others = active_children()
+    chunks = iter(DataLoader(images, **options))
+    started = [process for process in active_children() if process not in others]
+    if started:
+        # The end of Python would wait for a worker that is stuck in a slow read.
+        Finalize(None, _kill, args=(started,), exitpriority=0)
+        _hush_torch()
     failure: DistapError | None = None
-    with _Started() as started:
-        chunks = iter(DataLoader(images, **options))
     try:
-        while True:
-            with started.awaited():
-                chunk = next(chunks, None)
-            if chunk is None:
-                break
+        while (chunk := _awaited(chunks, started)) is not None:
             yield chunk
-    except LostWorkerError as error:
-        started.kill()  # the others may wait for something that the lost one held
-        failure = LostWorkerError(str(error))
     except DistapError as error:
         # The loader has put the worker's traceback before the message that is meant for the user.
         failure = type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
     finally:
         # Now, and not when an error that refers to the loader is forgotten: by then its workers hear no more.
+        _kill(started)  # the loader would wait for one that is stuck, or for what a lost one held
         del chunks
-        started.kill()
     if failure is not None:
         raise failure
 
@@ -84,48 +81,25 @@ def _begin(rank: int, _: int) -> None:
         os._exit(FAILED)
 
 
-class _Started:
-    """The workers that start while this context is entered.
-
-    Python kills the remaining ones at its end, since it would wait for one that is stuck in a slow read.
-    """
-
-    def __init__(self) -> None:
-        self._workers: list[BaseProcess] = []
-
-    def __enter__(self) -> "_Started":
-        self._others = active_children()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._workers += [process for process in active_children() if process not in self._others]
-        if self._workers:
-            Finalize(None, _kill, args=(self._workers,), exitpriority=0)
-            theirs = signal.getsignal(signal.SIGCHLD)
-            if callable(theirs) and not isinstance(theirs, _WhileWaiting) and current_thread() is main_thread():
-                signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
-
-    @contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Encloses waiting for the workers; raises LostWorkerError if one is lost, now or before."""
-        for worker in self._workers:
-            if not worker.is_alive():
-                raise _lost(f"worker {worker.pid} has ended with status {worker.exitcode}")
-        handler = signal.getsignal(signal.SIGCHLD)
+def _awaited(chunks: Iterator[Any], workers: list[BaseProcess]) -> Any:
+    """Return the next chunk, None at the end; raise LostWorkerError if a worker is lost, now or before."""
+    for worker in workers:
+        if not worker.is_alive():
+            raise _lost(f"worker {worker.pid} has ended with status {worker.exitcode}")
+    handler = signal.getsignal(signal.SIGCHLD)
+    if isinstance(handler, _WhileWaiting):
+        handler.waiting = True
+    try:
+        return next(chunks, None)
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise _lost(str(error).removeprefix("DataLoader ").partition(". ")[0]) from None
+    except (EOFError, ConnectionError) as error:
+        raise _lost(f"worker ended while it handed over an image ({error!r})") from None
+    finally:
         if isinstance(handler, _WhileWaiting):
-            handler.waiting = True
-        try:
-            yield
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            raise _lost(str(error).removeprefix("DataLoader ").partition(". ")[0]) from None
-        finally:
-            if isinstance(handler, _WhileWaiting):
-                handler.waiting = False
-
-    def kill(self) -> None:
-        _kill(self._workers)
+            handler.waiting = False
 
 
 def _lost(cause: str) -> LostWorkerError:
@@ -138,10 +112,16 @@ def _lost(cause: str) -> LostWorkerError:
 
 def _kill(workers: list[BaseProcess]) -> None:
     for worker in workers:
-        if worker.is_alive():
-            worker.kill()
-            worker.join(1)  # takes longer only if the kernel itself is stuck
+        worker.kill()
+    for worker in workers:
+        worker.join(1)  # takes longer only if the kernel itself is stuck
     workers.clear()
+
+
+def _hush_torch() -> None:
+    theirs = signal.getsignal(signal.SIGCHLD)
+    if callable(theirs) and not isinstance(theirs, _WhileWaiting) and current_thread() is main_thread():
+        signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
 
 
 class _WhileWaiting:
