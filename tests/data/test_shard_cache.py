@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -171,18 +170,16 @@ def test_a_kept_shard_of_another_size_is_not_read(shards, folder):
 def test_a_kept_shard_may_be_dropped_while_room_for_another_is_looked_for(shards, folder, monkeypatch, caplog):
     read_all(reader(shards, folder))
     first, *_, last = kept(folder)
-    scandir = os.scandir
+    iterdir = Path.iterdir
 
-    @contextmanager
     def dropped_meanwhile(looked_through):
-        with scandir(looked_through) as entries:
-            entries = list(entries)
+        entries = list(iterdir(looked_through))
         first.unlink(missing_ok=True)
-        yield entries
+        return entries
 
     second = reader(shards, folder)
     last.unlink()
-    monkeypatch.setattr(os, "scandir", dropped_meanwhile)
+    monkeypatch.setattr(Path, "iterdir", dropped_meanwhile)
     read_all(second)
     assert last in kept(folder)
     assert "no more shards are kept" not in caplog.text
