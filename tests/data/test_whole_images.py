@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.photos import photo
-from distap.data.images.decoding import DamagedImageError, EncodedImage, upright_size
+from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
 from distap.data.images.image_sets import UNKNOWN, list_folder, open_images
 from distap.data.images.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
 from distap.data.shards.index import load_index
@@ -73,7 +73,7 @@ def test_an_image_that_exif_turns_is_sized_as_it_is_seen(orientation, sizing):
     found, expected = sizing(seen, scaled=False), sizing(plain)
     assert found.shape == expected.shape == (3, *sizing.shape(*seen.size))
     assert (found.int() - expected.int()).abs().max() <= 1
-    assert upright_size(turned(PHOTO, orientation)) == seen.size
+    assert image_size(turned(PHOTO, orientation), upright=True) == seen.size
 
 
 @pytest.mark.parametrize("sizing", ["original", "side 30", "crop 20"])

@@ -100,10 +100,7 @@ def random_box(crop: v2.RandomResizedCrop, width: int, height: int) -> Box:
 
 def seeded(transform: Transform, image: Croppable, seed: int) -> Tensor:
     """The image transformed with the randomness of `seed`; torch's global random state is left alone."""
-    generator = torch.default_generator  # torch.manual_seed would seed GPUs as well, and take longer than a crop
-    state = generator.get_state()
-    try:
-        generator.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed GPUs as well, and take longer than a crop.
+        torch.default_generator.manual_seed(seed)
         return transform(image)
-    finally:
-        generator.set_state(state)

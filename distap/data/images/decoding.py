@@ -9,6 +9,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -30,17 +31,6 @@ UNNAMED = "an image"
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 
-# By EXIF orientation: mirror the stored image left to right, mirror it top to bottom, and then transpose it.
-UPRIGHT = {
-    1: (False, False, False),
-    2: (True, False, False),
-    3: (True, True, False),
-    4: (False, True, False),
-    5: (False, False, True),
-    6: (False, True, True),
-    7: (True, True, True),
-    8: (True, False, True),
-}
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
 START_OF_SCAN = b"\xff\xda"  # JPEG's marker
@@ -61,28 +51,19 @@ class OutOfMemoryError(DistapError):
     status = FAILED
 
 
-def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height in pixels from the header alone, as stored, before EXIF's orientation.
-
-    Raises:
-        DamagedImageError: it is no image, or has more than `max_pixels`.
-    """
-    with _damage_told(data):
-        return _open(data, max_pixels).size
-
-
-def upright_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height in pixels with EXIF's orientation applied, if EXIF stands before the pixels.
+def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False) -> tuple[int, int]:
+    """Width and height in pixels, from the header alone.
 
     Args:
         data: a file, or its beginning with the whole header.
         max_pixels: greatest width times height.
+        upright: apply EXIF's orientation, if EXIF stands before the pixels.
     Raises:
         DamagedImageError: it is no image, or has more than `max_pixels`.
     """
     with _damage_told(data):
         image = _open(data, max_pixels)
-        return image.size[::-1] if UPRIGHT[_orientation(image)][2] else image.size
+        return image.size[::-1] if upright and _turns(image)[2] else image.size
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
@@ -112,18 +93,17 @@ class EncodedImage:
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
-        self._data = data
-        self._max_pixels = max_pixels
-        self._name = name
+        self._data, self._max_pixels = data, max_pixels
         with _damage_told(data):
             self._image = _open(data, max_pixels)
-        with self._damage_told():
+        width, height = self._image.size
+        self._told = partial(_damage_told, data, f"{name}: decoding its {width} x {height} pixels")
+        with self._told():
             self._is_jpeg = self._image.format in ("JPEG", "MPO")
             if not self._is_jpeg:
                 self._image.load()  # EXIF may stand after the pixels
-            self._upright = UPRIGHT[_orientation(self._image)]
-        width, height = self._image.size
-        self.size = (height, width) if self._upright[2] else (width, height)
+            self._turns = _turns(self._image)
+        self.size = self._image.size[::-1] if self._turns[2] else self._image.size
 
     def crop(self, box: Box, size: int | tuple[int, int], scaled: bool = True) -> Tensor:
         """(3, height, width) uint8: a part of the image, scaled.
@@ -141,7 +121,7 @@ class EncodedImage:
         factor = reduction(box, (height, width))
         done = factor if scaled and self._is_jpeg else 1
         left, top, right, bottom = self._stored(box)
-        with self._damage_told():
+        with self._told():
             block = factor // done  # pixels of the decoded image
             part = (
                 left // factor * block,
@@ -150,7 +130,7 @@ class EncodedImage:
                 min(-(-bottom // factor), self._image.height // factor) * block,
             )
             decoded = torch.from_numpy(np.array(_rgb(self._decoded(done).crop(part)))).permute(2, 0, 1)
-        across, down, transposed = self._upright
+        across, down, transposed = self._turns
         pixels: Tensor = F.resize(decoded, [width, height] if transposed else [height, width], antialias=True)
         pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
         return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
@@ -158,9 +138,9 @@ class EncodedImage:
     def whole(self) -> Image.Image:
         """The image, upright and RGB."""
         methods = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE)
-        with self._damage_told():
+        with self._told():
             image = _rgb(self._decoded(1))
-            for method, needed in zip(methods, self._upright, strict=True):
+            for method, needed in zip(methods, self._turns, strict=True):
                 image = image.transpose(method) if needed else image
         return image
 
@@ -173,22 +153,9 @@ class EncodedImage:
         image.load()
         return image
 
-    @contextmanager
-    def _damage_told(self) -> Iterator[None]:
-        """Do the same as the function below, but tell lack of memory from damage: the size is known to be allowed."""
-        with _damage_told(self._data):
-            try:
-                yield
-            except MemoryError as error:
-                width, height = self._image.size
-                raise OutOfMemoryError(
-                    f"{self._name}: decoding its {width} x {height} pixels ran out of memory: set data.workers or "
-                    "data.prefetch lower, or give the host more memory"
-                ) from error
-
     def _stored(self, box: Box) -> Box:
         """A box of the upright image as a box of the stored one."""
-        across, down, transposed = self._upright
+        across, down, transposed = self._turns
         width, height = self._image.size
         left, top, right, bottom = (box[1], box[0], box[3], box[2]) if transposed else box
         if across:
@@ -223,12 +190,13 @@ def _refuse_large(width: int, height: int, max_pixels: int) -> None:
         raise DamagedImageError("too_large", f"{width} x {height} pixels, the limit of a side is {MAX_SIDE}")
 
 
-def _orientation(image: Image.Image) -> int:
+def _turns(image: Image.Image) -> tuple[bool, bool, bool]:
+    """Whether EXIF says to mirror the stored image left to right, to mirror it top to bottom, and to transpose it."""
     try:
-        orientation = image.getexif().get(ORIENTATION, 1)
+        orientation = image.getexif().get(ORIENTATION)
     except Exception:  # Pillow raises anything on broken EXIF; the image itself is sound
-        return 1
-    return orientation if orientation in UPRIGHT else 1
+        orientation = 1
+    return orientation in (2, 3, 7, 8), orientation in (3, 4, 6, 7), orientation in (5, 6, 7, 8)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -245,8 +213,11 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _damage_told(data: bytes) -> Iterator[None]:
-    """Raise any error inside as DamagedImageError, and hide Pillow's warnings of odd metadata."""
+def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
+    """Raise any error inside as DamagedImageError, and hide Pillow's warnings of odd metadata.
+
+    Lack of memory is an OutOfMemoryError if what is `allowed`, by its size, was attempted.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -255,7 +226,13 @@ def _damage_told(data: bytes) -> Iterator[None]:
             raise
         except Image.DecompressionBombError as error:
             raise DamagedImageError("too_large", str(error)) from error
-        except Exception as error:  # each decoder of Pillow raises its own, MemoryError among them
+        except MemoryError as error:
+            if not allowed:
+                raise DamagedImageError("decode_error", "MemoryError") from error
+            raise OutOfMemoryError(
+                f"{allowed} ran out of memory: set data.workers or data.prefetch lower, or give the host more memory"
+            ) from error
+        except Exception as error:  # each decoder of Pillow raises its own
             reason: Reason = "truncated" if "truncated" in str(error).lower() or _is_cut(data) else "decode_error"
             detail = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):

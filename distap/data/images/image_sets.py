@@ -4,13 +4,12 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, upright_size
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
 from distap.data.loading.reading import Reader
 from distap.data.settings import CacheSettings
 from distap.data.shards.image_files import IMAGE_SUFFIXES
@@ -30,29 +29,19 @@ class ImageFolder:
     Attributes:
         folder: that they are in.
         names: paths within it, with slashes, in order.
-        sizes: bytes of each.
-        modified: time of the last change of each, nanoseconds.
+        fingerprint: a hash of names, sizes and times of change, which identifies the images.
         left_out: files that are named like images but are not read, and why.
         max_pixels: images with more pixels (width times height) are refused without decoding.
     """
 
     folder: Path
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    modified: tuple[int, ...]
+    fingerprint: str
     left_out: tuple[tuple[str, str], ...]
     max_pixels: int = MAX_PIXELS
 
     def __len__(self) -> int:
         return len(self.names)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of names, sizes and times of change, which identifies the images."""
-        digest = hashlib.sha256()
-        for name, size, modified in zip(self.names, self.sizes, self.modified, strict=True):
-            digest.update(f"{name}\0{size}\0{modified}\n".encode())
-        return digest.hexdigest()
 
     def encoded(self, sample: int) -> EncodedImage:
         """The image before it is decoded.
@@ -72,9 +61,9 @@ class ImageFolder:
             with (self.folder / self.names[sample]).open("rb") as file:
                 start = file.read(HEADER_BYTES)
                 try:
-                    return upright_size(start, self.max_pixels)
+                    return image_size(start, self.max_pixels, upright=True)
                 except DamagedImageError:
-                    return upright_size(start + file.read(), self.max_pixels)
+                    return image_size(start + file.read(), self.max_pixels, upright=True)
         except (OSError, DamagedImageError):
             return UNKNOWN
 
@@ -102,8 +91,10 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
         raise DistapError(
             f"{folder}: no image in it, nor shards; expected files that end in {', '.join(sorted(IMAGE_SUFFIXES))}"
         )
-    names, sizes, modified = zip(*sorted(found), strict=True)
-    return ImageFolder(folder, names, sizes, modified, tuple(sorted(left_out)), max_pixels)
+    found.sort()
+    described = "".join(f"{name}\0{size}\0{modified}\n" for name, size, modified in found)
+    fingerprint, names = hashlib.sha256(described.encode()).hexdigest(), tuple(name for name, *_ in found)
+    return ImageFolder(folder, names, fingerprint, tuple(sorted(left_out)), max_pixels)
 
 
 def _image_files(folder: Path) -> "Iterator[os.DirEntry[str]]":

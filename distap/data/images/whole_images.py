@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -108,24 +108,14 @@ class SizedChunk(NamedTuple):
             yield sample, part.view(3, *shape)
 
 
+@dataclass(frozen=True)
 class SizedImages(Dataset[Sized]):
-    """Images by number, each brought to size.
+    """Images by number, each brought to size."""
 
-    Args:
-        reader: of the images.
-        sizing: how.
-        boxes: the part of an image that counts, by its number; the whole of all others.
-        scaled: whether JPEG may be decoded at reduced scale.
-    """
-
-    def __init__(
-        self,
-        reader: EncodedImages,
-        sizing: Sizing,
-        boxes: Mapping[int, Box] | None = None,
-        scaled: bool = True,
-    ) -> None:
-        self.reader, self.sizing, self.boxes, self.scaled = reader, sizing, boxes or {}, scaled
+    reader: EncodedImages
+    sizing: Sizing
+    boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others
+    scaled: bool = True  # whether JPEG may be decoded at reduced scale
 
     def __getitem__(self, sample: int) -> Sized:
         try:

@@ -66,14 +66,16 @@ class IndexedImages:
         pass
 
 
+@dataclass(frozen=True)
 class SlotImages(Dataset[tuple[Tensor, Loaded]]):
     """Images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
     An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.
     """
 
-    def __init__(self, job: LoadingJob, reader: Reader, plan: Plan) -> None:
-        self.job, self.reader, self.plan = job, reader, plan
+    job: LoadingJob
+    reader: Reader
+    plan: Plan
 
     def __getitem__(self, request: tuple[int, int, int]) -> tuple[Tensor, Loaded]:
         step, slot, sample = request

@@ -55,15 +55,17 @@ def piped(command: str, meter: Meter) -> Iterator[Pipe]:
     Raises:
         FailedCommandError: the command has ended with a status other than 0; the message quotes what it wrote.
     """
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(
             ["/bin/sh", "-c", GUARDED, "sh", command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
             start_new_session=True,  # and with it a process group
-        )
-        assert process.stdin is not None and process.stdout is not None
+        ) as process,
+    ):
+        assert process.stdout is not None
         pipe = Pipe(process.stdout, meter)
         try:
             yield pipe
@@ -71,13 +73,8 @@ def piped(command: str, meter: Meter) -> Iterator[Pipe]:
             if pipe.ended:  # a command that fails cuts its output short: tell the cause
                 _require_success(command, process, said)
             raise
-        else:
-            if pipe.ended:
-                _require_success(command, process, said)
-        finally:
-            process.stdin.close()
-            process.stdout.close()
-            process.wait()
+        if pipe.ended:
+            _require_success(command, process, said)
 
 
 def _require_success(command: str, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:

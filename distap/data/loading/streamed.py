@@ -4,20 +4,16 @@ It promises the same as indexed reading, as long as a shard has the same bytes e
 - The global batch of a step, its augmented pixels and the order of its slots are a function of (shards, seed, step).
   They do not depend on ranks, on loader workers or on the step at which a run was interrupted.
 - No image is in a batch twice, and a run that goes on neither loses nor repeats an image.
-- A damaged tar, a cut one and a failed command are errors that name the shard and the place. A damaged image is
-  counted by its reason and named.
+- A damaged tar and a failed command are errors that name the shard. A damaged image is counted and named.
 
-These promises of indexed reading it does not give:
-- Any number of ranks: the number has to divide the number of streams.
-- Batches by class: a batch holds what stands together in the shards, so write them in a random order. A class of few
-  images may have one alone in a batch, without a positive.
-- A stand-in of the same class, in one slot: the stream's next image takes the place of a damaged one and all others
-  move up, so damage changes the later batches of its stream.
-- The bytes that were indexed: images have no checksums, and only the names of its shards identify a data set.
-- Knowledge before reading: the numbers of images and classes, the damage, and whether validation shares classes with
-  training are unknown.
-- A quick start: each stream first fills the buffer that it shuffles, and a run that goes on reads the shards again
-  that it was in the midst of.
+It differs from indexed reading:
+- The number of ranks has to divide the number of streams.
+- A batch holds what stands together in the shards, whatever its classes, so write the shards in a random order.
+- The stream's next image takes the place of a damaged one and all others move up.
+- Images have no checksums, and only the names of its shards identify a data set.
+- The numbers of images and classes, the damage and the classes shared with validation are unknown before reading.
+- Each stream first fills the buffer that it shuffles, and a run that goes on reads the shards again that it was
+  in the midst of.
 """
 
 import json
@@ -193,28 +189,16 @@ class StreamedImages:
             handed.close()
 
 
+@dataclass(frozen=True)
 class StreamImages(IterableDataset[Chunk]):
-    """A rank's images from step `first` on, without end; each loader worker has whole streams of it.
+    """A rank's images from step `first` on, without end; each loader worker has whole streams of it."""
 
-    Args:
-        source, job: tell how to read.
-        shards: of the data set.
-        slots: of the rank.
-        cursors: positions of its streams.
-        first: step.
-    """
-
-    def __init__(
-        self,
-        source: StreamedSource,
-        job: LoadingJob,
-        shards: StreamedShards,
-        slots: range,
-        cursors: list[Cursor],
-        first: int,
-    ) -> None:
-        self.source, self.job, self.shards = source, job, shards
-        self.slots, self.cursors, self.first = slots, cursors, first
+    source: StreamedSource
+    job: LoadingJob
+    shards: StreamedShards
+    slots: range  # of the rank
+    cursors: list[Cursor]  # positions of its streams
+    first: int
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()

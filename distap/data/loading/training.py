@@ -176,11 +176,6 @@ class ShareOfBatch:
         self._recent = []
         self.held.blank(rows.tolist())
 
-    def finish(self) -> None:
-        """Read on until the next share's images come."""
-        if isinstance(self.held, Reread):
-            self.held.finish()
-
     def _read(self) -> None:
         chunk = next(self._chunks)
         first = len(self.samples)
@@ -226,6 +221,7 @@ def shares_of(
             for step in steps:
                 share = ShareOfBatch(step, job.sampling.size, held, loaded, stopwatch)
                 yield share
-                share.finish()
+                if isinstance(share.held, Reread):
+                    share.held.finish()
 
     return shares()
