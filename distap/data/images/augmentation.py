@@ -15,10 +15,7 @@ from distap.data.images.decoding import Box
 class Croppable(Protocol):
     """An image that a transform can crop, such as `EncodedImage`."""
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height, pixels."""
-        ...
+    size: tuple[int, int]  # width and height, pixels
 
     def crop(self, box: Box, size: int, scaled: bool) -> Tensor:
         """(3, size, size) uint8: a part of the image, scaled; `scaled` allows decoding at reduced scale."""

@@ -80,11 +80,18 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
     try:
         for entry in _image_files(folder):
             name = os.path.relpath(entry.path, folder).replace(os.sep, "/")
-            if problem := _problem(entry, name, root):
-                left_out.append((name.encode(errors="backslashreplace").decode(), problem))
+            # Names that are not UTF-8 have surrogates in them, which are not printable either.
+            if not name.isprintable():
+                problem = "its name is no text in UTF-8, or has line breaks in it"
+            elif entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
+                problem = "a link that leads out of the folder"
+            elif not entry.is_file():
+                problem = "no regular file"
             else:
                 status = entry.stat()
                 found.append((name, status.st_size, status.st_mtime_ns))
+                continue
+            left_out.append((name.encode(errors="backslashreplace").decode(), problem))
     except OSError as error:
         raise DistapError(f"{error.filename or folder}: cannot be listed: {error.strerror or error}") from error
     if not found:
@@ -107,16 +114,6 @@ def _image_files(folder: Path) -> "Iterator[os.DirEntry[str]]":
                 yield from _image_files(Path(entry.path))
             elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES:
                 yield entry
-
-
-def _problem(entry: "os.DirEntry[str]", name: str, root: Path) -> str:
-    """Why a file is not to be read; "" if it is."""
-    # Names that are not UTF-8 have surrogates in them, which are not printable either.
-    if not name.isprintable():
-        return "its name is no text in UTF-8, or has line breaks in it"
-    if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
-        return "a link that leads out of the folder"
-    return "" if entry.is_file() else "no regular file"
 
 
 @dataclass(frozen=True)

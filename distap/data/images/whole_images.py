@@ -150,23 +150,21 @@ def batches_of_one_shape(
         most_pixels: of a batch, height times width of each summed up; a larger image is a batch alone.
     """
     waiting: dict[Shape, list[tuple[int, Tensor]]] = defaultdict(list)
-    held = 0
+
+    def area(shape: Shape, more: int = 0) -> int:
+        return (len(waiting[shape]) + more) * shape[0] * shape[1]
 
     def take(shape: Shape) -> tuple[list[int], Tensor]:
-        nonlocal held
         samples, pixels = zip(*waiting.pop(shape), strict=True)
-        held -= len(samples) * shape[0] * shape[1]
         return list(samples), torch.stack(pixels)
 
     for sample, pixels in images:
         shape = (pixels.shape[1], pixels.shape[2])
-        area = shape[0] * shape[1]
         waiting[shape].append((sample, pixels.clone()))
-        held += area
-        if (len(waiting[shape]) + 1) * area > most_pixels:
+        if area(shape, more=1) > most_pixels:
             yield take(shape)
-        while held > HELD * most_pixels:
-            yield take(max(waiting, key=lambda shape: len(waiting[shape]) * shape[0] * shape[1]))
+        while sum(map(area, waiting)) > HELD * most_pixels:
+            yield take(max(waiting, key=area))
     for shape in list(waiting):
         yield take(shape)
 

@@ -25,11 +25,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) -> "PixelsInMemory | Spool | None":
     """Room for the pixels of `count` images of size x size; None if they are to be read again.
 
-    Args:
-        settings: the way to hold them.
-        count: rows.
-        size: width and height, pixels.
-        pinned: rows come back in page-locked memory, from which a GPU copies without waiting.
+    If `pinned`, rows come back in page-locked memory, from which a GPU copies without waiting.
+
     Raises:
         DistapError: the spool file cannot be made, or its file system has too little space.
     """

@@ -11,7 +11,6 @@ random order and each shard would soon be wanted again; what does not fit is alw
 """
 
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -27,6 +26,7 @@ from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.storage.files import BLOCK, Storage, storage_of
+from distap.storage.hashing import Hashed
 from distap.storage.open_files import OpenFiles
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter
@@ -175,13 +175,12 @@ class ShardCache:
                 _release(file)
 
     def _download(self, shard: int, storage: Storage, file: int) -> None:
-        name, digest, offset = self._names[shard], hashlib.sha256(), 0
-        with storage.open(name) as source:
-            while offset <= self._sizes[shard] and (data := source.read(BLOCK)):
-                digest.update(data)
-                os.pwrite(file, data, offset)
-                offset += len(data)
-        if offset != self._sizes[shard] or digest.hexdigest() != self._digests[shard]:
+        name, size = self._names[shard], self._sizes[shard]
+        with storage.open(name) as opened:
+            source = Hashed(opened)
+            while source.position <= size and (data := source.read(BLOCK)):
+                os.write(file, data)
+        if (source.position, source.sha256) != (size, self._digests[shard]):
             raise DistapError(
                 f"{storage.where(name)}: its bytes have changed since they were indexed, so it is not kept; make the "
                 "index anew with `distap data index`"

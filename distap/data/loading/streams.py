@@ -8,6 +8,7 @@ while ours retry what may pass and then raise.
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
@@ -91,23 +92,19 @@ class Cursor(NamedTuple):
     sample: int = 0  # samples of the shard, in its shuffled order, that are done
 
 
+@dataclass(eq=False)
 class Stream:
-    """One of the streams of a data set, see `StreamsSampling`.
+    """One of the streams of a data set, see `StreamsSampling`."""
 
-    Args:
-        shards: of the data set.
-        sampling, seed: of the training.
-        number: of the stream.
-        cursor: where it goes on.
-    """
+    shards: StreamedShards
+    sampling: StreamsSampling
+    seed: int
+    number: int
+    cursor: Cursor  # where it goes on, and later the place behind the sample that was given last
+    in_batch: set[str] = field(default_factory=set)  # names of the present batch's images; others fill and clear it
 
-    def __init__(
-        self, shards: StreamedShards, sampling: StreamsSampling, seed: int, number: int, cursor: Cursor
-    ) -> None:
-        self.cursor = cursor  # behind the sample that was given last
-        self.in_batch: set[str] = set()  # names of the images that the present batch has; others fill and clear it
-        self._shards, self._sampling, self._seed, self._number = shards, sampling, seed, number
-        self._walked = self._walk(cursor)
+    def __post_init__(self) -> None:
+        self._walked = self._walk(self.cursor)
 
     def candidates(self) -> Iterator[Found]:
         """The next samples that the batch has not got yet, to be tried until one can be used.
@@ -122,9 +119,9 @@ class Stream:
                 ends += 1
             elif sample[0] not in self.in_batch:
                 yield sample
-        sampling, images = self._sampling, len(self.in_batch)
+        sampling, images = self.sampling, len(self.in_batch)
         raise DistapError(
-            f"{self._shards.source}: stream {self._number} of {sampling.streams} has only {images} usable images, "
+            f"{self.shards.source}: stream {self.number} of {sampling.streams} has only {images} usable images, "
             f"but gives {sampling.size // sampling.streams} to a batch, and no image may be in a batch twice: set "
             "sampling.batch_size lower, or sampling.streams"
         )
@@ -132,14 +129,14 @@ class Stream:
     def _walk(self, cursor: Cursor) -> Iterator[tuple[Cursor, Found | None]]:
         """Endlessly, pass after pass: each sample, and None at the end of a pass, with the cursor behind it."""
         first, begin, skip = cursor
-        names, streams = self._shards.names, self._sampling.streams
-        own = range(self._number, len(names), streams)
+        names, streams = self.shards.names, self.sampling.streams
+        own = range(self.number, len(names), streams)
         for turn in count(first):
-            order = permutation(len(own), SHARDS, self._seed, self._number, turn).tolist()
+            order = permutation(len(own), SHARDS, self.seed, self.number, turn).tolist()
             for place in range(begin, len(own)):
                 shard, number = own[order[place]], 0
-                seed = seed_for(SHUFFLE, self._seed, turn, shard)
-                for number, (key, members) in enumerate(self._shards.samples(shard, self._sampling.shuffle, seed), 1):
+                seed = seed_for(SHUFFLE, self.seed, turn, shard)
+                for number, (key, members) in enumerate(self.shards.samples(shard, self.sampling.shuffle, seed), 1):
                     if number > skip:
                         yield Cursor(turn, place, number), (f"{names[shard]}:{key}", key, members)
                 if number < skip:

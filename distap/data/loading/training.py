@@ -64,11 +64,7 @@ class TrainingImages(Protocol):
 
     size: int  # B, images of a global batch
     fingerprint: str  # a hash that stands for the data set in the state of a run
-
-    @property
-    def index(self) -> Index | None:
-        """The index of the data set; None without one."""
-        ...
+    index: Index | None  # of the data set; None without one
 
     def shares(self, steps: range) -> "Iterator[ShareOfBatch]":
         """This rank's share of each step's global batch; use a share up before you take the next.
