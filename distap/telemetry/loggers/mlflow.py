@@ -34,7 +34,7 @@ class MLflow:
 
     def prepare(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report to its maker
-        importlib.import_module("mlflow.tracking")
+        importlib.import_module("mlflow")
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it logs every retry of a request
 
     def open(self, run: LoggedRun) -> Logger:

@@ -21,7 +21,8 @@ class TensorBoard:
     folder: str | None = None
 
     def prepare(self) -> None:
-        importlib.import_module("torch.utils.tensorboard")
+        for module in ("tensorboard", "torch.utils.tensorboard"):
+            importlib.import_module(module)
 
     def open(self, run: LoggedRun) -> Logger:
         """Open a new event file; it hides later steps of earlier files."""
