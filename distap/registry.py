@@ -16,9 +16,6 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 
 from distap.errors import DistapError
 
-_TIMM_OPTIMIZER = "distap.engine.optimizer:TimmOptimizer"
-_TIMM_SCHEDULE = "distap.engine.schedule:TimmSchedule"
-
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
         "ap_q": "distap.ranking.losses.quantized:QuantizedAP",
@@ -52,27 +49,26 @@ REGISTRY: dict[str, dict[str, str]] = {
         "package": "distap.model.backbone:PackageWeights",
     },
     "pooling": {"gem": "distap.model.pooling:GeMPooling", "mean": "distap.model.pooling:MeanPooling"},
-    "optimizer": {
-        "adam": _TIMM_OPTIMIZER,
-        "adamw": _TIMM_OPTIMIZER,
-        "nadamw": _TIMM_OPTIMIZER,
-        "radam": _TIMM_OPTIMIZER,
-        "sgd": _TIMM_OPTIMIZER,
-        "momentum": _TIMM_OPTIMIZER,
-        "rmsprop": _TIMM_OPTIMIZER,
-        "lamb": _TIMM_OPTIMIZER,
-        "lars": _TIMM_OPTIMIZER,
-        "lion": _TIMM_OPTIMIZER,
-        "adafactor": _TIMM_OPTIMIZER,
-        "adopt": _TIMM_OPTIMIZER,
-    },
-    "schedule": {
-        "constant": _TIMM_SCHEDULE,
-        "linear": _TIMM_SCHEDULE,
-        "cosine": _TIMM_SCHEDULE,
-        "step": _TIMM_SCHEDULE,
-        "multistep": _TIMM_SCHEDULE,
-    },
+    "optimizer": dict.fromkeys(
+        (
+            "adam",
+            "adamw",
+            "nadamw",
+            "radam",
+            "sgd",
+            "momentum",
+            "rmsprop",
+            "lamb",
+            "lars",
+            "lion",
+            "adafactor",
+            "adopt",
+        ),
+        "distap.engine.optimizer:TimmOptimizer",
+    ),
+    "schedule": dict.fromkeys(
+        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:TimmSchedule"
+    ),
     "engine": {
         "ddp": "distap.engine.ddp:DDPSettings",
         "fsdp": "distap.engine.fsdp:FSDPSettings",

@@ -12,6 +12,14 @@ from distap.errors import DistapError
 from distap.registry import NAMES_ONLY, fields_of, suggestion
 from distap.storage.redact import without_secrets
 
+UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # types of pydantic's errors
+# Where keys stand that are often looked for elsewhere.
+PLACES = {
+    "lr": "optimizer.learning_rate",
+    "warmup": "schedule.warmup",
+    "weight_decay": "weight_decay of optimizer.backbone, optimizer.pooling or optimizer.head",
+}
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply overrides.
@@ -72,13 +80,15 @@ def _problem(error: dict[str, Any], settings: dict[str, Any]) -> str:
     """One line for one wrong key or value: where, what was found, what was expected."""
     keys = _written_keys(error["loc"], settings)
     where = ".".join(keys)
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{where}: unknown key; {suggestion(keys[-1], _known_beside(keys))}"
-    if error["type"] == "missing":
-        return f"{where}: missing; a value is needed"
+    if error["type"] in UNKNOWN_KEY and keys and keys[-1] in PLACES:
+        return f"{where}: unknown key; did you mean {PLACES[keys[-1]]}?"
     expected = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "unknown_key":
         return f"{where}: {expected}"
+    if error["type"] in UNKNOWN_KEY:
+        return f"{where}: unknown key; {suggestion(keys[-1], _known_beside(keys))}"
+    if error["type"] == "missing":
+        return f"{where}: missing; a value is needed"
     if not where:
         return expected
     # Of a whole section the words name the key; its values may be long, or secret.

@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from distap.config.sections import (
     CheckpointSection,

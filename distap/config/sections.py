@@ -140,8 +140,7 @@ class ReplaySection(Section):
         16, description="Images in a micro-batch, which decide the peak memory; auto finds the fastest that fits."
     )
     keep: NonNegativeInt | Literal["auto"] = Field(
-        0,
-        description="Micro-batches of a rank that keep their graph from describe, or auto.",
+        0, description="Micro-batches of a rank that keep their graph from describe, or auto."
     )
     skip_below: float = Field(
         0.0,
@@ -149,8 +148,7 @@ class ReplaySection(Section):
         description="Skip the replay of images whose descriptor gradient is at most this times the longest one.",
     )
     max_drift: PositiveFloat | None = Field(
-        None,
-        description="Stop if an image's two descriptors differ by more; null takes 1e-3, or 0.1 below float32.",
+        None, description="Stop if an image's two descriptors differ by more; null takes 1e-3, or 0.1 below float32."
     )
 
 
@@ -159,8 +157,7 @@ class StepSection(Section):
 
     compile: bool = Field(False, description="Compile the backbone for describe and replay.")
     activation_checkpointing: bool = Field(
-        False,
-        description="Recompute activations in the backward pass: less memory, slower.",
+        False, description="Recompute activations in the backward pass: less memory, slower."
     )
     max_not_finite: PositiveInt = Field(
         5, description="Stop after this many steps in a row with a loss or gradient that is not finite."

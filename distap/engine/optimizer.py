@@ -41,6 +41,8 @@ class TimmOptimizer:
         options = self._options()
         if self.name == "lamb":
             options["max_grad_norm"] = None  # timm's would clip at 1; optimizer.clip_norm decides instead
+        if self.name == "sgd" and self.momentum == 0:
+            options["nesterov"] = False  # torch allows Nesterov's momentum only above 0
         # Not fused: on a CPU a fused step reads the moments in memory order, and the order of a restored moment may
         # differ from that of its channels-last parameter. The engine sets the rate of each step.
         return create_optimizer_v2(groups, self.name, lr=0.0, weight_decay=0.0, **options)

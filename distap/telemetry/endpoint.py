@@ -86,8 +86,10 @@ class Endpoint:
             return answer
         if path == "/trace":
             status, content = self._traced(request) if method == "POST" else (HTTPStatus.METHOD_NOT_ALLOWED, {})
-        elif path in ("/healthz", "/readyz"):
-            status, content = self._health() if path == "/healthz" else self._readiness()
+        elif path == "/healthz":
+            status, content = self._health()
+        elif path == "/readyz":
+            status, content = self._said(self.not_ready(), "training")
         else:
             status = HTTPStatus.NOT_FOUND
             content = {"error": "unknown path; expected /metrics, /healthz, /readyz or POST /trace?steps=N"}
@@ -100,22 +102,16 @@ class Endpoint:
 
     def _health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         fault = self.watchdog.verdict if self.watchdog is not None else None
-        content = {"status": "leaving after a fault" if fault else "healthy", **self._activity()}
-        if fault:
-            content["fault"] = fault
-        return HTTPStatus.SERVICE_UNAVAILABLE if fault else HTTPStatus.OK, content
+        status, content = self._said("leaving after a fault" if fault else None, "healthy")
+        return status, content | ({"fault": fault} if fault else {})
 
-    def _readiness(self) -> tuple[HTTPStatus, dict[str, Any]]:
-        reason = self.not_ready()
-        content = {"status": reason or "training", **self._activity()}
-        return HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK, content
-
-    def _activity(self) -> dict[str, Any]:
-        """Return what the rank does, such as `describe of step 12`, and for how many seconds."""
-        if self.watchdog is None:
-            return {}
-        activity, seconds = self.watchdog.activity
-        return {"activity": activity, "seconds": round(seconds, 1)}
+    def _said(self, problem: str | None, otherwise: str) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Answer with what the rank does, such as `describe of step 12`, and for how many seconds."""
+        content: dict[str, Any] = {"status": problem or otherwise}
+        if self.watchdog is not None:
+            activity, seconds = self.watchdog.activity
+            content |= {"activity": activity, "seconds": round(seconds, 1)}
+        return HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK, content
 
     def _traced(self, request: WSGIEnvironment) -> tuple[HTTPStatus, dict[str, Any]]:
         client = ipaddress.ip_address(request["REMOTE_ADDR"])

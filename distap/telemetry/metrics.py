@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "batch": (Gauge, "global_batch_size_images", "Images of a global batch"),
     "planned_steps": (Gauge, "planned_steps", "Steps of the whole training"),
     "loss": (Gauge, "loss_ratio", "Loss of the global batch"),
-    "batch_ap": (
+    "batch_mAP": (
         Gauge,
         "batch_mean_average_precision_ratio",
         "Mean AP of the global batch as the loss approximates it, NaN if the loss is not 1 - AP",
@@ -66,9 +67,9 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "gradient_norm": (Gauge, "gradient_norm", "Norm of the gradient before clipping"),
     "replay_drift": (Gauge, "replay_drift", "Greatest difference between the two descriptors of an image in a step"),
     "replay_drift_limit": (Gauge, "replay_drift_limit", "Replay drift above which training stops"),
-    "replayed": (Gauge, "replayed_images_ratio", "Share of a batch's images that replay described again"),
-    "kept": (Gauge, "kept_graph_images_ratio", "Share of a batch's images whose graph was kept from describe"),
-    "lonely_queries": (Counter, "queries_without_positive", "Images without another of their class in the batch"),
+    "replayed_share": (Gauge, "replayed_images_ratio", "Share of a batch's images that replay described again"),
+    "kept_share": (Gauge, "kept_graph_images_ratio", "Share of a batch's images whose graph was kept from describe"),
+    "skipped_queries": (Counter, "queries_without_positive", "Images without another of their class in the batch"),
     "nonfinite": (Counter, "nonfinite_steps", "Steps skipped because a number was not finite", "what"),
     "validation": (Gauge, "validation_mean_average_precision_ratio", "mAP on a validation set", "dataset"),
     "evaluation": (Gauge, "evaluation_figure_ratio", "A figure of retrieval on a data set", "dataset", "figure"),
@@ -78,16 +79,11 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "checkpoint_step": (Gauge, "checkpoint_step", "Steps behind the newest checkpoint"),
     "checkpoint_interval": (Gauge, "checkpoint_interval_steps", "Steps between two checkpoints"),
     "checkpoint_failures": (Counter, "checkpoint_failures", "Checkpoints that could not be written"),
-    "logger_lines_lost": (
-        Counter,
-        "logger_lines_lost",
-        "Figures that a logger beside Prometheus did not take",
-        "logger",
-    ),
+    "lost_lines": (Counter, "logger_lines_lost", "Figures that a logger beside Prometheus did not take", "logger"),
 }
 
 
-class TrainingMetrics:
+class TrainingMetrics(SimpleNamespace):
     """The metrics of one rank; each name in the tables above is an attribute.
 
     Args:
@@ -109,11 +105,11 @@ class TrainingMetrics:
         self.registry = registry or CollectorRegistry()
         # On the other ranks global metrics go to a registry that nobody reads, so that no caller has to ask its rank.
         elsewhere = self.registry if is_first else CollectorRegistry()
-        self._metrics: dict[str, Any] = {}
         for table, where in ((OF_RANK, self.registry), (GLOBAL, elsewhere)):
             for attribute, (kind, name, text, *labels) in table.items():
                 options = {"buckets": BUCKETS} if kind is Histogram else {}
-                self._metrics[attribute] = kind(name, text, labels, namespace="distap", registry=where, **options)
+                metric = kind(name, text, labels, namespace="distap", registry=where, **options)
+                setattr(self, attribute, metric)
         ProcessCollector(registry=self.registry)
         Info("build", "Versions", namespace="distap", registry=self.registry).info(
             {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -135,12 +131,6 @@ class TrainingMetrics:
             for value in values:
                 metric.labels(value)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_metrics"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
     def observe_step(
         self, step: int, images: int, seconds: Mapping[str, float], figures: Mapping[str, float], skipped: str | None
     ) -> None:
@@ -150,8 +140,7 @@ class TrainingMetrics:
             step: steps behind the present state.
             images: images of this rank.
             seconds: by stage, and `step` for the whole.
-            figures: loss, batch_mAP, learning_rate, gradient_norm, replay_drift, replayed_share, kept_share and
-                skipped_queries.
+            figures: by attribute; all are gauges but `skipped_queries`.
             skipped: `loss` or `gradient` if that was not finite, so that the parameters did not move.
         """
         self.steps.inc()
@@ -162,12 +151,9 @@ class TrainingMetrics:
         self.images_per_second.set(images / seconds["step"])
         for stage in STAGES:
             self.stage_seconds.labels(stage).observe(seconds.get(stage, 0.0))
-        for name in ("loss", "learning_rate", "gradient_norm", "replay_drift"):
-            self._metrics[name].set(figures[name])
-        self.batch_ap.set(figures["batch_mAP"])
-        self.replayed.set(figures["replayed_share"])
-        self.kept.set(figures["kept_share"])
-        self.lonely_queries.inc(figures["skipped_queries"])
+        self.skipped_queries.inc(figures["skipped_queries"])
+        for name in figures.keys() - {"skipped_queries"}:
+            getattr(self, name).set(figures[name])
         if skipped:
             self.nonfinite.labels(skipped).inc()
         self.host_memory.set(host_memory_peak())

@@ -62,8 +62,8 @@ class Tracer:
 
     def step_done(self, done: int) -> None:
         """Write the trace if its last step is done."""
-        if self._profiler is not None and done >= self._last:
-            self._write(self._profiler, done)
+        if done >= self._last:
+            self.close(done)
 
     def interrupt(self, done: int) -> None:
         """End the trace before something that is no step; a second trace takes the steps that are left."""
@@ -73,18 +73,16 @@ class Tracer:
         self.close(done)
 
     def close(self, done: int) -> None:
-        """Write a trace that ends early, as at the end of training."""
-        if self._profiler is not None:
-            self._write(self._profiler, done)
-
-    def _write(self, profiler: profile, last: int) -> None:
-        self._profiler = None
+        """Write a trace if one is under way, such as at the end of training."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
         path = self._folder / f"step-{self._first}.rank-{self._rank}.json.gz"
         draft = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, last]}))
+            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, done]}))
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
         except Exception as error:  # the profiler's errors, or a full disk
@@ -93,4 +91,4 @@ class Tracer:
             logger.warning("%s: the trace cannot be written: %s", path, error)
             return
         if self._rank == 0:
-            logger.info("traced step %d to %d: %s, and a file beside it for each other rank", self._first, last, path)
+            logger.info("traced step %d to %d: %s, and a file beside it for each other rank", self._first, done, path)

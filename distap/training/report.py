@@ -173,7 +173,7 @@ class RunReport:
     def _open_loggers(self, step: int) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
         recipe, section = self.recipe, self.recipe.loggers
         run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
-        lost = self.metrics.logger_lines_lost
+        lost = self.metrics.lost_lines
         for name in section.chosen:
             lost.labels(name)
         return opened_loggers(

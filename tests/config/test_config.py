@@ -85,6 +85,8 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("memory.sise=3", "memory.sise: unknown key; did you mean size"),
         ("optimizer.learning_rat=1", "optimizer.learning_rat: unknown key; did you mean learning_rate"),
         ("optimizer.betaz=[0.9, 0.99]", "optimizer.betaz: unknown key; did you mean betas"),
+        ("optimizer.warmup=5", r"optimizer.warmup: unknown key; did you mean schedule.warmup\?"),
+        ("optimizer.weight_decay=0.1", "weight_decay: unknown key; did you mean weight_decay of optimizer.backbone"),
         ("optimizer={name: adan}", "optimizer 'adan' is unknown; did you mean adam"),
         ("optimizer.momentum=0.9", "optimizer: momentum is set, but the optimiser adam has no momentum"),
         ("schedule=liner", "schedule 'liner' is unknown; did you mean linear"),

@@ -73,3 +73,8 @@ def test_adam_is_torchs_and_lamb_clips_nothing_itself():
     assert type(ours) is torch.optim.Adam
     assert ours.defaults | {"lr": 0} == theirs.defaults | {"lr": 0}
     assert TimmOptimizer("lamb").build(parameters).defaults["max_grad_norm"] is None
+
+
+def test_sgd_without_momentum_is_without_nesterovs():
+    parameters = [{"params": [nn.Parameter(torch.ones(2))]}]
+    assert TimmOptimizer("sgd", momentum=0).build(parameters).defaults["nesterov"] is False
