@@ -155,9 +155,7 @@ def name_of(kind: str, part: object) -> str:
 
 def fields_of(chosen: type) -> list[str]:
     """The names of a dataclass's or pydantic model's fields."""
-    return (
-        [field.name for field in fields(chosen)] if is_dataclass(chosen) else [*getattr(chosen, "model_fields", ())]
-    )
+    return [one.name for one in fields(chosen)] if is_dataclass(chosen) else list(getattr(chosen, "model_fields", ()))
 
 
 def build_part(kind: str, name: str, **options: Any) -> Any:

@@ -31,8 +31,13 @@ class Stopwatch:
     def stage(self, name: str, part_of_outer: bool = False) -> Iterator[None]:
         """Count the enclosed seconds for `name`; with `part_of_outer`, for the enclosing stage as well."""
         if part_of_outer and self._device is not None and self._depth:
-            with self._timed_on_device(name):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(torch.cuda.current_stream(self._device))
+            try:
                 yield
+            finally:
+                end.record(torch.cuda.current_stream(self._device))
+                self._on_device.append((name, begin, end))
             return
         outer_inside, self._inside = self._inside, 0.0
         started = self._now()
@@ -64,13 +69,3 @@ class Stopwatch:
                 name, begin, end = self._on_device.pop()
                 self.seconds[name] += begin.elapsed_time(end) / 1000
         return time.perf_counter()
-
-    @contextmanager
-    def _timed_on_device(self, name: str) -> Iterator[None]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(torch.cuda.current_stream(self._device))
-        try:
-            yield
-        finally:
-            end.record(torch.cuda.current_stream(self._device))
-            self._on_device.append((name, begin, end))

@@ -111,8 +111,7 @@ class World:
             return rows
         received = like.new_empty(self._share(total), *like.shape[1:])
         shares = None
-        if self.rank == 0:
-            assert rows is not None
+        if self.rank == 0 and rows is not None:
             padded = _padded(rows, self.size * len(received))
             shares = [padded[r :: self.size].contiguous() for r in range(self.size)]
         with self.collective("scatter of rows"):

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -24,10 +22,6 @@ class Section(BaseModel):
     """Closed to unknown keys, and frozen. Defaults are validated, since a default may be a name to look up."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-def _text_of_path(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 class ChoosingSection(Section):
@@ -68,6 +62,6 @@ def _checked(parse: Callable[[str], object]) -> AfterValidator:
 
 Remote = Annotated[RemoteSettings, AfterValidator(without_secret_options)]
 # The recipe checks allow_pipes when it knows all keys.
-TrainShards = Annotated[str, BeforeValidator(_text_of_path), _checked(partial(parse_source, allow_pipes=True))]
-Shards = Annotated[str, BeforeValidator(_text_of_path), _checked(parse_source)]
+TrainShards = Annotated[str, _checked(partial(parse_source, allow_pipes=True))]
+Shards = Annotated[str, _checked(parse_source)]
 StoreURL = Annotated[str, _checked(parse_store)]

@@ -16,6 +16,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from socketserver import TCPServer, ThreadingMixIn
 from threading import Thread
@@ -33,16 +34,15 @@ from distap.telemetry.tracing import MOST_STEPS, STEPS
 logger = logging.getLogger("distap")
 
 
+@dataclass
 class Endpoint:
     """The endpoint of one rank. The trainer fills in its attributes as they become known."""
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
-        self.registry = CollectorRegistry()
-        self.watchdog: Watchdog | None = None
-        self.not_ready: Callable[[], str | None] = lambda: "starting"  # why it does not train now
-        self.ask_trace: Callable[[int], None] = lambda steps: None
-        self._metrics = make_wsgi_app(self.registry)
+    rank: int = 0
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    watchdog: Watchdog | None = None
+    not_ready: Callable[[], str | None] = lambda: "starting"  # why it does not train now
+    ask_trace: Callable[[int], None] = lambda steps: None
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
@@ -82,7 +82,7 @@ class Endpoint:
         """Answer a request, as a WSGI application."""
         path, method = request.get("PATH_INFO", "/"), request["REQUEST_METHOD"]
         if path == "/metrics":
-            answer: Iterable[bytes] = self._metrics(request, start)
+            answer: Iterable[bytes] = make_wsgi_app(self.registry)(request, start)
             return answer
         if path == "/trace":
             status, content = self._traced(request) if method == "POST" else (HTTPStatus.METHOD_NOT_ALLOWED, {})
