@@ -12,11 +12,9 @@ from torch.profiler import record_function
 class Stopwatch:
     """Seconds by stage. Time inside an inner stage counts for the inner one alone.
 
-    Only the outermost stage waits for the device, at its begin and end; an inner one would keep the device from
-    working while the host prepares its next work. Inner stages that are part of the outer are timed by the device.
-
-    Args:
-        device: its queued work counts for the stage that queued it.
+    Work that a stage queues on the device counts for it. Only the outermost stage waits for the device, at its begin
+    and end; an inner one would keep the device from working while the host prepares its next work. Inner stages that
+    are part of the outer are timed by the device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -54,8 +52,7 @@ class Stopwatch:
     def catch_up(self, name: str, total: float) -> None:
         """Count for `name`, instead of the present stage, what a clock elsewhere has added since the last call.
 
-        Args:
-            total: seconds that the other clock shows; its seconds before the first call were not of this stopwatch.
+        It shows `total` seconds; those before the first call were not of this stopwatch.
         """
         seconds = total - self._elsewhere.get(name, total)
         self._elsewhere[name] = total

@@ -167,12 +167,8 @@ class Trainer:
     def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
         """Exchange requests and damage with the other ranks, and begin a trace if a rank was asked for one.
 
-        Args:
-            images: number of images that all ranks have read since this process started.
-        Returns:
-            Whether any rank was asked to stop.
-        Raises:
-            DistapError: too many of the images are damaged.
+        Return whether any rank was asked to stop; raise a DistapError if too many of the `images` that all ranks have
+        read since this process started are damaged.
         """
         self.report.reading(self.done, share)
         wanted = self.tracer.asked()

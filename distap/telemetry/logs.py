@@ -46,13 +46,7 @@ origin = LogOrigin()
 
 
 def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
-    """Log lines to the standard error from now on.
-
-    Args:
-        form: text or JSON.
-        run: the run's id, the same on all ranks.
-        rank: rank of this process, None for a launcher. Ranks other than 0 log warnings and errors only.
-    """
+    """Log lines to the standard error from now on: all of rank 0 and a launcher (None), else warnings and errors."""
     origin.run, origin.rank, origin.form = run, rank, form
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())

@@ -84,14 +84,10 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
 
 
 class TrainingMetrics(SimpleNamespace):
-    """The metrics of one rank; each name in the tables above is an attribute.
+    """The metrics of one rank, of which the first also exports what is global.
 
-    Args:
-        is_first: whether this is rank 0, which also exports what is global.
-        ranks: W.
-        batch: B, images of a global batch.
-        skip_reasons: why an image can be left out.
-        registry: where the metrics are kept; a fresh one by default.
+    Each name in the tables above is an attribute. `batch` is the size of a global batch, and an image can be left out
+    for `skip_reasons`.
     """
 
     def __init__(
@@ -134,14 +130,9 @@ class TrainingMetrics(SimpleNamespace):
     def observe_step(
         self, step: int, images: int, seconds: Mapping[str, float], figures: Mapping[str, float], skipped: str | None
     ) -> None:
-        """Record what a step did.
+        """Record a step of this rank: its images, seconds by stage and of the whole `step`, and figures by attribute.
 
-        Args:
-            step: steps behind the present state.
-            images: images of this rank.
-            seconds: by stage, and `step` for the whole.
-            figures: by attribute; all are gauges but `skipped_queries`.
-            skipped: `loss` or `gradient` if that was not finite, so that the parameters did not move.
+        `skipped` is `loss` or `gradient` if that was not finite, so that the parameters did not move.
         """
         self.steps.inc()
         self.step.set(step)
@@ -161,12 +152,7 @@ class TrainingMetrics(SimpleNamespace):
             self.device_memory.set(torch.cuda.max_memory_allocated())
 
     def observe_reading(self, traffic: tuple[int, int, int, int], spool_size: int, spool_limit: int) -> None:
-        """Record how this rank's share of a step was read.
-
-        Args:
-            traffic: bytes read, reads tried again, hits and misses of the shard cache.
-            spool_size, spool_limit: bytes of the spool file, and its largest size; 0 without one.
-        """
+        """Record how this rank's share of a step was read; the bytes of the spool file are 0 without one."""
         read_bytes, retries, hits, misses = traffic
         self.read_bytes.inc(read_bytes)
         self.read_retries.inc(retries)

@@ -51,10 +51,7 @@ def run_log_from(folder: Path, step: int) -> JsonLinesFile:
 def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
     """Append to folder/not_finite.jsonl a step that was not applied since `what` was not finite.
 
-    Entries of earlier attempts at a step stay, since they are what a person looks for.
-
-    Args:
-        keys: shard and key of each image in slot order.
+    `keys` name its images. Entries of earlier attempts at a step stay, since they are what a person looks for.
     """
     with closing(JsonLinesFile(folder / NOT_FINITE_LOG)) as lines:
         lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})

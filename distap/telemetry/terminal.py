@@ -34,10 +34,7 @@ def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
 def training_progress(steps: int, done: int, shown: bool) -> Iterator[Callable[..., None]]:
     """Open a bar over the steps with the last step's figures; without a terminal, or with JSON, tell one line a step.
 
-    Args:
-        shown: whether anything is printed, as on rank 0.
-    Yields:
-        A function of the number of steps done, a text about the last one and, for programs, its figures by name.
+    Yield a function of the number of steps done, a text about the last one and, for programs, its figures by name.
     """
     with _progress(shown) as progress:
         task = progress.add_task("training", total=steps, completed=done)
@@ -54,13 +51,8 @@ def training_progress(steps: int, done: int, shown: bool) -> Iterator[Callable[.
 def counting(description: str, total: int, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Open a bar over images with their number a second; without a terminal, print one line at the end.
 
-    Args:
-        description: text beside the bar.
-        total: number of images.
-        done: images that an earlier run has done; they do not count for the speed.
-        shown: whether anything is printed.
-    Yields:
-        A function to call with the number of images done since.
+    Yield a function to call with the number of images done since. The `done` images of an earlier run do not count
+    for the speed.
     """
     started, most = time.monotonic(), 0
 

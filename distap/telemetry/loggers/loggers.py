@@ -100,15 +100,10 @@ def opened_loggers(
     close_seconds: float,
     count_lost: Callable[[str], None],
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Open the loggers of a run, as rank 0 does, and close them at the end.
+    """Open a run's loggers; yield a function that hands a line of the run's log, with `step` and `time`, to each.
 
-    Args:
-        chosen: settings by name, which `prepare_loggers` has found usable.
-        lines: how many lines may wait for each logger.
-        close_seconds: time that all have together to close.
-        count_lost: called with the logger's name for each line that is lost.
-    Yields:
-        A function that hands a line of the run's log, with `step` and `time`, to each logger.
+    At most `lines` lines wait for a logger; `count_lost` is called with its name for each line that is lost. At the
+    end all have `close_seconds` together to close.
     """
     run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
     outlets = [Outlet(name, settings, run, lines, partial(count_lost, name)) for name, settings in chosen.items()]
