@@ -53,7 +53,6 @@ class StoredRun:
     beside: tuple[str, ...] = ()
     merged: str = ""
     _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # versions of the files beside, as sent
-    _manifests: dict[str, Manifest] = field(default_factory=dict)
 
     def where(self, name: str) -> str:
         """Return the URL of a checkpoint."""
@@ -69,13 +68,11 @@ class StoredRun:
         Raises:
             DamagedCheckpointError: it is missing or damaged.
         """
-        if name not in self._manifests:
-            try:
-                data = self.store.read_whole(f"{FOLDER}/{name}/{MANIFEST_FILE}")
-            except MissingFileError as error:
-                raise DamagedCheckpointError(self.where(name), f"{MANIFEST_FILE} is not there") from error
-            self._manifests[name] = parse_manifest(data, self.where(name))
-        return self._manifests[name]
+        try:
+            data = self.store.read_whole(f"{FOLDER}/{name}/{MANIFEST_FILE}")
+        except MissingFileError as error:
+            raise DamagedCheckpointError(self.where(name), f"{MANIFEST_FILE} is not there") from error
+        return parse_manifest(data, self.where(name))
 
     def best(self) -> str | None:
         """Return the checkpoint with the highest validation mAP, or None if none was evaluated."""
@@ -147,7 +144,6 @@ class StoredRun:
             DamagedCheckpointError: it is not what was written, after a second download of what differed.
             DistapError: the store cannot be reached, or another version of distap wrote the checkpoint.
         """
-        self._manifests.pop(name, None)
         manifest = self.manifest(name)
         write_whole(folder / MANIFEST_FILE, manifest.text())
         wanted = list(manifest.files)
@@ -213,7 +209,6 @@ class StoredRun:
         # The manifest first, since half a checkpoint must not be taken for a whole one.
         for file in sorted(files, key=lambda file: (file not in (MANIFEST_FILE, DAMAGED_MANIFEST), file)):
             self.store.remove(f"{FOLDER}/{name}/{file}")
-        self._manifests.pop(name, None)
 
 
 def _version(file: Path) -> tuple[int, int]:

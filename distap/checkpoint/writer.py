@@ -168,8 +168,14 @@ class CheckpointWriter:
         attempt = on_all(self._ranks, lambda: uuid.uuid4().hex[:8], mine=is_first)[0]
         aside = self.folder / f"{UNFINISHED}{path.name[5:]}.tmp-{attempt}"
         is_ours = is_first if stored is None else self.world.local_rank == 0
+
+        def make() -> None:
+            make_folder(self.folder)
+            remove_unfinished(self.folder, but=aside)
+            aside.mkdir(exist_ok=True)
+
         try:
-            on_all(self._ranks, lambda: self._make(aside), mine=is_ours)
+            on_all(self._ranks, make, mine=is_ours)
             write_tensors(aside, job.tensors, self._ranks.group)
             shares = on_all(self._ranks, lambda: self._finished_files(aside, job))
             files = {name: FileIdentity(**identity) for share in shares for name, identity in share.items()}
@@ -190,11 +196,6 @@ class CheckpointWriter:
                 until = time.monotonic() + TIDY_SHARE * self.timeout_seconds
                 self._tidy(self.stored.by(until), f"{path.name}.{attempt}")
         return sum(identity.bytes for identity in files.values())
-
-    def _make(self, aside: Path) -> None:
-        make_folder(self.folder)
-        remove_unfinished(self.folder, but=aside)
-        aside.mkdir(exist_ok=True)
 
     def _finished_files(self, aside: Path, job: _Job) -> dict[str, dict[str, Any]]:
         """Return this rank's files with their identities; torch has brought them to the disk already."""

@@ -12,6 +12,7 @@ pipe:command                      the output of a shell command; refused unless 
 import hashlib
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -149,12 +150,9 @@ def _split_url(text: str) -> tuple[str, str, str]:
 
 
 def _local_source(text: str, path: str, index: Path | None) -> Source:
-    try:
-        is_folder = Path(path).is_dir()
-    except OSError:  # such as a pattern that is too long for a path
-        is_folder = False
-    if is_folder:
-        return Source(text, path.rstrip("/") or "/", None, index)
+    with suppress(OSError):  # such as that of a pattern that is too long for a path
+        if Path(path).is_dir():
+            return Source(text, path.rstrip("/") or "/", None, index)
     base, pattern = _split_pattern(path)
     return Source(text, base or ("/" if path.startswith("/") else "."), pattern, index)
 
