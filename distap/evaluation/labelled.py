@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from distap.data.images.image_sets import ImageSet
-from distap.data.loading.reading import Reader
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
@@ -25,27 +24,11 @@ from distap.storage.locations import Source
 
 @dataclass(frozen=True)
 class LabelledSet:
-    """Shards whose classes say which images match.
-
-    Raises:
-        DistapError: the images have no classes.
-    """
+    """Shards whose classes say which images match."""
 
     name: str
     images: ImageSet
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.images.reader, Reader):
-            raise DistapError(
-                f"{self.images.name}: a plain folder of images, which says nothing of classes; pack it with "
-                "`distap data pack`, a sub-folder a class"
-            )
-
-    @property
-    def index(self) -> Index:
-        """Index of the shards."""
-        assert isinstance(self.images.reader, Reader)
-        return self.images.reader.index
+    index: Index  # of the shards
 
     def describe(self, describing: Describing) -> "DescribedLabelledSet":
         """Describe the images on all ranks; every rank gets all descriptors."""

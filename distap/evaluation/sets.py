@@ -10,6 +10,7 @@ from typing import Any
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.image_sets import open_images
+from distap.data.loading.reading import Reader
 from distap.data.settings import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
@@ -46,7 +47,7 @@ def open_set(
         distractors: shards to add to a gallery with a ground truth.
         max_pixels, remote, cache: see `open_images`.
     Raises:
-        DistapError: there is no such data set, or distractors are given for one without a ground truth.
+        DistapError: there is no such data set, its images have no classes, or it has distractors but no ground truth.
     """
     source = parse_source(where)
     name = name or Path(source.base).name or "data"
@@ -56,7 +57,13 @@ def open_set(
     if source.scheme or source.pattern is not None or not truth_file.is_file():
         if distractors:
             raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
-        return LabelledSet(name, open_images(source, max_pixels, remote, cache))
+        images = open_images(source, max_pixels, remote, cache)
+        if not isinstance(images.reader, Reader):
+            raise DistapError(
+                f"{images.name}: a plain folder of images, which says nothing of classes; pack it with "
+                "`distap data pack`, a sub-folder a class"
+            )
+        return LabelledSet(name, images, images.reader.index)
     truth = read_ground_truth(truth_file)
     splits = [str(truth_file.parent / split) for split in (truth.query, *truth.gallery)]
     queries, *gallery = (open_images(part, max_pixels, remote, cache) for part in (*splits, *distractors))

@@ -172,7 +172,11 @@ def read_descriptors(folder: Path) -> DescriptorSet:
     for name in (PARQUET_FILE,) if parquet else (DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE):
         require_intact(folder / name, sizes.get(name), "extract again")
     with reading(folder, "distap extract"):
-        values, keys, classes = _read_parquet(folder) if parquet else _read_arrays(folder)
+        if parquet:
+            values, keys, classes = _read_parquet(folder)
+        else:
+            values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
+            keys, classes = read_texts(folder)
     if values.shape != shape or values.dtype != dtype:
         raise DistapError(
             f"{folder}: descriptors of shape {values.shape} in {values.dtype}; {path.name} says {shape} in {dtype}"
@@ -243,11 +247,6 @@ def _write_arrays(folder: Path, descriptors: DescriptorSet) -> list[str]:
     return [DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE]
 
 
-def _read_arrays(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
-    values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
-    return values, *read_texts(folder)
-
-
 def _write_parquet(folder: Path, descriptors: DescriptorSet) -> list[str]:
     pa, pq = _arrow()
     values = descriptors.descriptors
@@ -257,12 +256,9 @@ def _write_parquet(folder: Path, descriptors: DescriptorSet) -> list[str]:
         for start in range(0, len(values), PARQUET_ROWS):
             rows = slice(start, start + PARQUET_ROWS)
             flat = pa.array(np.ascontiguousarray(values[rows]).reshape(-1))
-            columns = [
-                pa.array(descriptors.keys[rows].tolist(), pa.string()),
-                pa.array(descriptors.classes[rows].tolist(), pa.string()),
-                pa.FixedSizeListArray.from_arrays(flat, values.shape[1]),
-            ]
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            texts = descriptors.keys[rows].tolist(), descriptors.classes[rows].tolist()
+            column = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+            writer.write_table(pa.table([*texts, column], schema=schema))
     return [PARQUET_FILE]
 
 

@@ -72,19 +72,12 @@ class GroundTruthResult:
 
 
 def graded_queries(records: Sequence[Mapping[str, Any]], rows: Mapping[str, int]) -> list[GradedQuery]:
-    """Queries from the `ground_truth.json` of Revisited Oxford or Paris.
-
-    Args:
-        records: its `queries`, in the order of the query descriptors.
-        rows: gallery row by image name.
-    Raises:
-        DistapError: an image is not in the gallery.
-    """
+    """Queries from records of Revisited Oxford or Paris, and gallery rows by image name."""
     return [GradedQuery(*(_rows(record, grade, rows) for grade in ("easy", "hard", "junk"))) for record in records]
 
 
 def landmark_queries(records: Sequence[Mapping[str, Any]], rows: Mapping[str, int]) -> list[LandmarkQuery]:
-    """Queries from the `ground_truth.json` of Google Landmarks v2; arguments and errors as in `graded_queries`."""
+    """Queries from the records of Google Landmarks v2, as `graded_queries`."""
     wrong = sorted({str(record["usage"]) for record in records} - {"Public", "Private"})
     if wrong:
         raise DistapError(f"the ground truth has queries of usage {', '.join(wrong)}; expected Public or Private")

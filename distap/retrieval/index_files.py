@@ -79,14 +79,7 @@ class SearchIndex:
         return int(self.index.d)
 
     def search(self, descriptors: Float[np.ndarray, "Q _"], k: int) -> list[list[Hit]]:
-        """The k most similar images of each query, best first, or fewer if the index finds no more.
-
-        Args:
-            descriptors: (Q, C) of length 1.
-            k: at most the size of the gallery; a larger k is reduced.
-        Raises:
-            DistapError: the descriptors have other dimensions, or a number is not finite.
-        """
+        """The k most similar images of each query of length 1, best first, or fewer if the index finds no more."""
         if descriptors.shape[1] != self.dimensions:
             raise DistapError(
                 f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "

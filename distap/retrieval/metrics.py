@@ -72,11 +72,7 @@ class LabelledSetResult:
         }
 
     def class_figures(self, labels: Int64[Tensor, " N"]) -> dict[int, dict[str, int | float]]:
-        """Number of queries, and mean mAP, mAP@R and R@k over them, of each class that has queries.
-
-        Args:
-            labels: class of each evaluated image.
-        """
+        """Number of queries, and mean mAP, mAP@R and R@k over them, of each class that has queries."""
         queries = self.is_query
         classes, number, counts = labels[queries].unique(return_inverse=True, return_counts=True)
         hits = (self.hits[queries] > 0).t()
@@ -86,9 +82,7 @@ class LabelledSetResult:
             **{f"R@{k}": hit for k, hit in zip(AT, hits, strict=True)},
         }
         columns: dict[str, list[int | float]] = {"queries": counts.tolist()}
-        for name, values in of_query.items():
-            total = torch.zeros_like(counts, dtype=torch.float64).index_add_(0, number, values.double())
-            columns[name] = (total / counts).tolist()
+        columns |= {name: (number.bincount(values.double()) / counts).tolist() for name, values in of_query.items()}
         rows = zip(*columns.values(), strict=True)
         return {
             label: dict(zip(columns, row, strict=True)) for label, row in zip(classes.tolist(), rows, strict=True)

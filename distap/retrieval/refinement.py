@@ -45,8 +45,6 @@ class Expansion:
             gallery: (N, C) of length 1; a memory map is read in blocks.
             same: query i is row i of the gallery, and not its own neighbour. With the gallery as queries this is
                 database-side augmentation (Turcot and Lowe 2009), an exact search of N² C multiplications.
-        Raises:
-            DistapError: the shapes do not fit, or a number is not finite.
         """
         similarities, rows = nearest(queries, gallery, self.neighbours, same)
         result = np.empty(queries.shape, queries.dtype)
@@ -117,8 +115,6 @@ class Refinement:
             same: query i is row i of the gallery; it is neither its own neighbour nor in its own head.
         Returns:
             Queries (Q, D), gallery (N, D), and the gallery rows that come first for each query, or None.
-        Raises:
-            DistapError: the dimensions do not fit, or a number is not finite.
         """
         if self.whitening is not None:
             queries = self.whitening.apply(queries)

@@ -98,13 +98,10 @@ def reranked_heads(
     """The `size` nearest gallery rows of each query, re-ranked.
 
     Args:
-        reranker: one of `RERANKERS`, with its settings.
         queries: of length 1.
         gallery: (N, C) of length 1; a memory map is read in blocks.
         size: K, at most the size of the gallery. Re-ranking holds K² numbers for one query at a time.
         exclude_self: query i is row i of the gallery, and not in its own head.
-    Raises:
-        DistapError: the shapes do not fit, or a number is not finite.
     """
     if size < 1:
         raise DistapError(f"re-ranking: a head of {size} images, expected at least 1")

@@ -128,11 +128,7 @@ def plan_parts(
 
 
 def boxes_by_number(images: ImageSet, boxes: Mapping[str, Sequence[float]] | None) -> dict[int, Box]:
-    """Convert boxes by image key to boxes of whole pixels by image number.
-
-    Raises:
-        DistapError: no image has this key, or a box does not have four edges in order.
-    """
+    """Convert boxes by image key to boxes of whole pixels by image number."""
     if not boxes:
         return {}
     numbers = {key: number for number, key in enumerate(images.keys.tolist())}
@@ -193,18 +189,10 @@ class SharedProgress:
     """Exchange the ranks' progress every few seconds.
 
     Rank 0 can then show the progress of all. And however uneven the work is, no rank waits in a collective for longer
-    than these seconds and one batch.
-
-    Args:
-        show: called on rank 0 with the number of images that all ranks have done.
-        is_asked_to_stop: whether this rank asks all ranks to stop.
-    Raises:
-        BrokenOffError: a rank asked to stop; from `add` and `finish` on every rank.
+    than these seconds and one batch. A BrokenOffError is raised on every rank if one asks to stop.
     """
 
-    def __init__(
-        self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool]) -> None:
         self._world, self._show, self._is_asked_to_stop = world, show, is_asked_to_stop
         self._images, self._last = 0, time.monotonic()
 
@@ -266,7 +254,5 @@ def _shapes(images: ImageSet, describer: ImageDescriber, boxes: Mapping[int, Box
             left, top, right, bottom = boxes[sample]
             width, height = right - left, bottom - top
         shapes[row] = describer.sizing.shape(width, height) if width and height else (0, 0)
-    gathered: NDArray[np.int64] = (
-        world.gather_rows(torch.from_numpy(shapes).to(world.device), len(images)).cpu().numpy()
-    )
-    return gathered
+    gathered = world.gather_rows(torch.from_numpy(shapes).to(world.device), len(images))
+    return np.asarray(gathered.cpu())

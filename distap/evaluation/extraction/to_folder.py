@@ -129,11 +129,7 @@ def extract_to_folder(
 
 
 def left_out_of(output: Path) -> dict[str, str]:
-    """Images of a finished extraction that could not be described: reason by name.
-
-    Raises:
-        DistapError: the list cannot be read.
-    """
+    """Images of a finished extraction that could not be described: reason by name."""
     path = output / LEFT_OUT_FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
