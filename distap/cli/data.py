@@ -244,11 +244,9 @@ def _print_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]")
 
     for image in skipped:
         console.print(f"left out: {image.name}: {image.reason}", markup=False)
-    console.print(
-        f"{source}: {len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
-        + (f", {len(skipped)} damaged ones left out" if skipped else ""),
-        markup=False,
-    )
+    counts = f"{len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
+    left_out = f", {len(skipped)} damaged ones left out" if skipped else ""
+    console.print(f"{source}: {counts}{left_out}", markup=False)
 
 
 def _warnings(part: "Converted") -> list[str]:

@@ -83,11 +83,7 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches of a training.
-
-    Raises:
-        DistapError: such batches cannot be taken from the data set.
-    """
+    """The batches of a training; raises DistapError if such batches cannot be taken from the data set."""
 
     classes: Classes
     sampling: Sampling

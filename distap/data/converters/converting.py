@@ -145,6 +145,8 @@ def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
     with ThreadPool(STAT_THREADS) as pool:
         looked = pool.imap(os.path.isfile, images, STAT_CHUNK)
         there = list(track(looked, f"{split.name}: looking for images", len(images)))
+        pool.close()
+        pool.join()  # so that no thread is left when processes are forked
     present = tuple(compress(images.values(), there))
     digest = hashlib.sha256()
     for path, class_name, group in present:

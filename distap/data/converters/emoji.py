@@ -41,11 +41,9 @@ SVG = (
 
 
 class Vendor(NamedTuple):
-    """One vendor's name and licence, and the SVG text of each icon by its name."""
-
     name: str
     licence: str
-    drawings: dict[str, str]
+    drawings: dict[str, str]  # SVG text by the name of the icon
 
 
 def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict[str, Any]:

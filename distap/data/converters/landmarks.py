@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from distap.data.converters.dataset import (
-    GROUND_TRUTH_FILE,
-    Count,
-    Dataset,
-    ListLine,
-    Split,
-    read_lines,
-    read_table,
-)
+from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, ListLine, Split, read_lines, read_table
 from distap.data.shards.image_files import ImageFile
 
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")

@@ -1,1 +1,1 @@
-"""Ways to choose the images of a global batch, one a file."""
+"""Ways to choose the images of a global batch."""

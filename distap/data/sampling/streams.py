@@ -44,11 +44,7 @@ class StreamsSampling:
         return self.batch_size
 
     def require(self, shards: int, ranks: int) -> None:
-        """Refuse a data set with a stream that has no shard, and ranks that cannot own whole streams.
-
-        Raises:
-            DistapError: it says which numbers would fit.
-        """
+        """Raise DistapError if a stream has no shard, or ranks cannot own whole streams, and say what fits."""
         if shards < self.streams:
             raise DistapError(
                 f"sampling.streams is {self.streams}, but the data set has only {shards} shards, and a stream needs "

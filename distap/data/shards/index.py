@@ -116,7 +116,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     if len(index) == 0:
         raise DistapError(f"{source}: the data set is empty")
     if compare:
-        _require_shards(source, storage_of(source.base, remote), index)
+        _require_shards(source, remote, index)
     return index
 
 
@@ -178,9 +178,9 @@ def _problems(index: Index) -> Iterator[str]:
             yield f"sample {row} ({str(index.key[row])!r}): its {problem}"
 
 
-def _require_shards(source: Source, storage: Storage, index: Index) -> None:
+def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
     """Raise a DistapError if a shard is missing or has changed its size."""
-    names = index.shard_name.tolist()
+    storage, names = storage_of(source.base, remote), index.shard_name.tolist()
     first = storage.about(names[0])  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS if source.scheme else 1) as pool:
         found = [first, *pool.map(storage.about, names[1:])]

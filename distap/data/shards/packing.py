@@ -103,11 +103,13 @@ def _pack_aside(
 ) -> tuple[Index, list[Skipped]]:
     """Write the shards that are not there yet, and their index; return it with the images left out.
 
-    Classes are numbered before their images are read. If a class or a shard turns out to hold no sound image, all
-    shards are packed once more without the damaged images, so that every class number has an image.
+    If a class or a shard turns out to hold no sound image, all are packed once more without the damaged images, so
+    that every class number has an image.
     """
     with ThreadPool(STAT_THREADS) as pool:
         entries = list(track(pool.imap(_entry, images, STAT_CHUNK), "listing images", len(images)))
+        pool.close()
+        pool.join()  # so that no thread is left when processes are forked
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
     fingerprint = _fingerprint(layout, entries)
@@ -129,7 +131,7 @@ def _pack_aside(
             for leftover in (*aside.glob("*/*.part"), *aside.glob("*/.*.tmp")):
                 leftover.unlink()
         parts = [part for part, _ in written if part is not None]
-        left_out += [image for _, skipped in written for image in skipped]
+        left_out += chain.from_iterable(skipped for _, skipped in written)
         if len(parts) == len(jobs) and len(_class_names(_without(sound, left_out))) == len(names):
             break
         _start(aside, fingerprint, left_out)
