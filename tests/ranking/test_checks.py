@@ -76,7 +76,7 @@ def test_labels_as_large_as_they_may_be_are_ranked():
 def test_wrong_types_and_shapes():
     descriptors, labels = batch()
     assert "labels are torch.float64" in refusal(descriptors, labels.double())
-    assert "labels are (11,) for 12 descriptors" in refusal(descriptors, labels[:11])
+    assert "labels are (11,) for 12 images" in refusal(descriptors, labels[:11])
     assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)
 
 
