@@ -4,7 +4,12 @@ Each is written as one would meet it. All but the bare passes end with an update
 rate of zero, so that every step does the same work on the same numbers.
 """
 
+import ast
 import copy
+import importlib
+import inspect
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +28,7 @@ from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, Ti
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 from distap.model.speed.folding import Describer
+from distap.multistage import Multistage
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
 from distap.step import StepResult, ThreeStageStep
@@ -205,7 +211,61 @@ class CachedGradients(FullBatch):
         self.optimizer.zero_grad(set_to_none=True)
 
 
+class MultistageLoop(FullBatch):
+    """distap's drop-in in a loop of one's own, with the caller's DistributedDataParallel and optimiser."""
+
+    forwards = 2.0
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        # bfloat16 drifts more than trainings tolerate by default
+        self._multistage = Multistage(self._network, task.loss, task.micro_batch, max_drift=float("inf"))
+
+    def __call__(self) -> None:
+        with self._task.precision.autocast():
+            loss = self._multistage(self._task.batch.pixels, self._task.batch.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class GradCachePackage(FullBatch):
+    """The package of Gao et al. (`pip install gradcache`), with a gathered loss by autograd.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+
+    forwards = 2.0
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        # The released package imports itself by another name than it is installed under.
+        sys.modules.setdefault("grad_cache", importlib.import_module("gradcache"))
+        package = importlib.import_module("gradcache.grad_cache")
+        self._cache = package.GradCache([self._network], task.micro_batch, lambda rows: _loss_of_all(rows, task))
+
+    def __call__(self) -> None:
+        task = self._task
+        with task.precision.autocast():
+            self._cache(task.images(slice(None)), no_sync_except_last=task.world.size > 1)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 Contender = Floor | ThreeStages | FullBatch
+
+
+def lines_of(contender: Contender) -> int | None:
+    """Lines of code that a user writes for a step in her own loop; None for what is not one's own loop."""
+    if not isinstance(contender, FullBatch):
+        return None
+    written: list[Callable[..., Any]] = [contender.__call__]
+    written += [_loss_of_all] if not isinstance(contender, MultistageLoop) else []
+    written += [_reducing, _random_state, _restored] if isinstance(contender, CachedGradients) else []
+    texts = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in written]
+    made = 0 if type(contender) in (FullBatch, CachedGradients) else 1  # the object that is called
+    return made + sum(len(text.splitlines()) - text.count('"""') // 2 for text in texts)
 
 
 def _reducing(network: nn.Module, is_last: bool) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 import os
 import statistics
+from importlib.util import find_spec
 from typing import Annotated, ClassVar
 
 import torch
@@ -15,9 +16,12 @@ from benchmarks.contenders import (
     Contender,
     Floor,
     FullBatch,
+    GradCachePackage,
+    MultistageLoop,
     SeededBatch,
     Task,
     ThreeStages,
+    lines_of,
     seeded_network,
 )
 from benchmarks.materialised import materialised_bytes
@@ -49,11 +53,12 @@ SPEED_COLUMNS = (
     "cpu={two_processor:.3f}|x 1f+1b={one_seconds:.3f}|cpu={one_processor:.3f}"
 )
 DEMANDS = (
-    "MB: peak of a rank beside network, optimiser and pixels. of rate: of the rate of matrix products here. reduces, "
-    "others: all-reduces and other collectives of a rank, and the MB that it hands to them."
+    "lines: that a user writes for the step. MB: peak of a rank beside network, optimiser and pixels. of rate: of "
+    "the rate of matrix products here. reduces, others: all-reduces and other collectives of a rank, and the MB that it "
+    "hands to them."
 )
 DEMAND_COLUMNS = (
-    "contender={contender}|MB={mb:,.0f}|GFLOP/s={gflops:,.0f}|of rate={share:.0%}|reduces={reduces}|"
+    "contender={contender}|lines={lines}|MB={mb:,.0f}|GFLOP/s={gflops:,.0f}|of rate={share:.0%}|reduces={reduces}|"
     "MB={reduces_mb:.2f}|others={others}|MB={others_mb:.2f}"
 )
 
@@ -124,6 +129,7 @@ class StepBenchmark(harness.Benchmark):
             figures.append(
                 {
                     "contender": name,
+                    "lines": lines_of(step),
                     "seconds": turns[name].wall,
                     "processor": turns[name].processor,
                     "peak_bytes": memory.get(name, {}).get(self.batch),
@@ -162,6 +168,7 @@ class StepBenchmark(harness.Benchmark):
             seconds = statistics.median(row["seconds"])
             of_row = {
                 "median": seconds,
+                "lines": row["lines"] or "",
                 "least": min(row["seconds"]),
                 "rate": self.batch / seconds,
                 "mb": harness.over(row["peak_bytes"], 1e6),
@@ -212,6 +219,7 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
         TWO_PASSES: Floor(task, describes=True),
         ONE_PASS: Floor(task, describes=False),
         "distap": ThreeStages(task),
+        "Multistage": MultistageLoop(task),
     }
     omitted = {}
     keep = min(whole, int(free / (graph * task.micro_batch)) - 1)
@@ -223,6 +231,8 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
     pairs, graphs = materialised_bytes(task.loss, task.batch.total), graph * len(task.batch.samples)
     if pairs <= free:
         chosen["cached gradients"] = CachedGradients(task)
+        if find_spec("gradcache"):
+            chosen["gradcache package"] = GradCachePackage(task)
     else:
         omitted["cached gradients"] = f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd"
     if graphs + pairs <= free:

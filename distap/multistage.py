@@ -175,22 +175,21 @@ class Multistage(nn.Module):
 
     def _batch(self, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> "tuple[AnyBatch, World]":
         """Check what all ranks were given, and cut this rank's images along their rows."""
-        world, problem, parts = world_of(self.network, self.group), "", list[Any]()
+        world, problem, parts, known = world_of(self.network, self.group), "", list[Any](), torch.empty(0)
         try:
-            parts, labels = cut_along_rows(images, labels)
-            problem = label_problem(labels, sum(map(rows_of, parts))) or ""
+            parts, known = cut_along_rows(images, labels)
+            problem = label_problem(known, sum(map(rows_of, parts))) or ""
             if not self.freeze_batchnorm:
                 refuse_batchnorm(self.network)
         except DistapError as error:
             problem = str(error)
-        said = world.gather_texts([problem], world.size)
-        if any(said):
-            by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(said) if each]
-            raise DistapError("; ".join(by_rank) if world.size > 1 else said[0])
-        assert labels is not None
+        said = world.gather_texts([problem or str(len(known))], world.size)
+        problems = [f"rank {rank}: {each}" for rank, each in enumerate(said) if not each.isdecimal()]
+        if problems:
+            raise DistapError("; ".join(problems) if world.size > 1 else said[0])
         self._calls += 1
-        share = int(world.maximum(len(labels)))
-        return AnyBatch(parts, labels.cpu().long(), samples, share, world, self._calls - 1), world
+        share = max(map(int, said))
+        return AnyBatch(parts, known.cpu().long(), samples, share, world, self._calls - 1), world
 
 
 class _Replay(torch.autograd.Function):

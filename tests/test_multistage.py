@@ -149,7 +149,7 @@ def test_a_backward_pass_reduces_the_gradients_once(on_some_ranks, number):
     for _, _, collectives in (rank[number] for rank in on_some_ranks):
         # gloo reduces and scatters by an all_reduce; gradients of descriptors, counts and drift take some bytes too.
         (reduced,) = (call.bytes for call in collectives if call.name == "gloo:all_reduce")
-        assert reduced - (0 if wrapper == "not wrapped" else network) in range(1200)
+        assert reduced - (0 if wrapper == "not wrapped" else network) in range(network // 2)
 
 
 def test_dropout_draws_the_same_in_both_passes():

@@ -86,6 +86,8 @@ class AnyNetwork:
 
     def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of the batch, other losses included, and its gradient by what `forward` gives."""
+        if rows.shape[1] == self._width:
+            return ranking.loss.to(rows.dtype), ranking.gradient
         taking_part = gathered.local[:, None].to(rows) / len(gathered.images)
         others = taking_part.expand(-1, rows.shape[1] - self._width)
         mean = self._world.sum((others * torch.where(others > 0, rows[:, self._width :], 0)).sum())
