@@ -54,8 +54,8 @@ SPEED_COLUMNS = (
 )
 DEMANDS = (
     "lines: that a user writes for the step. MB: peak of a rank beside network, optimiser and pixels. of rate: of "
-    "the rate of matrix products here. reduces, others: all-reduces and other collectives of a rank, and the MB that it "
-    "hands to them."
+    "the rate of matrix products here. reduces, others: all-reduces and other collectives of a rank, and the MB that "
+    "it hands to them."
 )
 DEMAND_COLUMNS = (
     "contender={contender}|lines={lines}|MB={mb:,.0f}|GFLOP/s={gflops:,.0f}|of rate={share:.0%}|reduces={reduces}|"
