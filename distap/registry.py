@@ -95,6 +95,9 @@ METHODS = {
     "logger": "open",
 }
 
+# Kinds that need a base class, because it has methods that most of their classes do not write themselves.
+BASES = {"loss": "distap.ranking.loss:Loss"}
+
 NAMES_ONLY = "names only"  # the pydantic context of a first pass that imports no class
 
 
@@ -127,9 +130,19 @@ def class_of(kind: str, name: str) -> type:
         raise ValueError(f"{name}: the module {module} has no {attribute}") from error
     if not isinstance(found, type) or not (is_dataclass(found) or issubclass(found, BaseModel)):
         raise ValueError(f"{name}: expected a dataclass or a pydantic model, whose fields are the recipe's keys")
-    if not callable(getattr(found, METHODS[kind], None)):
-        raise ValueError(f"{name}: a {kind} needs a method {METHODS[kind]!r}, which {attribute} has not")
+    if lack := _lack(kind, found):
+        raise ValueError(f"{name}: a {kind} {lack}")
     return found
+
+
+def _lack(kind: str, found: type) -> str:
+    """What a class lacks to be one of this kind; empty if nothing."""
+    if not callable(getattr(found, METHODS[kind], None)):
+        return f"needs a method {METHODS[kind]!r}, which {found.__name__} has not"
+    base = BASES.get(kind, "builtins:object")
+    if all(f"{each.__module__}:{each.__qualname__}" != base for each in found.__mro__):
+        return f"has to be a subclass of {base.replace(':', '.')}, which {found.__name__} is not"
+    return ""
 
 
 def check_name(kind: str, name: str) -> None:
@@ -198,7 +211,7 @@ class Chosen:
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
-            if callable(getattr(value, METHODS[self.kind], None)):
+            if not _lack(self.kind, type(value)):
                 return value
             raise ValueError(f"expected the name of a {self.kind}, or a mapping with its name and keys")
         name = value.get("name", self.otherwise)

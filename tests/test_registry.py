@@ -7,6 +7,14 @@ from distap.ranking.losses.smooth import SmoothAP
 from distap.registry import METHODS, REGISTRY, build_part, class_of, name_of
 
 
+@dataclass(frozen=True)
+class OfItsOwn:
+    """A loss from outside that derives from nothing."""
+
+    def value_and_gradient(self, gathered, budget):
+        return None
+
+
 def test_a_name_and_its_keys_make_the_object_and_the_object_tells_its_name():
     loss = build_part("loss", "smooth_ap", tau=0.1)
     assert loss == SmoothAP(tau=0.1)
@@ -23,6 +31,7 @@ def test_a_name_and_its_keys_make_the_object_and_the_object_tells_its_name():
         ("loss", "no_such_package.losses:Mine", {}, "No module named 'no_such_package'; is its folder on PYTHONPATH"),
         ("loss", "torch.nn:Mine", {}, "the module torch.nn has no Mine"),
         ("loss", "torch.nn:Linear", {}, "expected a dataclass or a pydantic model"),
+        ("loss", f"{__name__}:OfItsOwn", {}, r"a loss has to be a subclass of distap\.ranking\.loss\.Loss, which Of"),
         ("loss", "distap.stopwatch:Stopwatch", {}, "expected a dataclass|needs a method 'value_and_gradient'"),
     ],
 )
