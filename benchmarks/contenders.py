@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from benchmarks.materialised import materialised_loss
 from distap.engine.ddp import DDPEngine
-from distap.engine.precision import Precision
+from distap.engine.precision import autocast
+from distap.engine.settings import PrecisionName
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
@@ -91,7 +92,10 @@ class Task:
     micro_batch: int
     loss: Loss
     world: World
-    precision: Precision
+    precision: PrecisionName = "float32"
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return autocast(self.precision, self.world.device.type)
 
     @property
     def micro_batches(self) -> list[slice]:
@@ -116,10 +120,10 @@ class Floor:
         task = self._task
         if self.forwards > 1:
             for rows in task.micro_batches:
-                with torch.no_grad(), task.precision.autocast():
+                with torch.no_grad(), task.autocast():
                     self._network(task.images(rows))
         for rows in task.micro_batches:
-            with task.precision.autocast():
+            with task.autocast():
                 descriptors = self._network(task.images(rows))
             descriptors.backward(self._gradient[: len(descriptors)])
         self._network.zero_grad(set_to_none=True)
@@ -175,7 +179,7 @@ class FullBatch:
 
     def __call__(self) -> None:
         task = self._task
-        with task.precision.autocast():
+        with task.autocast():
             descriptors = self._network(task.images(slice(None)))
         _loss_of_all(descriptors, task).backward()
         self.optimizer.step()
@@ -197,14 +201,14 @@ class CachedGradients(FullBatch):
         states, parts = [], []
         for rows in task.micro_batches:
             states.append(_random_state(task.world.device))
-            with torch.no_grad(), task.precision.autocast():
+            with torch.no_grad(), task.autocast():
                 parts.append(self._network(task.images(rows)))
         leaves = torch.cat(parts).detach().requires_grad_()
         _loss_of_all(leaves, task).backward()
         assert leaves.grad is not None
         for rows, state in zip(task.micro_batches, states, strict=True):
             with _reducing(self._network, rows.stop == len(task.batch.samples)):
-                with _restored(state, task.world.device), task.precision.autocast():
+                with _restored(state, task.world.device), task.autocast():
                     descriptors = self._network(task.images(rows))
                 (descriptors * leaves.grad[rows]).sum().backward()
         self.optimizer.step()

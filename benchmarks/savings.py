@@ -15,7 +15,6 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.contenders import IMAGES_A_CLASS, SeededBatch, Task, ThreeStages, seeded_network
 from benchmarks.measuring import gradient_of, graph_bytes, relative_difference
-from distap.engine.precision import Precision
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.model.speed.compiling import compile_backbone
@@ -61,8 +60,7 @@ class SavingsBenchmark(harness.Benchmark):
             torch.set_num_threads(self.threads)
             network = seeded_network(self.backbone, self.weights or (package if carried else "random"))
             batch = SeededBatch(self.batch, self.image_size, IMAGES_A_CLASS, world)
-            precision = Precision("float32", world.device.type)
-            task = Task(network.to(world.device), batch, self.micro_batch, QuantizedAP(), world, precision)
+            task = Task(network.to(world.device), batch, self.micro_batch, QuantizedAP(), world)
             images = task.images(slice(self.micro_batch))
             steps: dict[str, ThreeStages] = {}
             gradients: dict[str, Tensor] = {}

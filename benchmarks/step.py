@@ -34,7 +34,8 @@ from benchmarks.measuring import (
     peaks_of,
     relative_difference,
 )
-from distap.engine.precision import DTYPES, Precision
+from distap.engine.precision import DTYPES, autocast
+from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.ranking.losses.quantized import QuantizedAP
@@ -103,11 +104,11 @@ class StepBenchmark(harness.Benchmark):
         return None if found is None else self._report(found)
 
     def on_rank(self, world: World) -> harness.Row:
-        precision = Precision("bf16" if self.bf16 else "float32", world.device.type)
+        precision: PrecisionName = "bf16" if self.bf16 else "float32"
         network = seeded_network(self.backbone, self.weights).to(world.device)
         task = self._task(self.batch, network, world, precision)
         images = task.images(task.micro_batches[0])
-        with precision.autocast():
+        with autocast(precision, world.device.type):
             forward, graph = forward_flops(network, images), graph_bytes(network, images)
         contenders, omitted = possible_contenders(task, graph)
         gradients = {name: gradient_of(step, step.optimizer) for name, step in contenders.items()}
@@ -121,7 +122,7 @@ class StepBenchmark(harness.Benchmark):
         turns = harness.take_turns(contenders, self.rounds, world)
         # Peaks are measured last, since that gives back memory that steps would find again.
         memory = {name: {self.batch: peak} for name, peak in peaks_of(contenders, world).items()}
-        rate = -world.maximum(-matrix_rate(world.device, DTYPES[precision.name])) * world.size
+        rate = -world.maximum(-matrix_rate(world.device, DTYPES[precision])) * world.size
         figures = []
         for name, step in contenders.items():
             own = step.seconds[: self.rounds] if isinstance(step, ThreeStages) else []
@@ -152,7 +153,7 @@ class StepBenchmark(harness.Benchmark):
         memory["descriptors of all"] = {batch: 4.0 * network.dimensions * batch for batch in batches}
         return {"matrix_rate": rate, "figures": figures, "memory": memory, "exact": exact, "omitted": omitted}
 
-    def _task(self, batch: int, network: RetrievalNetwork, world: World, precision: Precision) -> Task:
+    def _task(self, batch: int, network: RetrievalNetwork, world: World, precision: PrecisionName) -> Task:
         images = SeededBatch(batch, self.image_size, IMAGES_A_CLASS, world)
         return Task(network, images, self.micro_batch, QuantizedAP(), world, precision)
 

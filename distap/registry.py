@@ -27,7 +27,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "roadmap": "distap.ranking.losses.calibration:Roadmap",
         "blackbox_ap": "distap.ranking.losses.blackbox:BlackBoxAP",
         "metric_learning": "distap.ranking.losses.metric_learning:MetricLearning",
-        "sum": "distap.ranking.losses.sums:WeightedSum",
+        "sum": "distap.ranking.losses.base:WeightedSum",
     },
     "sampling": {
         "random": "distap.data.sampling.random:RandomSampling",

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from distap.engine.updating import TorchEngine
 from distap.errors import DistapError
-from distap.world import World
 
 SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth messages of its own
 
@@ -70,9 +69,19 @@ class FSDPEngine(TorchEngine):
         with world.collective("broadcast of the parameters"):
             for tensor in (*self.network.parameters(), *self.network.buffers()):
                 dist.broadcast(tensor.data, group=world.group, group_src=0)
+        group = world.group or dist.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, world.device.type)
         by_block = settings.reshard if settings.units is None else settings.units == "blocks"
-        parts = [*(blocks(self.network) if by_block else ()), self.network]
-        self._units = _shard(parts, world, self._reduce_scatter)
+        # Each unit holds the parameters which no earlier one holds.
+        for module in [*(blocks(self.network) if by_block else ()), self.network]:
+            unit = fully_shard(module, mesh=mesh)
+            # Sum over ranks: stage two has divided by the global number of queries already.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_custom_reduce_scatter(self._reduce_scatter)
+            module.register_forward_pre_hook(_keep_layout)
+            self._units.append(unit)
         self._set_reshard(settings.reshard)
 
     @property
@@ -218,38 +227,20 @@ def _make_shardable(network: nn.Module) -> set[str]:
     return scalars
 
 
-def _shard(modules: Sequence[nn.Module], world: World, reduce_scatter: "_ReduceScatter") -> list[FSDPModule]:
-    """Make each module a unit that holds the parameters which no earlier one holds."""
-    group = world.group or dist.group.WORLD
-    assert group is not None
-    mesh = DeviceMesh.from_group(group, world.device.type)
-    units = []
-    for module in modules:
-        unit = fully_shard(module, mesh=mesh)
-        # Sum over ranks: stage two has divided by the global number of queries already.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        module.register_forward_pre_hook(_keep_layout)
-        unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # torch hides its base class
-        units.append(unit)
-    return units
-
-
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Restore the memory layout of a unit's inputs, which FSDP replaces by views in passes with a graph.
 
     The view of a single channels-last image no longer counts as channels-last. Convolutions would continue in
     another layout, and dropout, which draws in memory order, would drop other elements than in stage one.
     """
-    return tuple(
-        one.clone(memory_format=torch.channels_last) if isinstance(one, Tensor) and _has_lost_layout(one) else one
-        for one in inputs
-    )
 
+    def kept(one: Any) -> Any:
+        if not isinstance(one, Tensor) or one.ndim != 4 or len(one) != 1 or one.stride(0) == one.numel():
+            return one
+        has_lost_it = one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
+        return one.clone(memory_format=torch.channels_last) if has_lost_it else one
 
-def _has_lost_layout(tensor: Tensor) -> bool:
-    is_single = tensor.ndim == 4 and len(tensor) == 1 and tensor.stride(0) != tensor.numel()
-    return is_single and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    return tuple(map(kept, inputs))
 
 
 class _ReduceScatter:

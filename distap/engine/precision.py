@@ -13,23 +13,16 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 GROWS_AFTER = 2000  # finite steps in a row, as in torch's GradScaler
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The dtype of convolutions and matrix products; parameters, descriptors and gradients stay float32.
+def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractContextManager[None]:
+    """A new region in which convolutions and matrix products have this dtype; `float32` changes nothing.
 
-    Args:
-        name: `float32` changes nothing, so a float64 network stays float64.
-        device_type: `cpu` or `cuda`.
+    It must not be entered twice: a region caches casts of weights, which are stale after the next update.
     """
-
-    name: PrecisionName = "float32"
-    device_type: str = "cpu"
-
-    def autocast(self) -> AbstractContextManager[None]:
-        """Return a new autocast region: a region caches casts of weights, which are stale after the next update."""
-        dtype = None if self.name == "float32" else DTYPES[self.name]
-        region: AbstractContextManager[None] = torch.autocast(self.device_type, dtype, enabled=dtype is not None)
-        return region
+    is_mixed = precision != "float32"  # otherwise a float64 network stays float64
+    region: AbstractContextManager[None] = torch.autocast(
+        device_type, DTYPES[precision] if is_mixed else None, is_mixed
+    )
+    return region
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from distap.engine.precision import LossScale, Precision
+from distap.engine.precision import LossScale, autocast
 from distap.engine.protocol import BuildOptimizer
+from distap.engine.settings import PrecisionName
 from distap.world import World
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -41,13 +43,13 @@ class TorchEngine:
         build_optimizer: BuildOptimizer,
         world: World,
         clip_norm: float | None = None,
-        precision: Precision | None = None,
+        precision: PrecisionName = "float32",
         *,
         settings: Any = None,
     ) -> None:
         self.network, self.world, self._clip_norm = network, world, clip_norm
-        self._precision = precision or Precision()
-        self._scale = LossScale(self._precision.name)
+        self._autocast = partial(autocast, precision, world.device.type)
+        self._scale = LossScale(precision)
         self._reduces = False  # in the next backward pass
         self._spread(settings)
         self._optimizer = build_optimizer()
@@ -64,7 +66,7 @@ class TorchEngine:
             return self.forward(images)
 
     def forward(self, images: Tensor) -> Tensor:
-        with self._precision.autocast():
+        with self._autocast():
             descriptors: Tensor = self.network(images)
         return descriptors
 

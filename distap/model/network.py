@@ -147,7 +147,6 @@ def build_network(
         weights: its `load(module)` loads weights into that module.
         pooling: its `build()` returns a module that turns maps (n, C, h, w) into (n, C).
         projection, batchnorm: see RetrievalNetwork.
-        drop_rate, drop_path_rate: dropout and stochastic depth of the backbone.
     Raises:
         DistapError: the backbone cannot be built, or the weights do not fit it.
     """

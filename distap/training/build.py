@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from distap.checkpoint.finding import opened_checkpoint
 from distap.config.reading import recipe_from
@@ -15,7 +14,7 @@ from distap.config.recipe import Recipe
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.training import LoadingJob, TrainingImages
 from distap.engine.optimizer import parameter_groups
-from distap.engine.precision import DTYPES, Precision
+from distap.engine.precision import DTYPES
 from distap.engine.protocol import Engine
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
@@ -61,25 +60,15 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
 def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
     """Build the recipe's network on this rank's device, with the same parameters on every rank."""
     model = recipe.model
+    parts, rates = (model.backbone, model.weights, model.pooling), (model.drop_rate, model.drop_path_rate)
     torch.manual_seed(recipe.seed)
-    return build_network(
-        model.backbone,
-        model.weights,
-        model.pooling,
-        model.projection,
-        model.batchnorm,
-        model.drop_rate,
-        model.drop_path_rate,
-    ).to(world.device)
+    return build_network(*parts, model.projection, model.batchnorm, *rates).to(world.device)
 
 
 def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
     """Build a cheaper describer for stage one if the recipe asks for one; None leaves it to the engine.
 
-    Args:
-        network: the recipe's network, before an engine takes it over.
-    Raises:
-        DistapError: the network's BatchNorm cannot be folded.
+    It takes the network before an engine does, and raises a DistapError if BatchNorm cannot be folded.
     """
     describe = recipe.describe
     if describe.precision in (None, recipe.precision) and not describe.fold_batchnorm:
@@ -157,15 +146,13 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
     """
     optimizer = recipe.optimizer
 
-    def build() -> Optimizer:
+    def build() -> Any:
         parts = {part: (getattr(network, part), getattr(optimizer, part)) for part in PARTS}
-        built: Optimizer = optimizer.chosen.build(parameter_groups(parts))
-        return built
+        return optimizer.chosen.build(parameter_groups(parts))
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
-    precision = Precision(recipe.precision, world.device.type)
-    engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, precision)
+    engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     return engine
 
 
@@ -202,8 +189,7 @@ def step_of(
         logger.warning("replay.keep is auto, but this engine can hold only one graph at a time, so none is kept")
     if recipe.step.compile:
         assert isinstance(engine.network, RetrievalNetwork)
-        share = len(world.slots(batch))
-        sizes = [min(size, share) for size in (replay, describe or replay)]
+        sizes = [min(size, len(world.slots(batch))) for size in (replay, describe or replay)]
         compile_backbone(engine.network, sizes)
         if describer is not None and recipe.describe.fold_batchnorm:
             describer.compile(sizes)

@@ -23,7 +23,7 @@ from distap.cli import main
 from distap.cli.plan import parse_gpus, parse_rate
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
-from distap.engine.precision import Precision
+from distap.engine.precision import autocast
 from distap.errors import DistapError
 from distap.world import World
 
@@ -54,7 +54,7 @@ def test_arithmetic_and_activations_are_counted_as_pytorch_does_without_computin
     cost = network_cost(recipe(precision=precision))
     trained = random_network("resnet10t").train()
     images = torch.zeros(3, 3, SIZE, SIZE, dtype=torch.uint8)
-    with Precision(precision).autocast(), FlopCounterMode(display=False) as forward:
+    with autocast(precision), FlopCounterMode(display=False) as forward:
         assert cost.graph(3) == pytest.approx(3 * graph_bytes(trained, images))
     assert cost.convolutions(3) + cost.products(3) == pytest.approx(forward.get_total_flops())
     assert cost.parameters == sum(p.numel() for p in trained.parameters())

@@ -18,7 +18,6 @@ from distap.engine.ddp import DDPSettings
 from distap.engine.deepspeed.config import DeepSpeedSettings
 from distap.engine.fsdp import FSDPSettings
 from distap.engine.optimizer import TimmOptimizer
-from distap.engine.precision import Precision
 from distap.randomness import seed_for
 from distap.ranking.losses.smooth import SmoothAP
 from distap.ranking.rank import rank
@@ -124,8 +123,9 @@ def network_and_groups(exact, dropout=0.0):
 
 def engine_of(world, name, optimizer=ADAM, dropout=0.0, clip_norm=None, precision="", settings=None):
     network, groups = network_and_groups(is_exact(name) and not precision, dropout)
-    chosen = Precision(precision) if precision else None
-    return (settings or ENGINES[name]).build(network, lambda: optimizer.build(groups()), world, clip_norm, chosen)
+    return (settings or ENGINES[name]).build(
+        network, lambda: optimizer.build(groups()), world, clip_norm, precision or "float32"
+    )
 
 
 def images_for(engine):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from distap.config.recipe import Recipe
-from distap.engine.precision import Precision
+from distap.engine.precision import autocast
 from distap.model.backbone import RandomWeights
 from distap.stages.sizes import SavedBytes
 from distap.training.build import network_of
@@ -97,7 +97,7 @@ class _Traffic(TorchDispatchMode):
 def _counts(network: nn.Module, recipe: Recipe, images: int) -> dict[str, int]:
     forward, backward, graph = _Traffic(), _Traffic(), SavedBytes(network)
     pixels = torch.zeros(images, 3, recipe.data.image_size, recipe.data.image_size, dtype=torch.uint8)
-    with Precision(recipe.precision).autocast(), FlopCounterMode(display=False) as flops, forward, graph:
+    with autocast(recipe.precision), FlopCounterMode(display=False) as flops, forward, graph:
         descriptors = network(pixels)
     with backward:
         descriptors.backward(torch.ones_like(descriptors))

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,10 +22,8 @@ from torch._C._distributed_c10d import HashStore
 
 from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.engine.deepspeed.state import PREFIX, load_zero_state, zero_state
-from distap.engine.precision import Precision
 from distap.engine.updating import TorchEngine
 from distap.errors import DistapError
-from distap.world import World
 
 # Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of many tensors.
 WHOLE_TENSORS = (timm.optim.Lamb, timm.optim.Lars, timm.optim.Adafactor)
@@ -43,7 +41,7 @@ class DeepSpeedEngine(TorchEngine):
     def __init__(self, *parts: Any, settings: DeepSpeedSettings | None = None, **more: Any) -> None:
         settings = settings or DeepSpeedSettings()
         super().__init__(*parts, **more, settings=settings)
-        optimizer, world = self._optimizer, self.world
+        optimizer = self._optimizer
         if isinstance(optimizer, WHOLE_TENSORS):
             raise DistapError(
                 f"the deepspeed engine gives the optimiser slices of the parameters, but {type(optimizer).__name__} "
@@ -51,10 +49,7 @@ class DeepSpeedEngine(TorchEngine):
             )
         chosen = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         self._trained = {name: p for name, p in self.network.named_parameters() if p in chosen}
-        numel = sum(parameter.numel() for parameter in self._trained.values())
-        config = merged_config(settings, world.size, numel, self._clip_norm)
-        wrapped = _InPrecision(self.network, self._precision)
-        self._engine, is_alone = _initialized(wrapped, optimizer, world, settings, config)
+        self._engine, is_alone = self._initialized(settings)
         self._zero = self._engine.optimizer
         self._tell_scale()
         self._is_whole = False
@@ -70,6 +65,43 @@ class DeepSpeedEngine(TorchEngine):
                 raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
             # DeepSpeed reads elements in contiguous order, even of 1 x 1 kernels, and takes no scalars.
             parameter.data = parameter.data.reshape(-1).view(1 if name in self._scalars else parameter.shape)
+
+    def _initialized(self, settings: DeepSpeedSettings) -> tuple[Any, bool]:
+        """Return DeepSpeed's own engine, and whether a process group was made for it."""
+        numel = sum(parameter.numel() for parameter in self._trained.values())
+        config = merged_config(settings, self.world.size, numel, self._clip_norm)
+        # Without these DeepSpeed searches for an accelerator, and complains if it finds a CPU.
+        os.environ.setdefault("DS_ACCELERATOR", self.world.device.type)
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise DistapError(
+                f"engine: deepspeed needs the package of that name: pip install 'distap[deepspeed]' ({error})"
+            ) from error
+        if self.world.device.type == "cpu":
+            # DeepSpeed would compile collectives for inference, which takes a minute and a compiler.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        is_alone = self.world.size == 1 and not dist.is_initialized()
+        if is_alone:  # DeepSpeed does not work without a process group
+            backend = "nccl" if self.world.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        try:
+            wrapped = _InPrecision(self.network, self._autocast)
+            with self.world.collective("set-up of DeepSpeed"):
+                parts = {"model": wrapped, "optimizer": self._optimizer, "config": config}
+                engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)
+        except (ValueError, TypeError, AssertionError, NotImplementedError, deepspeed.DeepSpeedConfigError) as error:
+            if is_alone:
+                dist.destroy_process_group()
+            raise DistapError(
+                f"{settings.config or 'engine'}: DeepSpeed {deepspeed.__version__} refuses its configuration: {error}"
+            ) from error
+        if self.world.rank == 0:
+            zero = engine._config.zero_config.model_dump(mode="json", exclude_none=True, by_alias=True)
+            told = json.dumps(config | {"zero_optimization": zero}, sort_keys=True)
+            logger.info("DeepSpeed %s: %s", deepspeed.__version__, told)
+        return engine, is_alone
 
     @contextmanager
     def describing(self) -> Iterator[None]:
@@ -173,12 +205,12 @@ class DeepSpeedEngine(TorchEngine):
 class _InPrecision(nn.Module):
     """The module that DeepSpeed wraps; the autocast is inside, because DeepSpeed leaves any around it."""
 
-    def __init__(self, network: nn.Module, precision: Precision) -> None:
+    def __init__(self, network: nn.Module, autocast: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
-        self.network, self._precision = network, precision
+        self.network, self._autocast = network, autocast
 
     def forward(self, images: Tensor) -> Tensor:
-        with self._precision.autocast():
+        with self._autocast():
             descriptors: Tensor = self.network(images)
         return descriptors
 
@@ -188,48 +220,6 @@ class _NothingToFetch:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: False
-
-
-def _initialized(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    settings: DeepSpeedSettings,
-    config: dict[str, Any],
-) -> tuple[Any, bool]:
-    """Return DeepSpeed's own engine, and whether a process group was made for it."""
-    # Without these DeepSpeed searches for an accelerator, and complains if it finds a CPU.
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise DistapError(
-            f"engine: deepspeed needs the package of that name: pip install 'distap[deepspeed]' ({error})"
-        ) from error
-    if world.device.type == "cpu":
-        # DeepSpeed would compile collectives for inference, which takes a minute and a compiler.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    is_alone = world.size == 1 and not dist.is_initialized()
-    if is_alone:  # DeepSpeed does not work without a process group
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    try:
-        with world.collective("set-up of DeepSpeed"):
-            engine, *_ = deepspeed.initialize(
-                model=network, optimizer=optimizer, config=config, dist_init_required=False
-            )
-    except (ValueError, TypeError, AssertionError, NotImplementedError, deepspeed.DeepSpeedConfigError) as error:
-        if is_alone:
-            dist.destroy_process_group()
-        raise DistapError(
-            f"{settings.config or 'engine'}: DeepSpeed {deepspeed.__version__} refuses its configuration: {error}"
-        ) from error
-    if world.rank == 0:
-        zero = engine._config.zero_config.model_dump(mode="json", exclude_none=True, by_alias=True)
-        told = json.dumps(config | {"zero_optimization": zero}, sort_keys=True)
-        logger.info("DeepSpeed %s: %s", deepspeed.__version__, told)
-    return engine, is_alone
 
 
 def _forget(engine: Any, is_alone: bool) -> None:

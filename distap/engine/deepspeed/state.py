@@ -1,6 +1,6 @@
 """Read and write the state of DeepSpeed's optimiser by the names of the parameters, as other engines do."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from distap.engine.updating import without_prefix
 
 PREFIX = "optimizer.state."
+Named = Mapping[str, Tensor]
 
 
-def zero_state(zero: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
     """Return whole tensors `optimizer.state.NAME.KEY`; all ranks must call it together.
 
     Args:
@@ -34,13 +35,7 @@ def zero_state(zero: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
     }
 
 
-def load_zero_state(
-    zero: Any,
-    network: nn.Module,
-    trained: Mapping[str, nn.Parameter],
-    state: Mapping[str, Tensor],
-    scalars: Collection[str],
-) -> None:
+def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named, scalars: set[str]) -> None:
     """Load whole tensors that any engine's `state_dict` returned; all ranks must call it together.
 
     If they hold no state of the optimiser, it stays as it is. `scalars` are parameters without dimensions, which

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, Box, DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Sizing, batches_of_one_shape
-from distap.engine.precision import Precision
+from distap.engine.precision import autocast
 from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork, required_size
@@ -122,7 +122,7 @@ class ImageDescriber:
             DamagedImageError: the images are too small for the network.
         """
         try:
-            with torch.inference_mode(), Precision(self.precision, self.device.type).autocast():
+            with torch.inference_mode(), autocast(self.precision, self.device.type):
                 descriptors: Tensor = self.network(pixels.to(self.device, non_blocking=True))
         except RuntimeError as error:
             count, _, height, width = pixels.shape

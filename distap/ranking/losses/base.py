@@ -1,4 +1,4 @@
-"""The bases to write a loss from: a differentiable function of similarities, or one of descriptors.
+"""Losses from others: bases for a function of similarities or one of descriptors, and a weighted sum.
 
     @dataclass(frozen=True)
     class Mine(SimilarityLoss):
@@ -14,13 +14,16 @@ A recipe uses it as `loss: {name: "my_package.losses:Mine", margin: 0.2}`.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
+from pydantic import Field
 from torch import Tensor
 
 from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights, rank_on_rank_zero
+from distap.registry import Chosen
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Rows:
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
 
     def without_query(self) -> "Rows":
-        """Return the same rows, with no query among its own positives."""
+        """The same rows, with no query among its own positives."""
         return replace(self, is_positive=self.is_positive & (self.same_class != self.queries[:, None]))
 
     def with_positives(
@@ -127,7 +130,6 @@ class SimilarityLoss(Loss):
         return 0
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
-        """The part of some queries in these sums."""
         return torch.zeros(0, dtype=torch.float64, device=rows.weights.device)
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
@@ -214,6 +216,23 @@ class DescriptorLoss(Loss):
             value = self.loss(descriptors, labels[: len(descriptors)], gallery, labels)
             gradient = _gradient(value, descriptors)
         return LossValue(value.detach().double(), None, gradient)
+
+
+@dataclass(frozen=True)
+class WeightedSum(Loss):
+    """The sum of losses, each multiplied by its weight."""
+
+    # Weight and loss of each.
+    terms: Annotated[tuple[tuple[float, Annotated[Any, Chosen("loss")]], ...], Field(min_length=1)]
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        parts = [(weight, loss.value_and_gradient(gathered, budget)) for weight, loss in self.terms]
+        by_query = [weight * part.per_query for weight, part in parts if part.per_query is not None]
+        return LossValue(
+            reduce(torch.add, [weight * part.value for weight, part in parts]),
+            reduce(torch.add, by_query) if len(by_query) == len(parts) else None,
+            reduce(torch.add, [weight * part.gradient for weight, part in parts]),
+        )
 
 
 def _gradient(value: Float[Tensor, ""], by: Tensor) -> Tensor:

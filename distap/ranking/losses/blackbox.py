@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Float64
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from distap.ranking.losses.base import Rows, SimilarityLoss
@@ -27,16 +28,11 @@ class BlackBoxAP(SimilarityLoss):
     """
 
     self_pair: bool = False
-    lam: float = 4.0
+    lam: PositiveFloat = 4.0
     margin: float = 0.02
     is_ap: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if not self.lam > 0:
-            raise ValueError(f"lam is {self.lam}; it must be above 0")
-
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        """1 - AP of each query, and the interpolated derivative of their weighted sum."""
         positive = rows.positive_columns
         is_ranked = ~rows.negatives.isinf() | positive
         scores = rows.similarities + self.margin * (0.5 - positive.to(rows.similarities.dtype))

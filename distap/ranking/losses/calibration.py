@@ -1,17 +1,16 @@
 """The calibration loss, and ROADMAP, which adds it to SupAP."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
+from pydantic import Field
 from torch import Tensor
 
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss
 from distap.ranking.losses.smooth import SupAP
-
-Form = Literal["all", "violating"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Calibration(SimilarityLoss):
     self_pair: bool = False
     alpha: float = 0.9
     beta: float = 0.6
-    form: Form = "all"
+    form: Literal["all", "violating"] = "all"
     presets: ClassVar[Presets] = {"released": {"form": "violating"}}
 
     @property
@@ -70,14 +69,9 @@ class Roadmap(SupAP, Calibration):
         lam: share of the calibration loss, 0 to 1.
     """
 
-    lam: float = 0.5
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.5
     is_ap: ClassVar[bool] = False
     presets: ClassVar[Presets] = {"released": {"offset": 1.44, "delta": 0.05, "form": "violating"}}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.lam <= 1:
-            raise ValueError(f"lam is {self.lam}; 0 to 1 are possible")
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         return Calibration.totals(self, rows.without_query())

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Float64
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from distap.ranking import compiling
@@ -26,14 +27,12 @@ Similarities = Float[Tensor, "r _c"]  # those of a positive and what belongs to 
 
 
 def sigmoid_counts(similarities: Similarities, positive: Similarities, tau: float) -> Float[Tensor, " r"]:
-    """Counts with a sigmoid of temperature tau as the step."""
     return torch.sigmoid((similarities - positive) / tau).sum(1)
 
 
 def sigmoid_slopes(
     total: Similarities, similarities: Similarities, positive: Similarities, by_count: Similarities, tau: float
 ) -> tuple[Similarities, Float[Tensor, " r"]]:
-    """Derivative of `sigmoid_counts`."""
     step = torch.sigmoid((similarities - positive) / tau)
     slope = by_count / tau * step * (1 - step)
     return total + slope, slope.sum(1)
@@ -49,7 +48,6 @@ def bounding_counts(similarities: Similarities, positive: Similarities, *step: f
 def bounding_slopes(
     total: Similarities, similarities: Similarities, positive: Similarities, by_count: Similarities, *step: float
 ) -> tuple[Similarities, Float[Tensor, " r"]]:
-    """Derivative of `bounding_counts`."""
     tau, rho, delta, _ = step
     t = similarities - positive
     height = torch.sigmoid(t / tau)
@@ -70,16 +68,11 @@ class SmoothAP(SimilarityLoss):
         tau: temperature of the sigmoid, in units of similarity.
     """
 
-    tau: float = 0.01
+    tau: PositiveFloat = 0.01
     is_ap: ClassVar[bool] = True
     step_functions: ClassVar[tuple[Function, Function]] = (sigmoid_counts, sigmoid_slopes)
 
-    def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise ValueError(f"tau is {self.tau}; it must be above 0")
-
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        """1 - AP of each query, and the derivative of their weighted sum by each similarity."""
         negatives, step = rows.negatives, self.negative_step()
         count, slopes = self.step_functions
         if rows.pairs >= compiling.PAYS_FROM_PAIRS:
@@ -102,7 +95,7 @@ class SmoothAP(SimilarityLoss):
         return 1 - precision[:, 0].double(), rows.with_positives(by_negative, by_positive)
 
     def negative_step(self) -> tuple[float, ...]:
-        """The numbers that define the step of a negative before a positive."""
+        """The numbers behind `positive` in the arguments of `step_functions`."""
         return (self.tau,)
 
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
@@ -141,32 +134,24 @@ class SupAP(SmoothAP):
         offset: the line is rho t + offset; None continues the step at delta without a jump.
     """
 
-    rho: float = 100.0
-    delta: float | None = None
+    rho: NonNegativeFloat = 100.0
+    delta: NonNegativeFloat | None = None
     offset: float | None = None
     presets: ClassVar[Presets] = {"released": {"offset": 1.44, "delta": 0.05}}
     step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in (("rho", self.rho), ("delta", self.delta)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must not be below 0")
-
     def negative_step(self) -> tuple[float, ...]:
-        """Temperature, slope, and where and how high the line begins."""
         delta = self.tau * math.log(99) if self.delta is None else self.delta
         at_delta = 0.5 + 1 / (1 + math.exp(-delta / self.tau))
         offset = at_delta - self.rho * delta if self.offset is None else self.offset
         return self.tau, self.rho, delta, offset
 
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        """The exact rank; positives of the same similarity all come before."""
+        # Exact; positives of the same similarity all come before.
         others = rows.counted_positives
         ordered = others.sort(dim=1).values.contiguous()
         # Those of at least this similarity; k itself is one of them.
         return others.shape[1] - torch.searchsorted(ordered, others - tie_width(others)).to(others.dtype)
 
     def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        """Zero: positives do not move each other."""
-        return torch.zeros_like(by_rank)
+        return torch.zeros_like(by_rank)  # they are counted without gradient
