@@ -2,9 +2,9 @@
 
 import difflib
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import timm
@@ -94,10 +94,7 @@ class FileWeights:
     def load(self, backbone: nn.Module) -> None:
         own, state = backbone.state_dict(), read_state(self.path)
         given = {key: value for key, value in state.items() if key in own or not key.startswith(CLASSIFIERS)}
-        problems = [f"{key} is missing" for key in own if key not in given]
-        problems += [f"the backbone has no {key}" for key in given if key not in own]
-        _check(self.path, problems, [((key, own[key]), (key, given[key])) for key in own if key in given])
-        backbone.load_state_dict(given)
+        _load(backbone, given, self.path)
 
 
 @dataclass(frozen=True)
@@ -113,10 +110,11 @@ class PackageWeights:
     def load(self, backbone: nn.Module) -> None:
         path = file_of_package(self.package)
         state, own = read_state(path), timm.create_model(architecture_of(backbone)).state_dict()
-        problems = [] if len(own) == len(state) else [f"{len(state)} tensors, expected {len(own)}"]
-        _check(path, problems, zip(own.items(), state.items(), strict=False))
+        if len(own) != len(state):
+            told = f"not the weights of this backbone: {len(state)} tensors, expected {len(own)}"
+            raise DistapError(f"{path}: {told}")
         renamed = dict(zip(own, state.values(), strict=True))
-        backbone.load_state_dict({key: renamed[key] for key in backbone.state_dict()})
+        _load(backbone, {key: renamed[key] for key in backbone.state_dict()}, path)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -141,13 +139,9 @@ def file_of_package(package: str) -> Path:
     return files[0]
 
 
-def _check(path: Path, problems: list[str], pairs: Iterable[tuple[tuple[str, Tensor], tuple[str, Tensor]]]) -> None:
-    """Raise DistapError if there are problems, or if tensors that belong together differ in shape."""
-    problems += [
-        f"{theirs} has shape {tuple(given.shape)}, expected {tuple(expected.shape)} as {ours}"
-        for (ours, expected), (theirs, given) in pairs
-        if given.shape != expected.shape
-    ]
-    if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise DistapError(f"{path}: not the weights of this backbone: {'; '.join(problems[:3])}{more}")
+def _load(backbone: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+    try:
+        backbone.load_state_dict(state)
+    except RuntimeError as error:
+        why = shorten(str(error), 400)  # it lists every tensor that does not fit
+        raise DistapError(f"{path}: not the weights of this backbone: {why}") from error

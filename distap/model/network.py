@@ -169,7 +169,11 @@ def fingerprint(network: RetrievalNetwork) -> str:
     about = {
         "architecture": architecture_of(network.backbone),
         "pooling": type(pooling).__name__,
-        "settings": {name: value for name, value in vars(pooling).items() if _is_setting(name, value)},
+        "settings": {
+            name: value
+            for name, value in vars(pooling).items()
+            if name != "training" and not name.startswith("_") and isinstance(value, bool | int | float | str)
+        },
     }
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     tensors = {**network.state_dict(), **dict(network.named_buffers())}
@@ -178,10 +182,6 @@ def fingerprint(network: RetrievalNetwork) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _is_setting(name: str, value: object) -> bool:
-    return name != "training" and not name.startswith("_") and isinstance(value, bool | int | float | str)
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:

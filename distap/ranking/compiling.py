@@ -18,24 +18,20 @@ logger = logging.getLogger(__name__)
 Function = Callable[..., Any]
 
 
-def compiled(function: Function, like: Tensor, by_hand: Function | None = None) -> Function:
+@functools.cache
+def compiled(function: Function, by_hand: Function | None = None) -> Function:
     """A function of tensors and numbers as torch.compile makes it, or as it is if that fails.
 
+    The choice is made at the first call, for the arguments of that call. What fails is not used again.
+
     Args:
-        like: has the dtype and device of the tensors.
         by_hand: a kernel that does the same, used if it is faster than the compiled function.
     """
-    return _fastest(function, by_hand, like.dtype, like.device.type)
-
-
-@functools.cache
-def _fastest(function: Function, by_hand: Function | None, dtype: torch.dtype, device_type: str) -> Function:
-    """A function that chooses at its first call, from the arguments of that call. What fails is not used again."""
     chosen: list[Function] = []
-    seen: set[tuple[Any, ...]] = set()  # shapes that need no new graph
+    seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
 
     def call(*arguments: Any) -> Any:
-        kind = tuple(argument.shape if isinstance(argument, Tensor) else argument for argument in arguments)
+        kind = tuple((one.shape, one.dtype, one.device) if isinstance(one, Tensor) else one for one in arguments)
         try:
             if kind in seen:
                 return chosen[0](*arguments)

@@ -96,7 +96,7 @@ def test_a_function_that_fails_when_compiled_is_left_alone_from_then_on(monkeypa
         return values + 1
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: only_for_one_row)
-    chosen = compiling.compiled(plus_one, torch.ones(1))
+    chosen = compiling.compiled(plus_one)
     for rows in (1, 2, 1, 2):
         assert chosen(torch.ones(rows)).tolist() == [2.0] * rows
     assert caplog.text.count("plus_one failed when compiled, so it runs slower without: RuntimeError: recompil") == 1
@@ -126,7 +126,7 @@ def failing(values):
 )
 def test_a_kernel_is_used_if_it_is_faster_and_works(kernel, said, uncompiled, caplog):
     with caplog.at_level(logging.INFO):
-        chosen = compiling.compiled(slow, torch.ones(1), kernel)
+        chosen = compiling.compiled(slow, kernel)
         for _ in range(2):
             assert chosen(torch.ones(3)).tolist() == [2.0] * 3
     assert caplog.text.count(said) == 1

@@ -155,7 +155,7 @@ class Passes:
         """Add the counts of a tile's rows; overwrites the similarities."""
         counted = soft_counts
         if self.compiles:
-            counted = compiling.compiled(soft_counts, similarities, _counts_by_hand(similarities))
+            counted = compiling.compiled(soft_counts, _counts_by_hand(similarities))
         negatives, positives = self._counts[:, tile.counts]
         same_class = tile.same_class()
         if same_class is not None:
@@ -173,7 +173,7 @@ class Passes:
 
     def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
         """The place of each pair's slope in the table of `_slopes_by_code`; M - 1 is a zero."""
-        coded = compiling.compiled(bin_codes, similarities) if self.compiles else bin_codes
+        coded = compiling.compiled(bin_codes) if self.compiles else bin_codes
         codes: Tensor = coded(similarities, *self.bins)
         same_class = tile.same_class()
         if same_class is not None:
@@ -218,7 +218,7 @@ class Passes:
         nothing has to be reduced over ranks.
         """
         gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
-        of_pairs = compiling.compiled(slope_of_pairs, slopes) if self.compiles else slope_of_pairs
+        of_pairs = compiling.compiled(slope_of_pairs) if self.compiles else slope_of_pairs
         for tile, kept in self._tiles:
             codes = self._codes(tile, tile.similarities()) if kept is None else kept
             by_row = slopes[:, tile.queries.positions[tile.rows]].t().contiguous()

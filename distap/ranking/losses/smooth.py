@@ -76,7 +76,7 @@ class SmoothAP(SimilarityLoss):
         negatives, step = rows.negatives, self.negative_step()
         count, slopes = self.step_functions
         if rows.pairs >= compiling.PAYS_FROM_PAIRS:
-            count, slopes = (compiling.compiled(function, negatives) for function in self.step_functions)
+            count, slopes = map(compiling.compiled, self.step_functions)
         columns = range(rows.positives.shape[1])
         before = torch.stack([count(negatives, rows.positives[:, k, None], *step) for k in columns], dim=1)
         rank = self.positive_ranks(rows)
