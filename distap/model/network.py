@@ -139,14 +139,12 @@ def build_network(
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
 ) -> RetrievalNetwork:
-    """Put a network together from the parts that a recipe chooses.
+    """Put a network together from the parts that a recipe chooses; see RetrievalNetwork.
 
     Args:
-        backbone: its `build(drop_rate, drop_path_rate)` returns a module with `num_features` that gives maps
-            (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
+        backbone: its `build(drop_rate, drop_path_rate)` returns a module with `num_features`.
         weights: its `load(module)` loads weights into that module.
-        pooling: its `build()` returns a module that turns maps (n, C, h, w) into (n, C).
-        projection, batchnorm: see RetrievalNetwork.
+        pooling: its `build()` returns a module.
     Raises:
         DistapError: the backbone cannot be built, or the weights do not fit it.
     """

@@ -16,6 +16,7 @@ from distap.data.loading.training import LoadingJob, TrainingImages
 from distap.engine.optimizer import parameter_groups
 from distap.engine.precision import DTYPES
 from distap.engine.protocol import Engine
+from distap.engine.updating import without_prefix
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -87,13 +88,11 @@ def describing_of(
     kept_in: Path | None = None,
     shown: bool = False,
 ) -> Describing:
-    """Return how evaluations describe images with a recipe's network.
+    """Return how evaluations describe images with a recipe's network, whose parameters have to be whole.
 
     Args:
-        network: a network whose parameters are whole, as before an engine takes it over.
         sizing: how images are brought to size; None crops them to the recipe's image size.
-        scales, power: scales at which each image is described, and the power of their mean.
-        kept_in, shown: see `Describing`.
+        scales, power: see `ImageDescriber`; kept_in, shown: see `Describing`.
     Raises:
         DistapError: the network does not take such images.
     """
@@ -157,7 +156,6 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
 
 
 def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:
-    """Return a `Fitting`, which finds micro-batch sizes for a global batch of `batch` images."""
     return Fitting(engine, world, recipe.data.image_size, len(world.slots(batch)))
 
 
@@ -170,12 +168,8 @@ def step_of(
     memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> ThreeStageStep:
-    """Build the recipe's step; sizes of micro-batches that are `auto` are measured here.
+    """Build the recipe's step for global batches of `batch` images; micro-batch sizes that are `auto` are measured.
 
-    Args:
-        batch: B, images of a global batch.
-        describer: the result of `describer_of`.
-        memory: descriptors of earlier steps; None remembers none.
     Raises:
         DistapError: the network or the engine does not allow the recipe's micro-batches.
     """
@@ -212,22 +206,19 @@ def step_of(
 
 
 def trained_network(path: Path | str, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
-    """Load the recipe and the network of a checkpoint, or of a run's newest or best one.
+    """Load the recipe and the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 
-    Args:
-        path: a checkpoint or a run, on disk or behind a URL.
     Raises:
         DistapError: there is no checkpoint, or it is damaged.
     """
-    prefix = "network."
     with opened_checkpoint(path, best) as checkpoint:
         logger.info("the network of %s", checkpoint.where)
         recipe = recipe_from(checkpoint.state("recipe")["recipe"], checkpoint.where)
-        tensors = checkpoint.tensors(prefix)
+        tensors = checkpoint.tensors("network.")
     untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
     network = network_of(untrained, world)
     try:
-        network.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+        network.load_state_dict(without_prefix("network.", tensors))
     except RuntimeError as error:
         raise DistapError(
             f"{checkpoint.where}: its tensors are not those of its recipe's network: {error}"

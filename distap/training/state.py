@@ -16,6 +16,7 @@ from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
 from distap.engine.protocol import Engine
+from distap.engine.updating import without_prefix
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.ranking.memory import CrossBatchMemory
@@ -38,7 +39,7 @@ class RunState:
     ) -> None:
         self.recipe, self.world, self.images = recipe, world, images
         self.engine = engine
-        # What has a state beside the engine, by the prefix of its tensors' names.
+        # Other parts with a state, by the prefix of its tensors' names.
         self._parts: dict[str, CrossBatchMemory | TrainingImages] = {"memory": memory, "streams": images}
         self._settings = recipe.model_dump(mode="json")
         self.folder = recipe.run / "checkpoints"
@@ -152,8 +153,7 @@ class RunState:
                 )
         tensors = checkpoint.tensors()
         for part, of in self._parts.items():
-            names = [name for name in tensors if name.startswith(f"{part}.")]
-            of.load_state_dict({name.removeprefix(f"{part}."): tensors.pop(name) for name in names})
+            of.load_state_dict(without_prefix(f"{part}.", tensors))
         try:
             self.engine.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:

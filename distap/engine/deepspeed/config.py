@@ -141,7 +141,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _merge(ours: dict[str, Any], theirs: dict[str, Any], path: Path, parents: tuple[str, ...]) -> None:
-    """Write the user's values into ours, key by key."""
     for name, value in theirs.items():
         key = ".".join((*parents, name))
         if value in (AUTO, SWITCHED_OFF):

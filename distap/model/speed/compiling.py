@@ -19,14 +19,10 @@ _NO_LIMIT = 2**16  # torch counts the graphs of all networks in a process togeth
 def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
     """Run a compiled backbone in training mode from now on; evaluation mode stays uncompiled.
 
-    Parameters keep their names, and an engine may wrap the network before or after. Each graph is compiled when it
-    is first needed, which takes minutes for a large network. If the same kind of micro-batch would later need
-    another graph, an error is raised; torch would silently run uncompiled.
+    An engine may wrap the network before or after. Each graph is compiled when it is first needed, which takes
+    minutes for a large network. Micro-batches are padded to one of the `sizes`, those of the full ones, or to a half,
+    a quarter and so on of one, so that there are few graphs.
 
-    Args:
-        network: with frozen BatchNorm.
-        sizes: images of the full micro-batches. Others are padded to one of these sizes, or to a half, a quarter and
-            so on of one, so that there are few graphs.
     Raises:
         DistapError: the network normalises by the micro-batch, or there is no compiler.
     """
@@ -65,24 +61,18 @@ class CompiledBackbone:
             DistapError: it cannot be compiled, or would have to be compiled again.
         """
         n = len(pixels)
-        padded = self.padded_size(n)
+        padded = next((size for size in self._sizes if size >= n), n)
         if padded > n:
             # Repeat real images, because made-up ones might overflow.
             pixels = pixels[torch.arange(padded, device=pixels.device) % n]
         kind = _kind(pixels)
-        if kind in self._warm:
-            features = self._run(backbone, pixels)
-        else:
-            features = self._compile(backbone, pixels)
-            self._warm.add(kind)
+        features = (self._run if kind in self._warm else self._compile)(backbone, pixels)
+        self._warm.add(kind)
         return features[:n]
-
-    def padded_size(self, images: int) -> int:
-        """Return the number of images that a micro-batch is padded to."""
-        return next((size for size in self._sizes if size >= images), images)
 
     def _run(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
         try:
+            # Otherwise torch would compile, or silently run uncompiled.
             with torch.compiler.set_stance("fail_on_recompile"):
                 features: Tensor = self._function(backbone, pixels)
             return features

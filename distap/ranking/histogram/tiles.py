@@ -98,7 +98,6 @@ def triangle(own: Images, budget: Budget) -> Iterator[Tile]:
 
 
 def rectangle(queries: Images, others: Images, budget: Budget, mirrored: bool) -> Iterator[Tile]:
-    """Images against others."""
     for rows in strips(0, len(queries.labels), _height(queries, budget)):
         for columns in strips(0, len(others.labels), _width(rows, queries, budget)):
             yield Tile(queries, rows, others, columns, mirrored)

@@ -40,7 +40,6 @@ class FastAP(QuantizedAP):
 
     @property
     def centres(self) -> int:
-        """One centre more than intervals."""
         return self.bins + 1
 
 
@@ -59,7 +58,6 @@ class TieAwareAP(HistogramLoss):
     def average_precision(
         self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
     ) -> Float64[Tensor, " b"]:
-        """AP_T in the form chosen."""
         everything, total = negatives + positives, positives[:, -1]
         positives_in_bin, in_bin = _in_bin(positives), _in_bin(everything)
         if self.form == "simplified":
