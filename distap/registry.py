@@ -67,7 +67,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "distap.engine.optimizer:TimmOptimizer",
     ),
     "schedule": dict.fromkeys(
-        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:TimmSchedule"
+        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:NamedSchedule"
     ),
     "engine": {
         "ddp": "distap.engine.ddp:DDPSettings",

@@ -93,6 +93,7 @@ class _PassThrough(nn.Module):
         return descriptors
 
 
+@dataclass
 class _SumOverRanks:
     """DDP's communication hook, without DDP's division by W.
 
@@ -100,11 +101,10 @@ class _SumOverRanks:
     through it would keep the network and the process group for ever.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.last_started = 0.0
+    group: dist.ProcessGroup | None
+    last_started: float = 0.0
 
     def all_reduce(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self.last_started = time.perf_counter()
-        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])

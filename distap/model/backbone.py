@@ -129,7 +129,6 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def file_of_package(package: str) -> Path:
-    """Return the .pth file of an installed PyPI package."""
     spec = importlib.util.find_spec(package.replace("-", "_"))
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).rglob("*.pth"))

@@ -18,10 +18,7 @@ LARGEST_SCALE = 8.0
 class MultiScaleNetwork(nn.Module):
     """Images to descriptors of length 1: the generalised mean over scales (Radenović et al. 2018), then whitening.
 
-    One scale of 1 without whitening gives exactly the network's descriptors.
-
-    Attributes:
-        dimensions: D of the descriptors.
+    One scale of 1 without whitening gives exactly the network's descriptors. `dimensions` is D.
 
     Args:
         network: images to descriptors (n, C) of length 1.

@@ -53,12 +53,9 @@ class Gathering:
         Args:
             images: number of each image in its data set, so that a cross-batch memory knows it again.
         Raises:
-            ValueError: these are more rows than the rank has.
             CollectiveError: a rank or the network failed.
         """
         own_rows, filled = len(self.world.slots(self.slots)), self._filled + len(descriptors)
-        if filled > own_rows:
-            raise ValueError(f"row {filled - 1} of rank {self.world.rank} was added, which has {own_rows} rows")
         known = torch.full_like(labels, -1) if images is None else images
         facts = torch.stack([labels, known, taking_part.long()], dim=1).to(descriptors.device)
         # NaN and infinity times 0 are NaN, and a sum is ten times as fast as a look at each value.
@@ -101,11 +98,11 @@ class Gathering:
         """Wait for what is on its way and return the batch.
 
         Raises:
-            ValueError: rows are missing.
+            ValueError: rows are missing, or too many.
             CollectiveError: a rank or the network failed.
         """
         own_rows = len(self.world.slots(self.slots))
-        if self._filled < own_rows or self._packed is None:
+        if self._filled != own_rows or self._packed is None:
             raise ValueError(f"rank {self.world.rank} added {self._filled} of its {own_rows} rows")
         while self._on_the_way:
             self._receive()
@@ -125,7 +122,7 @@ def gather(
     slots: int,
     images: Int64[Tensor, " b"] | None = None,
 ) -> Gathered:
-    """Collect the descriptors and labels of all ranks in slot order, all at once; the arguments are Gathering's."""
+    """Collect the descriptors and labels of all ranks in slot order, all at once; see `Gathering`."""
     gathering = Gathering(world, slots)
     gathering.add(descriptors, labels, taking_part, images)
     return gathering.finish()

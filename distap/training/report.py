@@ -130,7 +130,6 @@ class RunReport:
             log_not_finite(self.recipe.run, step, what, keys)
 
     def checkpoint(self, written: Written | None) -> None:
-        """Report the outcome of a checkpoint."""
         if written is None or self.world.rank != 0:
             return
         if written.error is not None:

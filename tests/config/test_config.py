@@ -76,7 +76,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("loss.bins=1", "bins is 1; 2 to 128 are possible"),
         ("loss=smoth_ap", "'smoth_ap' is unknown; did you mean smooth_ap"),
         ("loss={name: smooth_ap, taw: 1}", "loss.taw: unknown key; did you mean tau"),
-        ("loss={name: smooth_ap, tau: 0}", "tau is 0"),
+        ("loss={name: smooth_ap, tau: 0}", "loss.tau: 0: input should be greater than 0"),
         ("loss={name: ap_q, preset: dirtorsh}", "no preset 'dirtorsh'; did you mean dirtorch"),
         ("loss={sup_ap: 0.5, calibratoin: 0.5}", "'calibratoin' is unknown; did you mean calibration"),
         ("loss={sup_ap: {weight: 0.5, taw: 1}}", "loss.sup_ap.taw: unknown key; did you mean tau"),

@@ -34,15 +34,11 @@ TOLERANCE = 1e-6  # of features in float64, relative; a wrong pair changes the f
 class Describer:
     """Describes images without a graph; the difference to replay is the replay drift.
 
-    Folding leaves the network as it is. Its twin shares every tensor except the folded convolutions.
-
-    Attributes:
-        folds: the folded convolutions.
+    Folding leaves the network as it is. Its twin shares every tensor except the folded convolutions, `folds`.
 
     Args:
         network: the one that is trained; to fold BatchNorm, before an engine wraps it.
         dtype: of convolutions and matrix products; None keeps that of the parameters.
-        fold_batchnorm: fold frozen BatchNorm.
     Raises:
         DistapError: BatchNorm is not frozen, none follows a convolution, or folding changes the descriptors.
     """
@@ -65,11 +61,8 @@ class Describer:
         self.folds = _fold(network.backbone, self._network.backbone, pairs, self._dtype)
         folded = {id(fold.folded) for fold in self.folds}
         live = dict(network.named_modules())
-        self._shared = [
-            (module, live[name])
-            for name, module in self._network.named_modules()
-            if id(module) not in folded and name in live
-        ]
+        named = self._network.named_modules()
+        self._shared = [(m, live[name]) for name, m in named if id(m) not in folded and name in live]
         self.refresh()
 
     def refresh(self) -> None:
@@ -106,7 +99,6 @@ class Fold:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the folded weights from the present ones."""
         own, norm = self.convolution, self.normaliser
         assert norm.running_mean is not None and norm.running_var is not None and self.folded.bias is not None
         statistics = norm.running_mean, norm.running_var, norm.eps

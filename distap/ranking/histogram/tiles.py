@@ -51,7 +51,6 @@ class Tile:
 
     @property
     def is_diagonal(self) -> bool:
-        """Row k and column k are the same image."""
         return self.queries is self.others and self.rows == self.columns
 
     @property
@@ -61,7 +60,6 @@ class Tile:
         return slice(first + self.rows.start, first + self.rows.stop)
 
     def mirror(self) -> "Tile":
-        """Return the same pairs, seen from the other side."""
         return Tile(self.others, self.columns, self.queries, self.rows, self.mirrored)
 
     def similarities(self) -> Float[Tensor, "r c"]:

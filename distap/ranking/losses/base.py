@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from pydantic import Field
 from torch import Tensor
 
 from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights, rank_on_rank_zero
@@ -222,8 +221,11 @@ class DescriptorLoss(Loss):
 class WeightedSum(Loss):
     """The sum of losses, each multiplied by its weight."""
 
-    # Weight and loss of each.
-    terms: Annotated[tuple[tuple[float, Annotated[Any, Chosen("loss")]], ...], Field(min_length=1)]
+    terms: tuple[tuple[float, Annotated[Any, Chosen("loss")]], ...]  # weight and loss of each
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("a sum of losses needs a term at least")
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         parts = [(weight, loss.value_and_gradient(gathered, budget)) for weight, loss in self.terms]
