@@ -48,7 +48,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "file": "distap.model.backbone:FileWeights",
         "package": "distap.model.backbone:PackageWeights",
     },
-    "pooling": {"gem": "distap.model.pooling:GeMPooling", "mean": "distap.model.pooling:MeanPooling"},
+    "pooling": {"gem": "distap.model.network:GeMPooling", "mean": "distap.model.network:MeanPooling"},
     "optimizer": dict.fromkeys(
         (
             "adam",

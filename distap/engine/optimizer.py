@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_weight_decay
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -60,8 +60,11 @@ def parameter_groups(parts: dict[str, tuple[nn.Module, GroupSettings]]) -> list[
     """
     groups: list[dict[str, Any]] = []
     for part, (module, settings) in parts.items():
-        vectors, matrices = param_groups_weight_decay(module, settings.weight_decay)
-        for name, group in ((part, matrices), (f"{part}.vectors", vectors)):
-            if group["params"]:
-                groups.append({"name": name, "factor": settings.factor, **group})
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for name, decay, chosen in (
+            (part, settings.weight_decay, [p for p in trained if p.ndim > 1]),
+            (f"{part}.vectors", 0.0, [p for p in trained if p.ndim <= 1]),
+        ):
+            if chosen:
+                groups.append({"name": name, "params": chosen, "factor": settings.factor, "weight_decay": decay})
     return groups

@@ -67,8 +67,7 @@ class TorchEngine:
 
     def forward(self, images: Tensor) -> Tensor:
         with self._autocast():
-            descriptors: Tensor = self.network(images)
-        return descriptors
+            return self.network(images)
 
     def update(self, learning_rate: float) -> float:
         trained = [parameter for parameter in self.network.parameters() if parameter.grad is not None]

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear, normalize
 
 from distap.errors import DistapError
-from distap.model.network import RetrievalNetwork, in_full_precision
-from distap.model.pooling import GeM
+from distap.model.network import GeM, RetrievalNetwork, in_full_precision
 
 LARGEST_SCALE = 8.0
 
@@ -82,8 +81,7 @@ class MultiScaleNetwork(nn.Module):
         if scale != 1:
             size: list[Any] = [scaled(length, scale) for length in images.shape[-2:]]
             pixels = interpolate(images.to(self.network.mean.dtype), size, mode="bilinear", antialias=True)
-        described: Tensor = self.network(pixels)
-        return described
+        return self.network(pixels)
 
 
 def default_power(network: RetrievalNetwork) -> float:

@@ -4,10 +4,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, UInt8
+from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -128,6 +130,52 @@ class RetrievalNetwork(nn.Module):
         finally:
             for normaliser in touched:
                 normaliser.track_running_stats = True
+
+
+class GeM(nn.Module):
+    """Generalised mean with a learned power (Radenović et al. 2018, eq. 3): the mean of x^p, to the power 1/p.
+
+    Args:
+        power: p at the start; 1 is the mean, large powers approach the maximum.
+        smallest: features are clamped to at least this, because a fractional power needs positive ones.
+    """
+
+    def __init__(self, power: float = 3.0, smallest: float = 1e-6) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.tensor(float(power)))
+        self.smallest = smallest
+
+    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
+        powers = features.clamp(min=self.smallest).pow(self.power)
+        return powers.mean(dim=(-2, -1)).pow(1 / self.power)
+
+    def extra_repr(self) -> str:
+        return f"power={self.power.item():.3g}"
+
+
+class Mean(nn.Module):
+    """Mean over height and width."""
+
+    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
+        return features.mean(dim=(-2, -1))
+
+
+@dataclass(frozen=True)
+class GeMPooling:
+    """Generalised mean with a learned power, which starts at `power`."""
+
+    power: PositiveFloat = 3.0
+
+    def build(self) -> nn.Module:
+        return GeM(self.power)
+
+
+@dataclass(frozen=True)
+class MeanPooling:
+    """Mean over height and width."""
+
+    def build(self) -> nn.Module:
+        return Mean()
 
 
 def build_network(

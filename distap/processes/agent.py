@@ -132,7 +132,7 @@ class Agent(LocalElasticAgent):
         if self._has_started:
             os.environ[STARTED] = str(time.time())
         self._has_started = True
-        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+        return super()._start_workers(worker_group)
 
     def _shutdown(self, *arguments: Any, **more: Any) -> None:
         """Send SIGTERM to the ranks, and kill them after the grace time.

@@ -53,8 +53,7 @@ class ListwiseLoss(nn.Module):
         """
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-            loss: Tensor = _RankingFunction.apply(normalize(wide), labels, images, self)
-        return loss
+            return _RankingFunction.apply(normalize(wide), labels, images, self)
 
     def extra_repr(self) -> str:
         return repr(self.loss)

@@ -55,8 +55,7 @@ class Gathered:
     def class_sizes(self) -> Int64[Tensor, " N"]:
         """For each gallery image, the number of gallery images of its class."""
         _, classes, counts = torch.unique(self.gallery_labels, return_inverse=True, return_counts=True)
-        sizes: Tensor = counts[classes]
-        return sizes
+        return counts[classes]
 
     def query_weights(self, weights: QueryWeights = "uniform") -> Float64[Tensor, " B"]:
         """The weight of each query in the mean; they sum to 1, and a query without a positive has none.
@@ -68,8 +67,7 @@ class Gathered:
         if weights == "class":
             _, classes, counts = torch.unique(self.labels, return_inverse=True, return_counts=True)
             weight = weight / counts[classes]
-        normalised: Tensor = weight / weight.sum()
-        return normalised
+        return weight / weight.sum()
 
     def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
         """Every rank's rows, in the order of `descriptors`."""
@@ -200,13 +198,11 @@ def build_loss(loss: AnyLoss, weights: str = "uniform", **options: Any) -> Loss:
     """
     if isinstance(loss, str):
         chosen = options if weights == "uniform" else {"weights": weights, **options}
-        built: Loss = build_part("loss", loss, **chosen)
-        return built
+        return build_part("loss", loss, **chosen)
     if weights != "uniform":
         options["weights"] = weights
     if isinstance(loss, type):
-        made: Loss = loss(**options)
-        return made
+        return loss(**options)
     if options:
         raise DistapError(f"{loss} is a loss already; options and weights go with names and classes of losses only")
     if isinstance(loss, Loss):

@@ -54,8 +54,7 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
         remote=data.remote,
         cache=data.cache,
     )
-    images: TrainingImages = data.reading.open(job, world, stopwatch)
-    return images
+    return data.reading.open(job, world, stopwatch)
 
 
 def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
@@ -151,8 +150,7 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
-    engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
-    return engine
+    return recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
 
 
 def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:

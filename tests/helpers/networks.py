@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from distap.model.backbone import RandomWeights, TimmBackbone
-from distap.model.network import RetrievalNetwork, build_network
-from distap.model.pooling import GeMPooling
+from distap.model.network import GeMPooling, RetrievalNetwork, build_network
 
 
 def random_network(backbone="resnet10t", projection=None, seed=0, pooling=None, **options) -> RetrievalNetwork:

@@ -9,8 +9,7 @@ from torch.nn.functional import interpolate, normalize
 
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork, default_power, required_size
-from distap.model.network import RetrievalNetwork, fingerprint
-from distap.model.pooling import GeM, MeanPooling
+from distap.model.network import GeM, MeanPooling, RetrievalNetwork, fingerprint
 
 
 def network(projection=None, **options):

@@ -9,8 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from distap.errors import DistapError
 from distap.model.backbone import FileWeights, PackageWeights, TimmBackbone, file_of_package, read_state
-from distap.model.network import build_network
-from distap.model.pooling import GeM, GeMPooling
+from distap.model.network import GeM, GeMPooling, build_network
 
 
 def network_with(backbone, weights):

@@ -131,8 +131,7 @@ class DeepSpeedEngine(TorchEngine):
 
     def forward(self, images: Tensor) -> Tensor:
         with self._sharing("all_gather of parameters in a forward pass"):
-            descriptors: Tensor = self._engine(images)
-        return descriptors
+            return self._engine(images)
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
@@ -211,8 +210,7 @@ class _InPrecision(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         with self._autocast():
-            descriptors: Tensor = self.network(images)
-        return descriptors
+            return self.network(images)
 
 
 class _NothingToFetch:

@@ -74,8 +74,7 @@ class CompiledBackbone:
         try:
             # Otherwise torch would compile, or silently run uncompiled.
             with torch.compiler.set_stance("fail_on_recompile"):
-                features: Tensor = self._function(backbone, pixels)
-            return features
+                return self._function(backbone, pixels)
         except RuntimeError as error:
             if "fail_on_recompile" not in str(error):
                 raise
@@ -96,8 +95,7 @@ class CompiledBackbone:
             with torch._dynamo.config.patch(
                 recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT, fail_on_recompile_limit_hit=True
             ):
-                features: Tensor = self._function(backbone, pixels)
-            return features
+                return self._function(backbone, pixels)
         except torch._dynamo.exc.TorchDynamoException as error:
             first = str(error).strip().partition("\n")[0]
             raise DistapError(f"the backbone cannot be compiled, set step.compile to false: {first}") from error

@@ -85,8 +85,7 @@ class Describer:
         """Return descriptors (n, C) of a micro-batch, float32 or wider."""
         # A new region each time: it caches casts of weights, which are stale after the next update.
         with torch.no_grad(), torch.autocast(images.device.type, self._dtype, enabled=self._dtype is not None):
-            descriptors: Tensor = self._network(images)
-        return descriptors
+            return self._network(images)
 
 
 @dataclass(frozen=True)

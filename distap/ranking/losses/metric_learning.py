@@ -54,8 +54,7 @@ class MetricLearning(DescriptorLoss):
         """
         function, miner = self._built()
         if len(gallery) == len(descriptors):
-            value: Tensor = function(descriptors, labels, None if miner is None else miner(descriptors, labels))
-            return value
+            return function(descriptors, labels, None if miner is None else miner(descriptors, labels))
         package = _package()
         supported = package.losses.CrossBatchMemory.supported_losses()
         if self.function not in supported:
