@@ -21,7 +21,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
 from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
-from distap.telemetry.runlog import JsonLinesFile, log_not_finite, run_log_from
+from distap.telemetry.runlog import log_not_finite, run_log_from
 from distap.telemetry.terminal import training_progress
 from distap.world import World
 
@@ -44,8 +44,7 @@ class RunReport:
         self.metrics.planned_steps.set(recipe.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
-        self._log: JsonLinesFile | None = None
-        self._to_loggers: Callable[[Mapping[str, Any]], None] = lambda entry: None
+        self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
         if world.rank == 0:
             prepare_loggers(recipe.loggers.chosen)
 
@@ -62,10 +61,10 @@ class RunReport:
                 try:
                     recipe.run.mkdir(parents=True, exist_ok=True)
                     (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-                    self._log = stack.enter_context(closing(run_log_from(recipe.run, step)))
+                    log = stack.enter_context(closing(run_log_from(recipe.run, step)))
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                self._to_loggers = stack.enter_context(self._open_loggers(step))
+                self._outlets = [log.write, stack.enter_context(self._open_loggers(step))]
             self._show = stack.enter_context(training_progress(recipe.steps, step, is_first))
             yield
 
@@ -75,13 +74,7 @@ class RunReport:
             self.metrics.startup_seconds.labels(phase).set(of_phase)
 
     def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
-        """Report a step, and clear the stopwatch that has timed its stages.
-
-        Args:
-            step: number of the step, from 1.
-            share: this rank's images.
-            seconds: duration of the whole step.
-        """
+        """Report a step, counted from 1, and clear the stopwatch that has timed its stages."""
         for row in result.not_finite:
             logger.warning("step %d: the descriptor of %s is not finite; it is left out", step, share.names[row])
         parts = dict(stopwatch.seconds)
@@ -138,12 +131,8 @@ class RunReport:
             logger.error(told, written.path, written.error)
             return
         self.metrics.observe_checkpoint(written.step, written.seconds, written.blocked_seconds, written.bytes)
-        self._write(
-            written.step,
-            seconds={"checkpoint": written.blocked_seconds},
-            writing_seconds=written.seconds,
-            bytes=written.bytes,
-        )
+        blocked = {"checkpoint": written.blocked_seconds}
+        self._write(written.step, seconds=blocked, writing_seconds=written.seconds, bytes=written.bytes)
 
     def validation(self, step: int, figures: dict[str, dict[str, float]], seconds: float) -> None:
         """Report an evaluation after a step; `figures` are by data set, those of the validation set first."""
@@ -153,10 +142,8 @@ class RunReport:
             shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in of_set.items())
             logger.info("step %d: %s %s", step, name, shown)
         first, *others = figures
-        entry: dict[str, Any] = {"validation": figures[first]}
-        if others:
-            entry["also"] = {name: figures[name] for name in others}
-        self._write(step, **entry, seconds={"evaluation": seconds})
+        also = {"also": {name: figures[name] for name in others}} if others else {}
+        self._write(step, validation=figures[first], **also, seconds={"evaluation": seconds})
 
     def keep_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Write an evaluation to the run folder on rank 0; training goes on if the disk is full."""
@@ -181,6 +168,5 @@ class RunReport:
 
     def _write(self, step: int, **entry: Any) -> None:
         entry = {"step": step, "time": time.time(), **entry}
-        if self._log is not None:
-            self._log.write(entry)
-        self._to_loggers(entry)
+        for write in self._outlets:
+            write(entry)
