@@ -61,7 +61,7 @@ class CompiledBackbone:
             DistapError: it cannot be compiled, or would have to be compiled again.
         """
         n = len(pixels)
-        padded = next((size for size in self._sizes if size >= n), n)
+        padded = self.padded_size(n)
         if padded > n:
             # Repeat real images, because made-up ones might overflow.
             pixels = pixels[torch.arange(padded, device=pixels.device) % n]
@@ -69,6 +69,10 @@ class CompiledBackbone:
         features = (self._run if kind in self._warm else self._compile)(backbone, pixels)
         self._warm.add(kind)
         return features[:n]
+
+    def padded_size(self, images: int) -> int:
+        """Return the number of images that a micro-batch is padded to."""
+        return next((size for size in self._sizes if size >= images), images)
 
     def _run(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
         try:
