@@ -33,11 +33,7 @@ class TimmOptimizer:
                 raise ValueError(f"{option} is set, but the optimiser {self.name} has no {option}")
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return the optimiser over parameter groups.
-
-        Args:
-            groups: `params`, and if need be `weight_decay`, `factor` of the learning rate, and `name`.
-        """
+        """Return the optimiser over groups of `params`, `weight_decay`, `factor` of the learning rate, and `name`."""
         options = self._options()
         if self.name == "lamb":
             options["max_grad_norm"] = None  # timm's would clip at 1; optimizer.clip_norm decides instead
@@ -53,11 +49,7 @@ class TimmOptimizer:
 
 
 def parameter_groups(parts: dict[str, tuple[nn.Module, GroupSettings]]) -> list[dict[str, Any]]:
-    """Return one group for the matrices and kernels of each part, and one for its vectors, which never decay.
-
-    Args:
-        parts: name of a part of the network -> (module, how it learns).
-    """
+    """Return one group for the matrices and kernels of each part, and one for its vectors, which never decay."""
     groups: list[dict[str, Any]] = []
     for part, (module, settings) in parts.items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

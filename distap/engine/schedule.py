@@ -48,12 +48,7 @@ class NamedSchedule:
             raise ValueError(f"milestones are {list(self.milestones or ())}; expected them in ascending order")
 
     def factor(self, step: int, steps: int) -> float:
-        """Return what the learning rate is multiplied with in a step.
-
-        Args:
-            step: counted from 0.
-            steps: of the whole training.
-        """
+        """Return what the learning rate is multiplied with in a step, counted from 0, of a training of `steps`."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         done, length = step - self.warmup, max(steps - self.warmup, 1)

@@ -79,7 +79,8 @@ class MultiScaleNetwork(nn.Module):
     def _at(self, images: UInt8[Tensor, "n 3 height width"], scale: float) -> Tensor:
         pixels: Tensor = images
         if scale != 1:
-            size: list[Any] = [scaled(length, scale) for length in images.shape[-2:]]
+            # Python's int and max would write the lengths of the traced example into an export.
+            size: list[Any] = [torch.sym_max(torch.sym_int(length * scale), 1) for length in images.shape[-2:]]
             pixels = interpolate(images.to(self.network.mean.dtype), size, mode="bilinear", antialias=True)
         return self.network(pixels)
 
@@ -88,12 +89,6 @@ def default_power(network: RetrievalNetwork) -> float:
     """Return GeM's power if GeM made the descriptors, since then no component is negative; otherwise 1."""
     projected = not isinstance(network.head, nn.Identity)
     return 1.0 if projected or not isinstance(network.pooling, GeM) else network.pooling.power.item()
-
-
-def scaled(length: int | torch.SymInt, scale: float) -> int | torch.SymInt:
-    """Return height or width in pixels at a scale, rounded down but at least 1."""
-    # Python's int and max would write the length of the traced example into an export.
-    return torch.sym_max(torch.sym_int(length * scale), 1)
 
 
 def required_size(network: RetrievalNetwork) -> tuple[int, int] | None:

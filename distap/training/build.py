@@ -111,11 +111,11 @@ def describing_of(
 def evaluations_of(
     recipe: Recipe, network: RetrievalNetwork, world: World
 ) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
-    """Open the data sets that a training evaluates on.
+    """Open the data sets that a training evaluates on; return them by name, data.validation first.
 
-    Returns:
-        By name, data.validation first: the set, and a function that says how to describe its images. It is called at
-        each evaluation, since the mean over scales takes the power that GeM has learned by then.
+    Beside each is a function that says how to describe its images. It is called at each evaluation, since the mean
+    over scales takes the power that GeM has learned by then.
+
     Raises:
         DistapError: a set is missing, or the network does not take its images.
     """

@@ -29,12 +29,7 @@ logger = logging.getLogger("distap")
 
 
 class RunReport:
-    """Reports of one rank; rank 0 writes the run folder's files.
-
-    Args:
-        batch: B, images of a global batch.
-        endpoint: answers Prometheus with this rank's metrics.
-    """
+    """Reports of one rank about global batches of `batch` images; rank 0 writes the run folder's files."""
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
         self.recipe, self.world, self.batch = recipe, world, batch

@@ -82,13 +82,8 @@ class DeepSpeedSettings:
 
 
 def merged_config(settings: DeepSpeedSettings, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed.
+    """Return the configuration for DeepSpeed; `numel` trained parameters are reduced as one bucket up to a bound.
 
-    Args:
-        settings: name the user's JSON file, if there is one.
-        ranks: W.
-        numel: number of trained parameters, which are reduced as one bucket up to a bound.
-        clip_norm: greatest norm of the gradient; None never clips.
     Raises:
         DistapError: the JSON cannot be read, or sets a key that distap sets itself.
     """

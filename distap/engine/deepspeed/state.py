@@ -13,12 +13,7 @@ Named = Mapping[str, Tensor]
 
 
 def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
-    """Return whole tensors `optimizer.state.NAME.KEY`; all ranks must call it together.
-
-    Args:
-        zero: DeepSpeed's optimiser, of any stage.
-        trained: the parameters that it moves, by name.
-    """
+    """Return whole tensors `optimizer.state.NAME.KEY` of the trained parameters; all ranks must call it together."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     states = list(zero.optimizer.state.items())

@@ -89,10 +89,7 @@ class Passes:
     """Counts the pairs of this rank's queries, and turns the counts into the loss and its gradient.
 
     Images are added a part of the gallery at a time, as they arrive from the other ranks. The order of the tiles
-    depends on the parts alone, so that a run that is repeated gives the same bits.
-
-    Args:
-        pairs: about how many pairs there will be; many are worth compiling for.
+    depends on the parts alone, so that a run that is repeated gives the same bits. It compiles for many `pairs`.
     """
 
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
