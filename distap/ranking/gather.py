@@ -48,10 +48,9 @@ class Gathering:
     ) -> None:
         """Take this rank's next rows; a row whose descriptor is not finite takes no part either.
 
-        Labels, taking_part and images may be on the CPU: they cross to the descriptors' device together.
+        Labels, taking_part and images may be on the CPU: they cross to the descriptors' device together. By the
+        numbers of `images` a cross-batch memory knows them again.
 
-        Args:
-            images: number of each image in its data set, so that a cross-batch memory knows it again.
         Raises:
             CollectiveError: a rank or the network failed.
         """

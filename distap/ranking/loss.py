@@ -60,8 +60,7 @@ class Gathered:
     def query_weights(self, weights: QueryWeights = "uniform") -> Float64[Tensor, " B"]:
         """The weight of each query in the mean; they sum to 1, and a query without a positive has none.
 
-        Args:
-            weights: `uniform`, every query the same; `class`, every class the same (Revaud et al. 2019, fig. 5).
+        `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5).
         """
         weight = (self.class_sizes[: len(self.images)] > 1).double()
         if weights == "class":
@@ -90,19 +89,13 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory that ranking may use beside the descriptors: half for tiles, half to keep between two passes.
+    """The memory that ranking may use beside the descriptors: half for tiles, half to keep between two passes."""
 
-    Args:
-        device: the device of the descriptors.
-        memory_bytes: None takes 1 GiB on a CPU and a quarter of the free memory on a GPU.
-    """
-
-    device: torch.device
-    memory_bytes: int | None = None
+    device: torch.device  # of the descriptors
+    memory_bytes: int | None = None  # None takes 1 GiB on a CPU and a quarter of the free memory on a GPU
 
     @property
     def half(self) -> int:
-        """Half of the budget in bytes."""
         if self.memory_bytes is not None:
             return self.memory_bytes // 2
         return _free_at_first(self.device) // 8 if self.device.type == "cuda" else 2**29
