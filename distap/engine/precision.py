@@ -18,11 +18,8 @@ def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractCont
 
     It must not be entered twice: a region caches casts of weights, which are stale after the next update.
     """
-    is_mixed = precision != "float32"  # otherwise a float64 network stays float64
-    region: AbstractContextManager[None] = torch.autocast(
-        device_type, DTYPES[precision] if is_mixed else None, is_mixed
-    )
-    return region
+    dtype = None if precision == "float32" else DTYPES[precision]  # a float64 network stays float64
+    return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 
 @dataclass

@@ -42,12 +42,11 @@ class TimmBackbone:
         # Some architectures do not take these options, so a rate of zero is left out.
         options |= {k: v for k, v in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)) if v}
         try:
-            network: nn.Module = timm.create_model(self.architecture, **options)
+            return timm.create_model(self.architecture, **options)
         except Exception as error:  # each architecture raises its own
             raise DistapError(
                 f"model.backbone: timm could not build {self.architecture!r} with {options}: {error}"
             ) from error
-        return network
 
 
 def architecture_of(backbone: nn.Module) -> str:
