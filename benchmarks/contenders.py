@@ -225,7 +225,7 @@ class MultistageLoop(FullBatch):
         self._multistage = Multistage(self._network, task.loss, task.micro_batch, max_drift=float("inf"))
 
     def __call__(self) -> None:
-        with self._task.precision.autocast():
+        with self._task.autocast():
             loss = self._multistage(self._task.batch.pixels, self._task.batch.labels)
         loss.backward()
         self.optimizer.step()
@@ -250,7 +250,7 @@ class GradCachePackage(FullBatch):
 
     def __call__(self) -> None:
         task = self._task
-        with task.precision.autocast():
+        with task.autocast():
             self._cache(task.images(slice(None)), no_sync_except_last=task.world.size > 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
