@@ -67,7 +67,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "distap.engine.optimizer:TimmOptimizer",
     ),
     "schedule": dict.fromkeys(
-        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:NamedSchedule"
+        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:TimmSchedule"
     ),
     "engine": {
         "ddp": "distap.engine.ddp:DDPSettings",

@@ -1,10 +1,13 @@
-"""Schedules of the learning rate."""
+"""Schedules of the learning rate, from timm."""
 
-import math
-from bisect import bisect
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from pydantic import NonNegativeInt, PositiveInt
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
+from timm.scheduler.scheduler import Scheduler
+from torch import nn
 
 # Name -> the options that it takes beside `warmup`.
 _OPTIONS: dict[str, set[str]] = {
@@ -17,7 +20,7 @@ _OPTIONS: dict[str, set[str]] = {
 
 
 @dataclass(frozen=True)
-class NamedSchedule:
+class TimmSchedule:
     """How the learning rate changes over a training: it rises over the warm-up, then follows the schedule `name`.
 
     Args:
@@ -49,17 +52,23 @@ class NamedSchedule:
 
     def factor(self, step: int, steps: int) -> float:
         """Return what the learning rate is multiplied with in a step, counted from 0, of a training of `steps`."""
-        if step < self.warmup:
+        if step < self.warmup:  # timm's warm-up is one step behind: its first rate is 0
             return (step + 1) / self.warmup
-        done, length = step - self.warmup, max(steps - self.warmup, 1)
-        decay = 0.1 if self.decay is None else self.decay
-        match self.name:
-            case "linear":
-                return 1 - done / length
-            case "cosine":
-                return (1 + math.cos(math.pi * done / length)) / 2
-            case "step":
-                return float(decay ** (done // (self.every or 1)))
-            case "multistep":
-                return float(decay ** bisect(self.milestones or (), done + 1))
-        return 1.0
+        scheduler = _scheduler(self, steps)
+        scheduler.step(step - self.warmup)
+        return float(scheduler.optimizer.param_groups[0]["lr"])
+
+
+@lru_cache
+def _scheduler(schedule: TimmSchedule, steps: int) -> Scheduler:
+    """Build timm's scheduler over an optimiser without use, whose rate it writes."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    length = max(steps - schedule.warmup, 2)  # one step has factor 1 whatever the length; timm warns about length 1
+    decay = 0.1 if schedule.decay is None else schedule.decay
+    if schedule.name == "linear":
+        return PolyLRScheduler(optimizer, t_initial=length, power=1.0)
+    if schedule.name == "cosine":
+        return CosineLRScheduler(optimizer, t_initial=length)
+    if schedule.every is not None:
+        return StepLRScheduler(optimizer, decay_t=schedule.every, decay_rate=decay)
+    return MultiStepLRScheduler(optimizer, decay_t=list(schedule.milestones or ()), decay_rate=decay)  # or constant

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distap.engine.optimizer import TimmOptimizer, parameter_groups
-from distap.engine.schedule import NamedSchedule
+from distap.engine.schedule import TimmSchedule
 from distap.engine.settings import GroupSettings
 from distap.errors import DistapError
 from distap.registry import build_part
@@ -16,23 +16,23 @@ def rates(schedule, steps):
 
 
 def test_by_default_the_rate_rises_over_the_warm_up_and_falls_to_zero():
-    found = rates(NamedSchedule(warmup=4), 12)
+    found = rates(TimmSchedule(warmup=4), 12)
     assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert found[12] == 0
     assert [a - b for a, b in pairwise(found[4:])] == pytest.approx([1 / 8] * 8)
-    assert rates(NamedSchedule(), 5) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
-    assert rates(NamedSchedule(), 1)[0] == rates(NamedSchedule(warmup=3), 3)[2] == 1
+    assert rates(TimmSchedule(), 5) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
+    assert rates(TimmSchedule(), 1)[0] == rates(TimmSchedule(warmup=3), 3)[2] == 1
 
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (NamedSchedule("constant"), [1, 1, 1, 1, 1, 1]),
-        (NamedSchedule("constant", warmup=2), [0.5, 1, 1, 1, 1, 1]),
-        (NamedSchedule("cosine"), [1, 0.904508, 0.654508, 0.345492, 0.095492, 0]),
-        (NamedSchedule("step", every=2), [1, 1, 0.1, 0.1, 0.01, 0.01]),
-        (NamedSchedule("step", warmup=1, every=2, decay=0.5), [1, 1, 1, 0.5, 0.5, 0.25]),
-        (NamedSchedule("multistep", milestones=(2, 5)), [1, 0.1, 0.1, 0.1, 0.01, 0.01]),
+        (TimmSchedule("constant"), [1, 1, 1, 1, 1, 1]),
+        (TimmSchedule("constant", warmup=2), [0.5, 1, 1, 1, 1, 1]),
+        (TimmSchedule("cosine"), [1, 0.904508, 0.654508, 0.345492, 0.095492, 0]),
+        (TimmSchedule("step", every=2), [1, 1, 0.1, 0.1, 0.01, 0.01]),
+        (TimmSchedule("step", warmup=1, every=2, decay=0.5), [1, 1, 1, 0.5, 0.5, 0.25]),
+        (TimmSchedule("multistep", milestones=(2, 5)), [1, 0.1, 0.1, 0.1, 0.01, 0.01]),
     ],
 )
 def test_schedules_are_pure_functions_of_the_step(schedule, expected):
