@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distap.library import evaluate as evaluate
+    from distap.library import load as load
     from distap.multistage import Multistage as Multistage
     from distap.ranking.listwise import ListwiseLoss as ListwiseLoss
     from distap.ranking.loss import Loss as Loss
@@ -29,6 +31,8 @@ _MODULES = {
     "MicroBatchSizes": "distap.stages.micro_batches",
     "SimilarityLoss": "distap.ranking.losses.base",
     "ThreeStageStep": "distap.step",
+    "evaluate": "distap.library",
+    "load": "distap.library",
     "loss": "distap.ranking.losses.function",
     "rank": "distap.ranking.rank",
 }

@@ -1,0 +1,129 @@
+"""`distap.load` and `distap.evaluate`."""
+
+import io
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import timm
+import torch
+from extractions import extract
+from PIL import Image
+from small_trainings import recipe
+from torchvision.transforms.v2 import functional as F
+
+import distap
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.metrics import evaluate_labelled_set
+from distap.trainer import Trainer
+from distap.world import World
+
+IMAGES = 100
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder of JPEG and PNG files of several sizes."""
+    folder, generator = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for number in range(IMAGES):
+        pixels = generator.integers(0, 256, (9, 12, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels).resize((120 + number % 3, 90), Image.Resampling.BICUBIC)
+        image.save(folder / f"{number:03}.{'jpg' if number % 2 else 'png'}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, training_shards):
+    folder = tmp_path_factory.mktemp("library") / "run"
+    Trainer(recipe(folder, training_shards, steps=2, model=MODEL), World()).train()
+    return folder
+
+
+MODEL = {"backbone": "test_resnet", "weights": "random", "projection": 16}
+
+
+def test_pil_images_get_the_descriptors_that_extraction_writes(photos, run, tmp_path):
+    network = distap.load(run, device="cpu")
+    assert not network.training and network.dimensions == 16
+    extract(photos, tmp_path / "out", maker=network.describer)
+    written = read_descriptors(tmp_path / "out")
+    paths = [photos / key for key in written.keys]
+    assert len(paths) == IMAGES
+    expected = torch.from_numpy(np.array(written.descriptors))
+    with ExitStack() as opened:
+        images = [opened.enter_context(Image.open(path)) for path in paths]
+        assert torch.equal(network.describe(images), expected)
+    assert torch.equal(network.describe(paths), expected)
+    assert torch.equal(network.describe(path.read_bytes() for path in paths), expected)
+
+
+def test_decoded_images_arrays_and_tensors_are_described_alike(photos, run):
+    network = distap.load(run, device="cpu")
+    png = sorted(photos.glob("*.png"))[:5]
+    expected = network.describe(png)
+    images = []
+    for path in png:
+        with Image.open(path) as image:
+            images.append(image.convert("RGB"))
+    assert torch.equal(network.describe(images), expected)
+    assert torch.equal(network.describe(map(np.asarray, images)), expected)
+    assert torch.equal(network.describe(map(F.pil_to_tensor, images)), expected)
+    pixels = torch.stack([network.transform(image) for image in images])
+    assert pixels.dtype == torch.uint8 and pixels.shape == (5, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.allclose(network(pixels), expected, atol=1e-6)
+    for wrong in ("missing.png", 3, np.zeros((4, 4)), torch.zeros(3, 4, 4)):
+        with pytest.raises(DistapError, match=r"missing.png: cannot|is no image|expected three colours"):
+            network.describe([wrong])
+
+
+def test_an_upright_image_is_described_however_it_is_stored(run):
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.fromarray(np.rot90(pixels)).save(buffer, "PNG", exif=exif)
+    network = distap.load(run, device="cpu")
+    turned = Image.open(io.BytesIO(buffer.getvalue()))
+    turned.load()
+    assert torch.equal(*network.describe([Image.fromarray(pixels), turned])[:, None])
+
+
+def test_a_saved_network_describes_the_same_and_timm_reads_its_backbone(photos, run, tmp_path):
+    network = distap.load(run, scales=(1, 0.7), sizing="side 64", device="cpu")
+    network.save_pretrained(tmp_path / "saved")
+    again = distap.load(tmp_path / "saved", device="cpu")
+    paths = sorted(photos.iterdir())[:6]
+    assert torch.equal(again.describe(paths), network.describe(paths))
+    assert again.describer.described_by == network.describer.described_by
+    of_timm = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    own = network.describer.retrieval_network.backbone.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in of_timm.state_dict().items())
+    assert (tmp_path / "saved" / "README.md").read_text().startswith("---")
+    (tmp_path / "saved" / "head.safetensors").write_bytes(b"")
+    with pytest.raises(DistapError, match="not a network that distap has saved"):
+        distap.load(tmp_path / "saved")
+
+
+def test_figures_of_a_labelled_set_and_of_queries_against_a_gallery():
+    generator = torch.Generator().manual_seed(0)
+    descriptors = torch.nn.functional.normalize(torch.randn(60, 8, generator=generator))
+    labels = torch.randint(0, 9, (60,), generator=generator)
+    whole = evaluate_labelled_set(descriptors, labels).summary()
+    assert distap.evaluate(descriptors, labels) == whole
+    assert distap.evaluate(descriptors.numpy(), [f"class {label}" for label in labels.tolist()]) == whole
+    queries = np.arange(60) < 20
+    found = distap.evaluate(descriptors, labels, queries)
+    precisions, first = [], []
+    for query in range(20):
+        order = 20 + (descriptors[20:] @ descriptors[query]).argsort(descending=True)
+        right = (labels[order] == labels[query]).double()
+        if right.any():
+            precisions.append(((right.cumsum(0) / torch.arange(1, 41)) * right).sum() / right.sum())
+            first.append(right[0])
+    assert found["mAP"] == pytest.approx(float(torch.stack(precisions).mean()), abs=1e-12)
+    assert found["R@1"] == float(torch.stack(first).mean())
+    with pytest.raises(DistapError, match="queries are"):
+        distap.evaluate(descriptors, labels, np.arange(60))
+    with pytest.raises(DistapError, match="labels"):
+        distap.evaluate(descriptors, labels[1:])
