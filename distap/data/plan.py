@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.errors import DistapError
 from distap.randomness import permutation
 
 EPOCH, STAND_IN = 11, 13  # first words of random keys; no two uses share one
@@ -48,14 +47,6 @@ class Classes:
         """Number of images that these classes can give if none gives more than `images`."""
         return int(np.minimum(self.sizes[labels], images).sum())
 
-    def require(self, batch_size: int) -> None:
-        """Refuse a batch larger than the data set."""
-        if batch_size > len(self):
-            raise DistapError(
-                f"sampling.batch_size is {batch_size}, but the data set has only {len(self)} images and no image may "
-                "be in a batch twice"
-            )
-
     @cached_property
     def with_pairs(self) -> NDArray[np.int64]:
         """Classes of two samples or more: the others hold no query."""
@@ -83,7 +74,7 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches of a training; raises DistapError if such batches cannot be taken from the data set."""
+    """The batches of a training."""
 
     classes: Classes
     sampling: Sampling

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.plan import Classes, Samples
+from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
 from distap.randomness import permutation
 
@@ -14,7 +15,7 @@ TURN, EXTRA = 14, 15  # first words of random keys; no two uses share one
 
 
 @dataclass(frozen=True)
-class ClassesSampling:
+class ClassesSampling(RandomSampling):
     """Take every class in every batch, as Revaud et al. 2019 train on Landmarks.
 
     The K classes share the B images as evenly as possible: a class gives its share, or all it has, and the larger
@@ -25,22 +26,15 @@ class ClassesSampling:
         batch_size: B, images of a global batch, at least twice the classes.
     """
 
-    batch_size: int = 4096
-
-    @property
-    def size(self) -> int:
-        return self.batch_size
-
     def check(self, data: Classes) -> None:
         if self.batch_size < 2 * data.count:
             raise DistapError(
                 f"sampling.batch_size is {self.batch_size}, but sampling by classes takes two images at least of "
                 f"each of the {data.count} classes: set it to {2 * data.count} or more, or choose p_by_k"
             )
-        data.require(self.batch_size)
+        super().check(data)
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """(B,) sample numbers, class by class."""
         level, larger = _shares(data, self.batch_size)
         takes = np.minimum(data.sizes, level)
         starts = step * takes

@@ -33,22 +33,24 @@ class PByKSampling:
     def size(self) -> int:
         return self.classes * self.images
 
+    @property
+    def _asked(self) -> str:
+        return f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch"
+
+    def _require_least(self, classes: int) -> None:
+        if self.classes < classes or self.images < 2:
+            given = f"{self.classes} and {self.images}"
+            raise DistapError(f"sampling needs classes of at least {classes} and images of at least 2, not {given}")
+
     def check(self, data: Classes) -> None:
-        if self.classes < 1 or self.images < 2:
-            raise DistapError(
-                f"sampling needs classes of at least 1 and images of at least 2, not {self.classes} and {self.images}"
-            )
+        self._require_least(1)
         usable = data.with_pairs
         if self.classes > len(usable):
-            raise DistapError(
-                f"sampling.classes is {self.classes}, but only {len(usable)} classes have two images or more"
-            )
+            problem = f"only {len(usable)} classes have two images or more"
+            raise DistapError(f"sampling.classes is {self.classes}, but {problem}")
         given = data.available(usable, self.images)
         if self.size > given:
-            raise DistapError(
-                f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch, but with at "
-                f"most {self.images} a class the data set has only {given}"
-            )
+            raise DistapError(f"{self._asked}, but with at most {self.images} a class the data set has only {given}")
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """(B,) sample numbers, class by class."""
@@ -69,17 +71,10 @@ class SuperPByKSampling(PByKSampling):
 
     The classes of a super-category come in a random order, a new one when too few for a batch are left of it. Pairs
     without enough images for a batch are left out, but each super-category must be in a pair that is not.
-
-    Args:
-        classes: P, of both super-categories together.
-        images: K, at least 2.
     """
 
     def check(self, data: Classes) -> None:
-        if self.classes < 2 or self.images < 2:
-            raise DistapError(
-                f"sampling needs classes of at least 2 and images of at least 2, not {self.classes} and {self.images}"
-            )
+        self._require_least(2)
         without = int((data.groups[data.with_pairs] == "").sum())
         if without or len(data.by_group) < 2:
             raise DistapError(
@@ -93,9 +88,8 @@ class SuperPByKSampling(PByKSampling):
             if group not in paired:
                 given = data.available(data.by_group[group], self.images)
                 raise DistapError(
-                    f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch from two "
-                    f"super-categories, but with at most {self.images} a class {name!r} has only {given}, and "
-                    "no other one has enough to fill a batch with it"
+                    f"{self._asked} from two super-categories, but with at most {self.images} a class {name!r} has "
+                    f"only {given}, and no other one has enough to fill a batch with it"
                 )
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:

@@ -29,15 +29,12 @@ class StreamsSampling:
 
     def __post_init__(self) -> None:
         if self.batch_size < 2 or self.streams < 1 or self.shuffle < 1:
-            raise ValueError(
-                f"expected a batch_size of at least 2, streams and shuffle of at least 1, not {self.batch_size}, "
-                f"{self.streams} and {self.shuffle}"
-            )
+            given = f"{self.batch_size}, {self.streams} and {self.shuffle}"
+            raise ValueError(f"expected a batch_size of at least 2, streams and shuffle of at least 1, not {given}")
         if self.batch_size % self.streams:
-            raise ValueError(
-                f"batch_size is {self.batch_size}, which {self.streams} streams cannot share equally; expected "
-                f"{_multiples(self.batch_size, self.streams)}"
-            )
+            unequal = f"which {self.streams} streams cannot share equally"
+            fitting = _multiples(self.batch_size, self.streams)
+            raise ValueError(f"batch_size is {self.batch_size}, {unequal}; expected {fitting}")
 
     @property
     def size(self) -> int:
@@ -46,9 +43,9 @@ class StreamsSampling:
     def require(self, shards: int, ranks: int) -> None:
         """Raise DistapError if a stream has no shard, or ranks cannot own whole streams, and say what fits."""
         if shards < self.streams:
+            remedy = f"set it to {shards} or less, or pack with a smaller --images-per-shard"
             raise DistapError(
-                f"sampling.streams is {self.streams}, but the data set has only {shards} shards, and a stream needs "
-                f"one at least: set it to {shards} or less, or pack with a smaller --images-per-shard"
+                f"sampling.streams is {self.streams}, but the data set has only {shards} shards: {remedy}"
             )
         if self.streams % ranks:
             fitting = ", ".join(str(count) for count in range(1, self.streams + 1) if self.streams % count == 0)
@@ -58,9 +55,8 @@ class StreamsSampling:
             )
 
     def check(self, data: Classes) -> None:
-        raise DistapError(
-            "sampling by streams is the order of streamed reading: set data.reading to streamed, or choose random"
-        )
+        remedy = "set data.reading to streamed, or choose random"
+        raise DistapError(f"sampling by streams is the order of streamed reading: {remedy}")
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         raise NotImplementedError("streamed reading decides batch by batch what is in them")
