@@ -13,7 +13,7 @@ from distap.storage.locations import parse_source
 if TYPE_CHECKING:
     from distap.data.converters.converting import Converted
     from distap.data.shards.index import Index
-    from distap.data.shards.samples import Skipped
+    from distap.data.shards.tar import Skipped
     from distap.storage.remotes import RemoteSettings
 
 SHOWN = 5  # missing or damaged images that are named

@@ -15,8 +15,7 @@ from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.packing import pack
-from distap.data.shards.samples import Skipped, read_samples
-from distap.data.shards.tar import BLOCK
+from distap.data.shards.tar import BLOCK, Skipped, read_samples
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings, UnreachableError

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from multiprocessing.pool import ThreadPool
 from operator import not_
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 from distap.data.converters import landmarks, metric_learning, revisited
 from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.packing import STAT_CHUNK, STAT_THREADS, pack
-from distap.data.shards.parallel import Track, untracked
-from distap.data.shards.samples import Skipped
+from distap.data.shards.packing import pack
+from distap.data.shards.parallel import Track, ask_files, untracked
+from distap.data.shards.tar import Skipped
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
@@ -82,33 +81,29 @@ def convert(
 ) -> list[Converted]:
     """Pack each split of a data set into output/SPLIT; keep a split that is there already, from the same list.
 
-    Beside the splits are written dataset.json (what was converted), missing.txt (listed images that are not there:
-    split, tab, path) and the JSON records of the splits.
+    Also write dataset.json (what was converted), missing.txt (split, tab and path of each listed image that is not
+    there) and the JSON records of the splits. The last four arguments are those of `pack`.
 
     Args:
         source: folder of the files as the authors distribute them.
-        output: folder of the splits, made if need be.
         only: names of splits; without any, all that are not on request.
         strict: missing images are an error.
-        images_per_shard, shuffle, workers, track: as in `pack`.
     """
-    remedy = (
-        f"{dataset.title} is offered at {dataset.site}; "
-        "distap/data/converters/README.md says which files are needed and where they have to lie"
-    )
+    guide = "distap/data/converters/README.md says which files are needed and where they have to lie"
+    remedy = f"{dataset.title} is offered at {dataset.site}; {guide}"
     if not source.is_dir():
         raise DistapError(f"{source}: no such folder; {remedy}")
     if output.resolve() == source.resolve():
         raise DistapError(f"{output}: the output must be another folder than the source")
-    names = [split.name for split in dataset.splits]
+    known = [split.name for split in dataset.splits]
     for name in only:
-        if name not in names:
-            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(names)}")
+        if name not in known:
+            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(known)}")
     listed, records = [], {}
     try:
         for split in dataset.splits:
             if split.name in only if only else not split.on_request:
-                file = find_list(source, *split.lists)
+                file = find_list(source, split.file, dataset.folders)
                 listed.append(_look(split, source, file, track))
                 if split.record:
                     records[split.record[0]] = split.record[1](file)
@@ -118,10 +113,9 @@ def convert(
     _write_missing(output / MISSING_FILE, listed)
     for part in listed:
         if part.missing and (strict or not part.present):
-            raise DistapError(
-                f"{part.split.name}: {len(part.missing):,} of its {part.images:,} images are missing; the first: "
-                f"{', '.join(part.missing[:SHOWN])}; {output / MISSING_FILE} names all"
-            )
+            problem = f"{len(part.missing):,} of its {part.images:,} images are missing"
+            names = f"the first: {', '.join(part.missing[:SHOWN])}; {output / MISSING_FILE} names all"
+            raise DistapError(f"{part.split.name}: {problem}; {names}")
         if not part.images:
             raise DistapError(f"{part.split.name}: its list names no image")
     done = _read_record(output / RECORD_FILE, dataset)
@@ -142,11 +136,7 @@ def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
     for image in split.images(source, file):
         lines += 1
         images.setdefault(image.path, image)  # an image that is packed twice would be its own positive
-    with ThreadPool(STAT_THREADS) as pool:
-        looked = pool.imap(os.path.isfile, images, STAT_CHUNK)
-        there = list(track(looked, f"{split.name}: looking for images", len(images)))
-        pool.close()
-        pool.join()  # so that no thread is left when processes are forked
+    there = ask_files(os.path.isfile, images, f"{split.name}: looking for images", track)
     present = tuple(compress(images.values(), there))
     digest = hashlib.sha256()
     for path, class_name, group in present:
@@ -170,10 +160,8 @@ def _pack(
     before = done.get(folder.name)
     if folder.is_dir() and any(folder.iterdir()):
         if before is None or any(before.get(key) != value for key, value in stamp.items()):
-            raise DistapError(
-                f"{folder}: there is something already, and not from these images; "
-                "choose another output, or remove it"
-            )
+            problem = "there is something already, and not from these images"
+            raise DistapError(f"{folder}: {problem}; choose another output, or remove it")
         damaged = tuple(Skipped(**image) for image in before["damaged"])
         return Converted(part, before["images"], before["classes"], damaged, kept=True)
 

@@ -1,7 +1,4 @@
-"""The declaration of a data set, and the readers of the list files that its authors distribute.
-
-Nothing in a list is trusted: no path in it may leave the folder that it belongs to. Errors name file and line.
-"""
+"""The declaration of a data set, and the readers of the list files that its authors distribute."""
 
 import csv
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +30,7 @@ class Split:
     """One part of a data set."""
 
     name: str  # folder of its shards
-    lists: tuple[str, ...]  # places in the source folder where its list may lie
+    file: str  # the list of its images
     images: Callable[[Path, Path], Iterator[ImageFile]]  # yields the images in the list, from (source folder, list)
     published: tuple[Count, ...] = ()  # several if the authors' paper and files differ
     on_request: bool = False  # converted only when it is named
@@ -47,19 +44,21 @@ class Dataset:
     title: str
     site: str  # where its authors offer it
     splits: tuple[Split, ...]
+    folders: tuple[str, ...] = ("",)  # places in the source folder where the lists may lie
 
 
 class MissingListError(DistapError):
     """The source folder lacks a file that the data set has."""
 
 
-def find_list(source: Path, *places: str) -> Path:
-    """Return the first of these files in the source folder that exists; raise MissingListError if none does."""
+def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:
+    """Return the file of that name in one of these folders of the source; raise MissingListError if none has it."""
+    places = [source / folder / name for folder in folders]
     for place in places:
-        if (source / place).is_file():
-            return source / place
-    others = "".join(f", nor {place}" for place in places[1:])
-    raise MissingListError(f"{source / places[0]}: no such file{others}")
+        if place.is_file():
+            return place
+    others = "".join(f", nor {place.relative_to(source)}" for place in places[1:])
+    raise MissingListError(f"{places[0]}: no such file{others}")
 
 
 class ListLine(NamedTuple):
@@ -79,10 +78,7 @@ class ListLine(NamedTuple):
         return int(text)
 
     def path(self, folder: Path, name: str) -> Path:
-        """Return the file of that name in the folder; raise DistapError if the name is absolute or leaves the folder.
-
-        Links in the folder are followed, because some data sets are laid out with links.
-        """
+        """Return the file of that name in the folder, which the name may not leave."""
         parts = PurePosixPath(name).parts
         if not name.isprintable():
             raise self.wrong(f"path {name[:200]!r} is no printable text")

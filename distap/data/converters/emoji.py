@@ -50,17 +50,13 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
     """Fetch and draw the set into output/{train,test}/CLASS/VENDOR.png; images that are there already are kept.
 
     Images have `size` x `size` pixels. Returns the contents of output/emoji.json: versions, licences and counts.
-
-    Raises:
-        DistapError: npm or the renderer is missing, a download fails, or a package has another version.
     """
     done = output / COMPLETE
     if done.exists():
         record: dict[str, Any] = json.loads(done.read_text())
         if record["size"] != size:
-            raise DistapError(
-                f"{output} holds the emoji set at {record['size']} px, not {size}: choose another folder"
-            )
+            problem = f"holds the emoji set at {record['size']} px, not {size}"
+            raise DistapError(f"{output} {problem}: choose another folder")
         return record
     if find_spec("resvg_py") is None:
         raise DistapError("the emoji set is drawn by resvg-py, which is missing: pip install 'distap[emoji]'")
@@ -97,9 +93,7 @@ def download(vendors: dict[str, str], folder: Path) -> Iterator[Vendor]:
     """Fetch each vendor's npm package into `folder` and read its drawings."""
     npm = shutil.which("npm")
     if npm is None:
-        raise DistapError(
-            "npm was not found on the PATH: the emoji set comes from the npm registry; install Node.js with npm"
-        )
+        raise DistapError("npm was not found: the emoji set comes from the npm registry; install Node.js with npm")
     for name, version in vendors.items():
         package = f"@iconify-json/{name}@{version}"
         command = [npm, "pack", "--silent", "--pack-destination", str(folder), package]
@@ -132,7 +126,5 @@ def draw(job: tuple[str, int, Path]) -> None:
 
     drawing, size, path = job
     if not path.exists():
-        png = resvg_py.svg_to_bytes(
-            svg_string=drawing, width=size, height=size, background="#ffffff", skip_system_fonts=True
-        )
+        png = resvg_py.svg_to_bytes(drawing, width=size, height=size, background="#ffffff", skip_system_fonts=True)
         write_whole(path, png)

@@ -46,13 +46,11 @@ def _path(line: ListLine, source: Path) -> Path:
 LANDMARKS_CLEAN = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
     "Landmarks-clean",
     "http://download.europe.naverlabs.com/Computer-Vision-CodeandModels/ (annotations_landmarks)",
-    tuple(
-        Split(name, (f"annotations_landmarks/{file}", f"annotations/{file}", file), _images, (count,))
-        for name, file, count in (
-            ("train", "annotation_clean_train.txt", Count(42_410)),
-            ("validation", "annotation_clean_val.txt", Count(6_382)),
-        )
+    (
+        Split("train", "annotation_clean_train.txt", _images, (Count(42_410),)),
+        Split("validation", "annotation_clean_val.txt", _images, (Count(6_382),)),
     ),
+    ("annotations_landmarks", "annotations", ""),
 )
 
 
@@ -84,14 +82,10 @@ def _queries(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 def _ground_truth(file: Path) -> dict[str, Any]:
-    queries = [
-        {
-            "name": _identifier(line, line.cells[0]),
-            "usage": line.cells[2],
-            "positives": [_identifier(line, name) for name in line.cells[1].split()],
-        }
-        for line in _solutions(file)
-    ]
+    queries = []
+    for line in _solutions(file):
+        name, *positives = (_identifier(line, each) for each in (line.cells[0], *line.cells[1].split()))
+        queries.append({"name": name, "usage": line.cells[2], "positives": positives})
     return {"dataset": "gldv2", "query": "query", "gallery": ["index"], "queries": queries}
 
 
@@ -118,15 +112,12 @@ def _identifier(line: ListLine, name: str) -> str:
 GOOGLE_LANDMARKS = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
     "Google Landmarks v2",
     "https://github.com/cvdfoundation/google-landmark",
-    tuple(
-        # The lists lie beside the images, or as in the authors' addresses.
-        Split(name, (file, f"metadata/{file}", f"ground_truth/{file}"), images, published, on_request, record)
-        for name, file, images, published, on_request, record in (
-            ("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),), False, None),
-            ("index", "index.csv", _unlabelled, (Count(761_757, 761_757),), False, None),
-            ("query", "retrieval_solution_v2.1.csv", _queries, (), False, (GROUND_TRUTH_FILE, _ground_truth)),
-            ("train_full", "train.csv", _full, (Count(4_132_914, 203_094),), True, None),
-            ("test", "test.csv", _unlabelled, (Count(117_577, 117_577),), True, None),
-        )
+    (
+        Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
+        Split("index", "index.csv", _unlabelled, (Count(761_757, 761_757),)),
+        Split("query", "retrieval_solution_v2.1.csv", _queries, record=(GROUND_TRUTH_FILE, _ground_truth)),
+        Split("train_full", "train.csv", _full, (Count(4_132_914, 203_094),), on_request=True),
+        Split("test", "test.csv", _unlabelled, (Count(117_577, 117_577),), on_request=True),
     ),
+    ("", "metadata", "ground_truth"),  # the lists lie beside the images, or as in the authors' addresses
 )

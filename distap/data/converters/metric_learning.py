@@ -20,8 +20,8 @@ STANFORD_ONLINE_PRODUCTS = Dataset(  # Song et al. 2016
     "Stanford Online Products",
     "https://cvgl.stanford.edu/projects/lifted_struct",
     (
-        Split("train", ("Ebay_train.txt",), _stanford, (Count(59_551, 11_318),)),
-        Split("test", ("Ebay_test.txt",), _stanford, (Count(60_502, 11_316),)),
+        Split("train", "Ebay_train.txt", _stanford, (Count(59_551, 11_318),)),
+        Split("test", "Ebay_test.txt", _stanford, (Count(60_502, 11_316),)),
     ),
 )
 
@@ -45,8 +45,8 @@ CUB = Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundre
     "CUB-200-2011",
     "https://www.vision.caltech.edu/datasets/cub_200_2011",
     (
-        Split("train", ("images.txt",), partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
-        Split("test", ("images.txt",), partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
+        Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
+        Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
     ),
 )
 
@@ -64,15 +64,11 @@ INATURALIST = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2
     "iNaturalist 2018, split of Smooth-AP",
     "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
     "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
-    tuple(
-        Split(
-            name,
-            (f"Inat_dataset_splits/Inaturalist_{name}_set1.txt", f"Inaturalist_{name}_set1.txt"),
-            _inaturalist,
-            (count,),
-        )
-        for name, count in (("train", Count(325_846, 5_690)), ("test", Count(136_093, 2_452)))
+    (
+        Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
+        Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
     ),
+    ("Inat_dataset_splits", ""),
 )
 
 
@@ -85,19 +81,16 @@ def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
 VEHICLE_ID = Dataset(  # Liu et al. 2016
     "PKU VehicleID",
     "https://www.pkuml.org/resources/pku-vehicleid.html",
-    tuple(
-        Split(name, (f"train_test_split/{file}.txt",), _vehicle_id, published)
-        for name, file, published in (
-            # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
-            ("train", "train_list", (Count(113_346, 13_164), Count(110_178, 13_134))),
-            ("test_small", "test_list_800", (Count(classes=800),)),
-            ("test_medium", "test_list_1600", (Count(classes=1_600),)),
-            ("test_large", "test_list_2400", (Count(classes=2_400),)),
-        )
+    (
+        # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
+        Split("train", "train_list.txt", _vehicle_id, (Count(113_346, 13_164), Count(110_178, 13_134))),
+        Split("test_small", "test_list_800.txt", _vehicle_id, (Count(classes=800),)),
+        Split("test_medium", "test_list_1600.txt", _vehicle_id, (Count(classes=1_600),)),
+        Split("test_large", "test_list_2400.txt", _vehicle_id, (Count(classes=2_400),)),
     ),
+    ("train_test_split",),
 )
 
-IN_SHOP_LISTS = ("Eval/list_eval_partition.txt", "list_eval_partition.txt")
 IN_SHOP_COLUMNS = ["image_name", "item_id", "evaluation_status"]
 IN_SHOP_COUNTS = {"train": Count(25_882, 3_997), "query": Count(14_218, 3_985), "gallery": Count(12_612, 3_985)}
 
@@ -127,7 +120,8 @@ IN_SHOP = Dataset(  # Liu et al. 2016
     "In-shop Clothes Retrieval (DeepFashion)",
     "https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
     tuple(
-        Split(status, IN_SHOP_LISTS, partial(_in_shop, status=status), (count,))
+        Split(status, "list_eval_partition.txt", partial(_in_shop, status=status), (count,))
         for status, count in IN_SHOP_COUNTS.items()
     ),
+    ("Eval", ""),
 )

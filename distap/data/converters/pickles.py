@@ -37,13 +37,13 @@ class PlainValue:
         return PlainValue(self.file, f"{self.place}[{key!r}]" if self.place else key, self.value[key])
 
     def items(self) -> "list[PlainValue]":
-        """Return the items of a list, tuple or array; raise DistapError for anything else."""
+        """The items of a list, tuple or array; this and the methods below raise DistapError for anything else."""
         if not isinstance(self.value, list | tuple):
             raise self.wrong(f"is no list but {type(self.value).__name__}")
         return [PlainValue(self.file, f"{self.place}[{number}]", value) for number, value in enumerate(self.value)]
 
     def integers(self, below: int | None = None) -> list[int]:
-        """Return a list of whole numbers of 0 or more; raise DistapError for anything else."""
+        """A list of whole numbers of 0 or more."""
         items = self.items()
         for item in items:
             number = item.value
@@ -54,16 +54,14 @@ class PlainValue:
         return [int(item.value) for item in items]
 
     def names(self) -> list[str]:
-        """Return a list of different words without spaces; raise DistapError for anything else."""
-        words = []
+        """A list of different words without spaces."""
         for item in self.items():
             word = item.value
             if not isinstance(word, str) or word.split() != [word] or not word.isprintable():
                 raise item.wrong(f"is {word!r:.60}, expected a name")
-            words.append(word)
-        if len(set(words)) < len(words):
+        if len(set(self.value)) < len(self.value):
             raise self.wrong("has the same name twice")
-        return words
+        return list(self.value)
 
 
 def read_plain_pickle(path: Path) -> PlainValue:
@@ -73,10 +71,8 @@ def read_plain_pickle(path: Path) -> PlainValue:
             # Python 2 wrote bytes as strings, which are read as Latin-1.
             return PlainValue(path, "", RestrictedUnpickler(file, STAND_INS, "latin1").load())
     except ForbiddenGlobalError as error:
-        raise DistapError(
-            f"{path}: names {error}, which plain data has no need of: nothing of it was run; "
-            "get the file from the authors of the data set"
-        ) from error
+        remedy = "nothing of it was run; get the file from the authors of the data set"
+        raise DistapError(f"{path}: names {error}, which plain data has no need of: {remedy}") from error
     except Exception as error:  # a damaged pickle can fail in any way
         raise DistapError(f"{path}: not a readable pickle of plain data: {error}") from error
 

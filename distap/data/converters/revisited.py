@@ -64,16 +64,10 @@ def _with_suffix(name: str) -> str:
 
 
 def _revisited(dataset: str, title: str, gallery: int) -> Dataset:
-    lists = (f"gnd_{dataset}.pkl",)
-    record = GROUND_TRUTH_FILE, partial(_ground_truth, dataset=dataset)
-    return Dataset(
-        title,
-        SITE,
-        (
-            Split("query", lists, partial(_images, key="qimlist"), (Count(70, 70),), record=record),
-            Split("gallery", lists, partial(_images, key="imlist"), (Count(gallery, gallery),)),
-        ),
-    )
+    file, record = f"gnd_{dataset}.pkl", (GROUND_TRUTH_FILE, partial(_ground_truth, dataset=dataset))
+    queries = Split("query", file, partial(_images, key="qimlist"), (Count(70, 70),), record=record)
+    images = Split("gallery", file, partial(_images, key="imlist"), (Count(gallery, gallery),))
+    return Dataset(title, SITE, (queries, images))
 
 
 OXFORD = _revisited("roxford5k", "Revisited Oxford", 4_993)
@@ -81,7 +75,7 @@ PARIS = _revisited("rparis6k", "Revisited Paris", 6_322)
 DISTRACTORS = Dataset(
     "distractors of Revisited Oxford and Paris",
     SITE,
-    (Split("distractors", ("revisitop1m.txt",), _distractors, (Count(1_001_001, 1),)),),
+    (Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)),),
 )
 
 
@@ -117,15 +111,14 @@ def _identifiers(lists: PlainValue) -> list[str]:
     for place, identifier in enumerate(identifiers):
         # Its last six letters are folders, so it must hold nothing but letters and digits.
         if len(identifier) < 6 or not (identifier.isascii() and identifier.isalnum()):
-            raise (
-                lists["cids"].items()[place].wrong(f"is {identifier[:60]!r}, expected six or more letters and digits")
-            )
+            place_of_it = lists["cids"].items()[place]
+            raise place_of_it.wrong(f"is {identifier[:60]!r}, expected six or more letters and digits")
     return identifiers
 
 
 def _split(name: str, part: str, file: str, *published: Count) -> Split:
     record = f"{name}_pairs.json", partial(_pairs, part=part)
-    return Split(name, (file,), partial(_sfm_images, part=part), published, part == "whiten", record)
+    return Split(name, file, partial(_sfm_images, part=part), published, part == "whiten", record)
 
 
 SFM_120K = Dataset(  # Radenović et al. 2019: a class is a 3D model

@@ -35,8 +35,7 @@ from distap.data.loading.training import Chunk, Failure, Loaded, LoadingJob, Sha
 from distap.data.loading.workers import handed_over
 from distap.data.sampling.streams import StreamsSampling
 from distap.data.shards.index import Index, load_index
-from distap.data.shards.samples import LABEL_FIELD, labelled_image
-from distap.data.shards.tar import TarMember
+from distap.data.shards.tar import LABEL_FIELD, TarMember, labelled_image
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.storage.traffic import Traffic

@@ -16,8 +16,7 @@ import webdataset
 
 from distap.data.loading.pipes import piped
 from distap.data.sampling.streams import StreamsSampling
-from distap.data.shards.samples import Group, read_groups
-from distap.data.shards.tar import TarMember
+from distap.data.shards.tar import Group, TarMember, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.storage.files import Storage, storage_of

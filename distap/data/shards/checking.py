@@ -15,8 +15,7 @@ import numpy as np
 from distap.data.images.decoding import DamagedImageError, OutOfMemoryError, decode
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import Track, spread, untracked
-from distap.data.shards.samples import read_samples
-from distap.data.shards.tar import DamagedShardError
+from distap.data.shards.tar import DamagedShardError, read_samples
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
@@ -50,18 +49,12 @@ class _Job(NamedTuple):
 
 
 def check(
-    source: Source | Path | str,
-    workers: int = 1,
-    track: Track = untracked,
-    remote: RemoteSettings | None = None,
+    source: Source | Path | str, workers: int = 1, track: Track = untracked, remote: RemoteSettings | None = None
 ) -> tuple[Index, list[Damage]]:
     """Read every byte of a data set's shards once; return its index and all damage, which never ends the check.
 
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and the whole image
     is decoded.
-
-    Raises:
-        DistapError: there is no data set, or its index cannot be read.
     """
     source = parse_source(source)
     settings = remote or RemoteSettings()

@@ -40,9 +40,6 @@ def list_images(source: Path) -> list[ImageFile]:
     A CSV has the columns path,label or path,class and optionally group, the super-category of the class. Paths are
     relative to the file. Labels are integers; for classes with other names the first line must be path,class. Without
     a heading the columns are path,label or path,label,group.
-
-    Raises:
-        DistapError: the source does not exist or has no image, or a line of the CSV is wrong.
     """
     if source.is_dir():
         images, expected = list(_in_folders(source)), "one sub-folder a class, with images in it"
@@ -78,10 +75,8 @@ def _in_csv(source: Path) -> Iterator[ImageFile]:
                 image = _parse_row(where, heading, cells, source.parent)
                 earlier = lines.setdefault(image.path, rows.line_num)
                 if earlier != rows.line_num:
-                    raise DistapError(
-                        f"{where}: {image.path} is on line {earlier} already; an image that is packed twice would be "
-                        "its own positive"
-                    )
+                    problem = "an image that is packed twice would be its own positive"
+                    raise DistapError(f"{where}: {image.path} is on line {earlier} already; {problem}")
                 yield image
         except (csv.Error, UnicodeDecodeError, ValueError) as error:
             raise DistapError(f"{source}, line {rows.line_num + 1}: not a CSV file in UTF-8: {error}") from error
@@ -93,9 +88,8 @@ def _parse_row(where: str, heading: list[str], cells: list[str], folder: Path) -
     name, group = cells[1], cells[2] if len(cells) == 3 else ""
     if heading[1] == "label":
         if not (name.isascii() and name.isdigit()):
-            raise DistapError(
-                f"{where}: label {name!r} is no integer of 0 or more; a first line path,class allows any names"
-            )
+            remedy = "a first line path,class allows any names"
+            raise DistapError(f"{where}: label {name!r} is no integer of 0 or more; {remedy}")
         name = str(int(name))
     path = folder / cells[0]
     if not path.is_file():

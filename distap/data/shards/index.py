@@ -1,7 +1,4 @@
-"""The index beside a data set's shards: place, class and size of every image.
-
-`index.npz` holds plain arrays. Every row that is read is checked, so that no index leads outside its data set.
-"""
+"""The index beside a data set's shards, `index.npz`: place, class and size of every image."""
 
 import hashlib
 import io
@@ -10,10 +7,10 @@ import re
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.lib import format as npy
@@ -28,18 +25,6 @@ VERSION = 2
 THREADS = 16  # remote shards whose sizes are asked for at once
 LAST_CODE_POINT = 0x10FFFF
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-SAMPLE_COLUMNS = {
-    "shard": "int32",
-    "offset": "int64",
-    "size": "int64",
-    "crc32": "uint32",
-    "label": "int64",
-    "width": "int32",
-    "height": "int32",
-    "key": "U",
-}
-SHARD_COLUMNS = {"shard_name": "U", "shard_size": "int64", "shard_sha256": "U"}
-CLASS_COLUMNS = {"class_name": "U", "class_group": "U"}
 
 
 @dataclass(frozen=True)
@@ -67,9 +52,9 @@ class Index:
     def fingerprint(self) -> str:
         """SHA-256 of all rows, which stands for the data set in the state of a training."""
         digest = hashlib.sha256()
-        for column in fields(self):
-            values = getattr(self, column.name)
-            if column.name == "class_group" and not any(values.tolist()):
+        for name in COLUMNS:
+            values = getattr(self, name)
+            if name == "class_group" and not any(values.tolist()):
                 continue  # so that groups left the older fingerprints of data sets without groups as they were
             if values.dtype.kind == "U":
                 digest.update("\0".join(values.tolist()).encode())
@@ -90,29 +75,33 @@ class Index:
     def to_bytes(self, **others: Any) -> bytes:
         """Return the contents of an index file, with other arrays beside the columns if given."""
         buffer = io.BytesIO()
-        columns: dict[str, Any] = {column.name: getattr(self, column.name) for column in fields(self)}
+        columns: dict[str, Any] = {name: getattr(self, name) for name in COLUMNS}
         np.savez_compressed(buffer, version=np.array(VERSION), **columns, **others)
         return buffer.getvalue()
 
 
+# The numpy types of the columns by name, as read_columns takes them.
+COLUMNS = {name: np.dtype(get_args(get_args(array)[1])[0]).name for name, array in get_type_hints(Index).items()}
+SHARD_COLUMNS, CLASS_COLUMNS = ([name for name in COLUMNS if name.startswith(of)] for of in ("shard_", "class_"))
+SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLASS_COLUMNS)]
+
+
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
-    """Read and check the index of a data set.
+    """Read and check the index of a data set, and with `compare` the sizes of its shards.
 
     Raises:
-        DistapError: the data set or its index is missing, empty or damaged; or, with `compare`, a shard is missing or
-            has another size than when it was indexed.
+        DistapError: the data set, its index or a shard is missing, empty or damaged.
     """
     source = parse_source(source)
     storage, name = _place(source, remote)
     try:
         with storage.open(name) as file:
-            data = file.read()
+            index = parse_index(file.read(), source.index)
     except MissingFileError as error:
         if not source.scheme and not Path(source.base).is_dir():
             raise DistapError(f"{source}: no such data set; `distap data pack` makes one") from error
         missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
         raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
-    index = parse_index(data, source.index)
     if len(index) == 0:
         raise DistapError(f"{source}: the data set is empty")
     if compare:
@@ -128,17 +117,15 @@ def _place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]
 
 
 def parse_index(data: bytes, where: str) -> Index:
-    """Parse the contents of the index file `where`; raise DistapError if it is no index or a value is impossible."""
+    """Parse the contents of the index file `where`, and check every row, so that none leads outside the data set."""
     remedy = "make it anew with `distap data index`"
     try:
         version = int(read_columns(data, {"version": "scalar"})["version"])
-        if version not in (1, VERSION):
+        if version != VERSION:
             raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
-        classes = CLASS_COLUMNS if version > 1 else {"class_name": "U"}  # version 1 had no super-categories
-        columns: dict[str, Any] = read_columns(data, {**SAMPLE_COLUMNS, **SHARD_COLUMNS, **classes})
+        columns: dict[str, Any] = read_columns(data, COLUMNS)
     except ValueError as error:
         raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error
-    columns.setdefault("class_group", np.full_like(columns["class_name"], ""))
     index = Index(**columns)
     for problem in _problems(index):
         raise DistapError(f"{where}: not a sound index: {problem}; {remedy}")
@@ -179,7 +166,6 @@ def _problems(index: Index) -> Iterator[str]:
 
 
 def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
-    """Raise a DistapError if a shard is missing or has changed its size."""
     storage, names = storage_of(source.base, remote), index.shard_name.tolist()
     first = storage.about(names[0])  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS if source.scheme else 1) as pool:
@@ -187,23 +173,20 @@ def _require_shards(source: Source, remote: RemoteSettings | None, index: Index)
     for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
         if shard.size != size:
             raise DistapError(
-                f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack the shard "
-                "again, or, if it was replaced on purpose, index the data set again with `distap data index`"
+                f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack it again, "
+                "or, if it was replaced on purpose, index the data set again with `distap data index`"
             )
 
 
 def read_columns(data: bytes, dtypes: dict[str, str]) -> dict[str, NDArray[np.generic]]:
-    """Read arrays of the expected types from an untrusted .npz file.
+    """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is missing or wrong.
 
     numpy.load allocates the memory that a header declares, even terabytes. Here a header is believed only if there
     are enough bytes behind it.
 
     Args:
         data: contents of the file.
-        dtypes: type by name: "int64" and the like for one dimension, "U" for text of any length, "scalar" for one
-            integer.
-    Raises:
-        ValueError: the file is damaged, or an array is missing or of another type; the message names it.
+        dtypes: numpy type by name, "str" or "U" for text of any length; "scalar" is one int64, others have one axis.
     """
     columns, where = {}, ""
     try:
@@ -225,16 +208,17 @@ def _column(archive: zipfile.ZipFile, name: str, expected: str) -> NDArray[np.ge
         readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
         shape, _, dtype = readers[npy.read_magic(file)](file)
         values = file.read()
-    kind, dimensions = ("int64", 0) if expected == "scalar" else (expected, 1)
-    if dtype.hasobject or (dtype.kind != "U" if kind == "U" else dtype.newbyteorder("=") != np.dtype(kind)):
-        raise ValueError(f"of type {dtype}, expected {kind}")
+    name, dimensions = ("int64", 0) if expected == "scalar" else (expected, 1)
+    text = np.dtype(name).kind == "U"
+    if dtype.hasobject or (dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)):
+        raise ValueError(f"of type {dtype}, expected {name}")
     if len(shape) != dimensions or any(length < 0 for length in shape) or dtype.itemsize == 0:
         raise ValueError(f"of shape {shape} and type {dtype}, expected {dimensions} dimensions")
     rows = math.prod(shape)
     if rows * dtype.itemsize != len(values):
         raise ValueError(f"{len(values)} bytes, but its header declares {rows} values of {dtype.itemsize}")
     column = np.frombuffer(values, dtype).astype(dtype.newbyteorder("="))
-    if kind == "U":
+    if text:
         points = column.view(np.uint32)
         if ((points > LAST_CODE_POINT) | ((points >= 0xD800) & (points <= 0xDFFF))).any():  # or a surrogate
             raise ValueError("not text")

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from distap.data.shards.index import SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index, read_columns
+from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index, read_columns
 from distap.data.shards.parallel import Track, spread, untracked
-from distap.data.shards.samples import Sample, Skipped, read_samples
-from distap.data.shards.tar import DamagedShardError, Readable
+from distap.data.shards.tar import DamagedShardError, Readable, Sample, Skipped, read_samples
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
@@ -25,24 +24,19 @@ from distap.storage.remotes import MissingFileError, RemoteSettings
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category if it has one
 RECORD_VERSION = 2
 
-
 # An index of one shard, whose classes are called by their numbers in the shard; and the images left out.
 Scan = tuple[Index, list[Skipped]]
 
 
 def index_shards(
-    source: Source | Path | str,
-    track: Track = untracked,
-    workers: int = 1,
-    remote: RemoteSettings | None = None,
+    source: Source | Path | str, track: Track = untracked, workers: int = 1, remote: RemoteSettings | None = None
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
 
     An interrupted pass continues when this is called again: the scan of each shard is kept in the user's cache folder
-    until all are done, and reused if the shard's size and time of change (or ETag) are the same.
+    until all are done, and reused if the shard's size and time of change (or ETag) are the same. The samples whose
+    image has no readable header are returned beside the index.
 
-    Returns:
-        The index, and the samples left out because their image has no readable header.
     Raises:
         DistapError: there are no shards, or some cannot be used; the message lists all such shards.
     """
@@ -56,12 +50,9 @@ def index_shards(
     with spread(partial(_scan_or_recall, source.base, settings, records), names, workers) as results:
         scans = list(track(results, "indexing shards", len(names)))
     sound = [scan for scan in scans if not isinstance(scan, str)]
-    damaged = [scan for scan in scans if isinstance(scan, str)]
-    if damaged:
-        raise DistapError(
-            f"{source}: {len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out:\n"
-            + "\n".join(damaged)
-        )
+    if damaged := [scan for scan in scans if isinstance(scan, str)]:
+        problem = f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out"
+        raise DistapError("\n".join([f"{source}: {problem}:", *damaged]))
     index = merge_scans(source, storage, [scan for scan, _ in sound])
     index.save(source, settings)
     shutil.rmtree(records, ignore_errors=True)
@@ -73,13 +64,10 @@ def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
     hashed = Hashed(file)
     found = list(read_samples(hashed, length, where))
     samples = [sample for sample in found if isinstance(sample, Sample)]
-    rows = {field: [sample[at] for sample in samples] for at, field in enumerate(Sample._fields)}
+    rows: dict[str, Any] = {field: [sample[at] for sample in samples] for at, field in enumerate(Sample._fields)}
     present, label = np.unique(np.array(rows["label"], dtype=np.int64), return_inverse=True)
-    columns: dict[str, Any] = {
-        column: np.array(rows.get(column, [0] * len(samples)), dtype=np.str_ if dtype == "U" else dtype)
-        for column, dtype in SAMPLE_COLUMNS.items()
-    }
-    columns["label"] = label.astype(np.int64)
+    rows |= {"label": label, "shard": [0] * len(samples)}
+    columns: dict[str, Any] = {name: np.array(rows[name], COLUMNS[name]) for name in SAMPLE_COLUMNS}
     index = Index(
         **columns,
         shard_name=np.array([name]),
@@ -97,12 +85,11 @@ def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Ind
     if not len(numbers):
         raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
     present, label = np.unique(numbers, return_inverse=True)
-    class_names, groups = _class_names(storage, present.tolist())
-    columns: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts]) for name in (*SAMPLE_COLUMNS, *SHARD_COLUMNS)
-    }
+    names = (*SAMPLE_COLUMNS, *SHARD_COLUMNS)
+    columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     columns["label"] = label.astype(np.int64)
+    class_names, groups = _class_names(storage, present.tolist())
     return Index(**columns, class_name=np.array(class_names), class_group=np.array(groups))
 
 
@@ -123,11 +110,8 @@ def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[
 
 
 def _records_folder(source: Source) -> Path:
-    """Make the folder that keeps the scans of single shards.
-
-    Scans in it are believed without reading the shard, so it must belong to this user and not come with the data. Its
-    name does not depend on the place of the index, which the user may have to choose again after a long scan.
-    """
+    # Scans in the folder are believed without reading the shard, so it must belong to this user and not come with the
+    # data. Its name does not depend on the place of the index, which a user may choose again after a long scan.
     base = source.base if source.scheme else str(Path(source.base).resolve())
     place = hashlib.sha256(joined(base, source.index_name).encode(errors="surrogateescape")).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
@@ -143,7 +127,7 @@ def _records_folder(source: Source) -> Path:
 
 
 def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str) -> Scan | str:
-    """Scan a shard, or take the record of an earlier scan; return the reason if the shard cannot be used."""
+    """Scan a shard or recall an earlier scan; return the reason if the shard cannot be used."""
     storage = storage_of(base, remote)
     try:
         about = storage.about(name)

@@ -1,8 +1,7 @@
 """Pack images into WebDataset tar shards, in parallel, continuing where an earlier packing was stopped.
 
 Shards are written into a hidden folder beside the output, and one rename makes the output appear when it is complete.
-The list of images and the layout alone decide the contents of each shard, so neither the number of processes nor an
-interruption changes a byte.
+Neither the number of processes nor an interruption changes a byte.
 """
 
 import hashlib
@@ -14,16 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from itertools import chain, pairwise
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, merge_scans
-from distap.data.shards.parallel import Track, spread, untracked
-from distap.data.shards.samples import Skipped
-from distap.data.shards.tar import BLOCK
+from distap.data.shards.parallel import Track, ask_files, spread, untracked
+from distap.data.shards.tar import BLOCK, Skipped
 from distap.data.shards.writing import Entry, ShardJob, write_shard
 from distap.errors import DistapError
 from distap.randomness import permutation
@@ -33,7 +30,6 @@ from distap.storage.locations import parse_source
 
 PLAN_VERSION = 2
 SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
-STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
 
 
 class _Layout(NamedTuple):
@@ -54,20 +50,17 @@ def pack(
     decode: bool = False,
     workers: int = 1,
 ) -> tuple[Index, list[Skipped]]:
-    """Pack images into shards with an index beside them; the bytes of an image stay as they are.
+    """Pack images into shards with an index beside them; return the index and the damaged images that were left out.
+
+    The bytes of an image stay as they are.
 
     Args:
         images: in the order in which to pack them; or a folder or CSV, as in `list_images`.
         output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
         images_per_shard: at most; the last shard, and those with damaged images, have fewer.
-        track: wraps a loop to show its progress.
         max_shard_bytes: at most; a larger image has a shard of its own.
-        shuffle: seed of a random order. The given order mostly keeps a class together, which is the fastest to pack
-            and to read by an index; streamed reading takes shards as they come and needs their classes mixed.
+        shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
         decode: find damage by decoding every image instead of reading its header only.
-        workers: processes that write shards.
-    Returns:
-        The index, and the images left out because they are damaged.
     Raises:
         DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
             be read or has changed meanwhile, or the output cannot be written.
@@ -91,10 +84,8 @@ def pack(
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, UnwritableError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DistapError(
-            f"{aside}: {reason}; the shards that are whole are kept there: mend this, and the same command goes on "
-            "from them"
-        ) from error
+        remedy = "the shards that are whole are kept there: mend this, and the same command goes on from them"
+        raise DistapError(f"{aside}: {reason}; {remedy}") from error
     return index, skipped
 
 
@@ -106,10 +97,7 @@ def _pack_aside(
     If a class or a shard turns out to hold no sound image, all are packed once more without the damaged images, so
     that every class number has an image.
     """
-    with ThreadPool(STAT_THREADS) as pool:
-        entries = list(track(pool.imap(_entry, images, STAT_CHUNK), "listing images", len(images)))
-        pool.close()
-        pool.join()  # so that no thread is left when processes are forked
+    entries = ask_files(_entry, images, "listing images", track)
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
     fingerprint = _fingerprint(layout, entries)
@@ -194,7 +182,6 @@ def _class_names(entries: Iterable[Entry]) -> set[str]:
 
 
 def _groups(images: Sequence[ImageFile]) -> dict[str, str]:
-    """Return the group of each class."""
     groups: dict[str, str] = {}
     for path, name, group in images:
         known = groups.setdefault(name, group)
@@ -206,10 +193,8 @@ def _groups(images: Sequence[ImageFile]) -> dict[str, str]:
         # classes.txt has a line for each class, with a tab before its group. Bytes that are no UTF-8 are surrogates.
         is_line = len(name.splitlines()) <= 1 and name == name.strip() and "\t" not in name
         if not is_line or name != name.encode(errors="replace").decode():
-            raise DistapError(
-                f"{name!r} cannot name a class or group: tabs, line breaks, outer spaces and bytes that are no UTF-8 "
-                "are not allowed"
-            )
+            unfit = "tabs, line breaks, outer spaces and bytes that are no UTF-8"
+            raise DistapError(f"{name!r} cannot name a class or group: {unfit} are not allowed")
     return groups
 
 
@@ -229,7 +214,6 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError as error:
-            raise DistapError(
-                f"{folder}: another process is packing there; wait for it or choose another output"
-            ) from error
+            remedy = "wait for it or choose another output"
+            raise DistapError(f"{folder}: another process is packing there; {remedy}") from error
         yield

@@ -5,19 +5,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
 from distap.errors import DistapError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-
+STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
@@ -28,15 +29,22 @@ def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[An
     return items
 
 
+def ask_files(question: Callable[[Job], Result], items: Collection[Job], about: str, track: Track) -> list[Result]:
+    """Give what `question` answers for each item, in order, asking for many files at once."""
+    with ThreadPool(STAT_THREADS) as pool:
+        answers = list(track(pool.imap(question, items, STAT_CHUNK), about, len(items)))
+        pool.close()
+        pool.join()  # so that no thread is left when processes are forked
+    return answers
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def forking_context() -> BaseContext:
-    """Return the multiprocessing context that forks this process, where that is safe.
-
-    The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
-    """
+    """Return the multiprocessing context that forks this process, where that is safe."""
+    # The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
@@ -45,12 +53,7 @@ def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int)
     """Give the results of the jobs in order, computed by up to `workers` processes (by this one if one is enough).
 
     If the block is left early (an error, Ctrl-C) or this process dies, the workers end at once, in the middle of
-    their jobs.
-
-    Args:
-        function: defined in a module, so that it can be pickled; so must be what it raises.
-    Raises:
-        DistapError: a worker was killed, or could not start.
+    their jobs. The function and what it raises must be picklable. A worker that is killed raises a DistapError.
     """
     workers = min(workers, len(jobs))
     if workers <= 1:
@@ -64,8 +67,8 @@ def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int)
         pool.shutdown(cancel_futures=True)
     except BrokenProcessPool as error:
         raise DistapError(
-            "a worker process ended in the middle of its work; unless it printed a reason above, it was most "
-            "likely killed because memory ran out: call again with fewer --workers"
+            "a worker process ended in the middle of its work; unless a reason is printed above, memory most likely "
+            "ran out: call again with fewer --workers"
         ) from error
     finally:
         ours.close()

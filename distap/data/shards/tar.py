@@ -1,4 +1,4 @@
-"""Read WebDataset tar shards strictly: damage raises an error, and no sample is lost in silence.
+"""Read the samples of WebDataset tar shards strictly: damage raises an error, and no sample is lost in silence.
 
 webdataset and tarfile read on after most kinds of damage. tarfile takes an unreadable header for the end of the
 archive, accepts two different checksums, and allows a member to be a link, to have holes or to change its size. An
@@ -7,15 +7,21 @@ index has to know every sample, so here tarfile only parses headers, and this mo
 
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, image_size
+from distap.data.shards.image_files import IMAGE_SUFFIXES
 from distap.errors import DistapError
 
 BLOCK = 512  # bytes of a tar block; two blocks of zeros end an archive
 MAX_MEMBER = 2**30  # bytes; no image is larger
 MAX_EXTENSION = 2**20  # bytes of a header that carries a long name
+LABEL_FIELD = "cls"  # suffix of the member that holds a sample's class number
+MAX_DIGITS = 18  # of a class number, so that it fits int64
 _CHECKSUM = slice(148, 156)  # place of the checksum in a header
 _OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
 _RECORD = re.compile(rb"(\d{1,7}) ([^=]+)=")  # starts each record of a PAX header
@@ -35,21 +41,100 @@ class TarMember(NamedTuple):
     data: bytes
 
 
-def read_members(file: Readable, length: int | None, where: str) -> Iterator[TarMember]:
-    """Yield the files of a tar with their contents; accept nothing but a whole archive of plain files and folders.
+Group = tuple[str, dict[str, TarMember]]  # key of a sample, and its members by field
+
+
+class Sample(NamedTuple):
+    """Place and description of an image in a shard."""
+
+    key: str
+    label: int
+    offset: int
+    size: int  # bytes
+    crc32: int
+    width: int
+    height: int
+
+
+class Skipped(NamedTuple):
+    """An image that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | Skipped]:
+    """Yield the samples of a shard as `read_groups` does, as Skipped if the image has no readable header.
+
+    Raises:
+        DamagedShardError: the tar is damaged, or a sample lacks its image or class.
+    """
+    for key, members in read_groups(file, length, where):
+        try:
+            label, image, (width, height) = labelled_image(key, members)
+        except DamagedImageError as error:
+            if error.reason == "missing_field":
+                raise DamagedShardError(f"{where}: {error}") from error
+            yield Skipped(key, str(error))
+        else:
+            yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height)
+
+
+def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Group]:
+    """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.png` is `seg.png`.
 
     Args:
         file: the archive from its first byte; it is read once and never seeked.
         length: bytes of the archive; None for a pipe, where only the end tells.
         where: name of the archive, for messages.
     Raises:
-        DamagedShardError: it is damaged, or a member is neither a plain file nor a folder.
+        DamagedShardError: it is not a whole archive of plain files and folders, or a key's members are not adjacent.
     """
     archive = _Archive(file, length, where)
+    seen: set[str] = set()
     try:
-        yield from archive.members()
+        for key, group in groupby(archive.members(), lambda member: _split_name(member.name)[0]):
+            if key in seen:
+                raise DamagedShardError(f"{where}: the members of key {key!r} are not adjacent")
+            seen.add(key)
+            members: dict[str, TarMember] = {}
+            for member in group:
+                field = _split_name(member.name)[1]
+                if field in members:
+                    raise DamagedShardError(f"{where}: key {key!r} has two members .{field}")
+                members[field] = member
+            yield key, members
     except (tarfile.TarError, ValueError) as error:
         raise archive.damaged(str(error)) from error
+
+
+def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMember, tuple[int, int]]:
+    """Find a sample's class number, its image, and the image's width and height in pixels among its members.
+
+    Raises:
+        DamagedImageError: with reason `missing_field` if the image or its integer label is missing; with another
+            reason if the image has no readable header or is too large for any use.
+    """
+    images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
+    if len(images) != 1:
+        found = ", ".join(f".{field}" for field in members)
+        raise DamagedImageError("missing_field", f"key {key!r} needs one image member; it has {found}")
+    if LABEL_FIELD not in members:
+        raise DamagedImageError("missing_field", f"key {key!r} has no .{LABEL_FIELD} member with its class number")
+    text = members[LABEL_FIELD].data.strip()
+    if not text.isdigit() or len(text) > MAX_DIGITS:
+        shown = text[:40].decode(errors="replace")
+        problem = f"label {shown!r} of key {key!r} is no integer of 0 or more, of {MAX_DIGITS} digits at most"
+        raise DamagedImageError("missing_field", problem)
+    image = members[images[0]]
+    return int(text), image, image_size(image.data, MAX_PIXELS)
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Return the key and the field of a member."""
+    folder, slash, name = name.rpartition("/")
+    stem, _, field = name.partition(".")
+    return folder + slash + stem, field
 
 
 @dataclass

@@ -13,8 +13,7 @@ from distap.data.images.decoding import DamagedImageError, decode, image_size
 from distap.data.shards.image_files import IMAGE_SUFFIXES, ImageFile, suffix_of
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import scan_shard
-from distap.data.shards.samples import LABEL_FIELD, Skipped
-from distap.data.shards.tar import DamagedShardError
+from distap.data.shards.tar import LABEL_FIELD, DamagedShardError, Skipped
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.hashing import Hashed
@@ -42,11 +41,8 @@ class ShardJob(NamedTuple):
 def write_shard(job: ShardJob) -> tuple[Index | None, list[Skipped]]:
     """Write a shard and its record, each atomically, unless an earlier call did; then read the shard back.
 
-    Returns:
-        The index of the shard, None if no image was sound and so no shard exists; and the images left out.
-    Raises:
-        DistapError: an image cannot be read or has changed since it was listed, or the shard differs when read back.
-        OSError, UnwritableError: the shard or its record cannot be written.
+    Returns the shard's index, None if no image was sound and so no shard exists, and the images left out. Besides a
+    DistapError, an OSError is raised if the shard cannot be written.
     """
     try:
         record = json.loads(job.record.read_bytes())
@@ -63,10 +59,8 @@ def write_shard(job: ShardJob) -> tuple[Index | None, list[Skipped]]:
         index, _ = scan_shard(file, job.shard.name, job.shard.stat().st_size, str(job.shard))
     if index is None or index.shard_sha256.item() != sha256:
         job.shard.unlink()
-        raise DistapError(
-            f"{job.shard}: reads back otherwise than it was written: mistrust the disk; the same command writes this "
-            "shard again"
-        )
+        problem = "reads back otherwise than it was written: mistrust the disk"
+        raise DistapError(f"{job.shard}: {problem}; the same command writes this shard again")
     return index, skipped
 
 
