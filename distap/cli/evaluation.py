@@ -85,8 +85,7 @@ def eval_command(
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets, open_set
-    from distap.retrieval.refinement import Expansion, Refinement
-    from distap.retrieval.reranking import RERANKERS
+    from distap.retrieval.refinement import RERANKERS, Expansion, Refinement
     from distap.retrieval.whitening import load_whitening
     from distap.telemetry.terminal import set_up_logging
     from distap.training.build import describing_of, network_of, trained_network

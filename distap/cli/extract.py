@@ -78,6 +78,7 @@ def extract_command(
         raise typer.Exit(launch(options, "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
     from distap.data.images.image_sets import open_images
     from distap.evaluation.extraction.image_describer import ImageDescriber
+    from distap.evaluation.extraction.parts import Extraction
     from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
     from distap.processes.stopping import leave_when_asked
     from distap.retrieval.whitening import load_whitening
@@ -103,17 +104,10 @@ def extract_command(
                 data.scaled_decoding,
                 batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
             )
-            written = extract_to_folder(
-                describer,
-                open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache),
-                world,
-                output,
-                dtype=dtype,
-                form=form,
-                workers=data.workers if workers is None else workers,
-                part_images=part_images,
-                shown=world.rank == 0,
-            )
+            images = open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache)
+            loaders = data.workers if workers is None else workers
+            extraction = Extraction(describer, images, world, workers=loaders, shown=world.rank == 0)
+            written = extract_to_folder(extraction, output, dtype=dtype, form=form, part_images=part_images)
     except SystemExit:
         console.print(f"stopped: the same command continues from the parts in {output}", markup=False)
         raise

@@ -1,11 +1,16 @@
-"""The commands `distap train` and `distap report`."""
+"""`distap train`, `distap report` and `distap plan`: what is done with a recipe and its runs."""
 
+import json
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from distap.errors import DistapError
 from distap.train import CONFIG, OVERRIDES, train
+
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def train_command(
@@ -67,3 +72,68 @@ def report_command(
         outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"
         console.print(f"{name}: trained in {of_run['train_seconds']:.0f} s{outside}".removeprefix(": "), markup=False)
     console.print(f"report: {page}", markup=False)
+
+
+def plan_command(
+    config: CONFIG,
+    overrides: OVERRIDES = None,
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs to predict for.")] = "1,2,4,8,16,64,256,1024,4096",
+    card: Annotated[
+        str, typer.Option(help="GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090.")
+    ] = "h100",
+    link: Annotated[
+        str, typer.Option(help="Network rate of a host per second: 400Gb is in bits, 50GB in bytes.")
+    ] = "400Gb",
+    gpus_a_host: Annotated[int, typer.Option(help="GPUs in a host.", min=1)] = 8,
+    batch: Annotated[
+        int | None, typer.Option(help="Images of a global batch.", min=2, show_default="the recipe's")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine and predict for more machines like it.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="Rounds of --measure; the medians count.", min=1)] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File to write the figures to.", show_default="printed only")
+    ] = None,
+) -> None:
+    """Predict seconds a step, memory, bytes on the wire and hours of a recipe, from one GPU to thousands.
+
+    A prediction needs no GPU, no data and no weights, and prints its assumptions. With --measure, a minute of steps
+    of the recipe's network on this machine replaces the data sheet of the card; started by torchrun (`torchrun
+    --nproc-per-node 2 --no-python distap plan ...`), it measures the link between the ranks as well.
+    """
+    from distap.apps.plan.planning import cost_plan, plan_tables
+    from distap.config.reading import load_recipe
+    from distap.storage.atomic import write_whole
+    from distap.telemetry.terminal import console
+
+    recipe = load_recipe(config, overrides or [])
+    size = batch or recipe.sampling.size
+    rate, ranks = parse_rate(link), parse_gpus(gpus, size)
+    plan = cost_plan(recipe, size, ranks, rate, gpus_a_host, card, rounds if measure else None)
+    if plan is None:  # rank 0 prints
+        return
+    console.print(plan["network"], *plan_tables(plan["steps"]), sep="\n", markup=False)
+    for line in plan["assumptions"]:
+        console.print(f"- {line}", markup=False, highlight=False)
+    if json_file is not None:
+        write_whole(json_file, json.dumps(plan, indent=2) + "\n")
+        console.print(f"{json_file}: written", markup=False)
+
+
+def parse_gpus(text: str, batch: int) -> list[int]:
+    """Return the numbers of GPUs in a text such as `1,8,64` for which a batch has images."""
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise DistapError(f"--gpus {text!r}: expected numbers with commas between them, such as 1,8,64")
+    possible = [number for number in sorted({int(number) for number in text.split(",")}) if number <= batch]
+    if not possible:
+        raise DistapError(f"--gpus {text!r}: a batch of {batch} images has fewer images than GPUs; give fewer GPUs")
+    return possible
+
+
+def parse_rate(text: str) -> float:
+    """Return the bytes a second of a rate: `400Gb` is in bits a second, `50GB` in bytes a second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)?", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise DistapError(f"--link {text!r}: expected a rate, such as 400Gb for bits or 50GB for bytes a second")
+    return float(match[1]) * UNITS[match[2]] / (1 if match[3] == "B" else 8)

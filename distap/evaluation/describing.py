@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.extraction.parts import NOT_FINITE, extract_descriptors
+from distap.evaluation.extraction.parts import NOT_FINITE, Extraction, extract_descriptors
 from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
@@ -22,27 +22,16 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class Describing:
-    """Describes the images of data sets on all ranks.
-
-    Args:
-        describer: of an image.
-        world: the ranks; each describes its share.
-        workers: loader processes of each rank.
-        kept_in: folder to keep descriptors in, where the next evaluation of the same network finds them; None keeps
-            them in memory only.
-        shown: whether rank 0 shows a progress bar.
-        is_asked_to_stop: whether this rank asks all ranks to stop describing (in memory only).
-    """
+    """Describes the images of data sets on all ranks; see `Extraction`."""
 
     describer: ImageDescriber
     world: World
     workers: int = 2
-    kept_in: Path | None = None
+    kept_in: Path | None = None  # keeps descriptors for the next evaluation of the same network; None: in memory only
     shown: bool = False
     is_asked_to_stop: Callable[[], bool] = lambda: False
 
     def folder(self, name: str) -> Path | None:
-        """Folder to keep the descriptors of this name in."""
         return None if self.kept_in is None else self.kept_in / name
 
     def descriptors(
@@ -55,17 +44,16 @@ class Describing:
             boxes: by key, the part of an image to describe, in pixels.
         Raises:
             BrokenOffError: a rank was asked to stop.
-            DistapError: no image can be described, a descriptor is not finite, or the folder holds other descriptors.
         """
-        folder, workers, shown = self.folder(name), self.workers, self.shown
+        extraction = Extraction(
+            self.describer, images, self.world, boxes, self.workers, self.shown, self.is_asked_to_stop
+        )
+        folder = self.folder(name)
         if folder is None:
-            stop = self.is_asked_to_stop
-            samples, descriptors, reasons = extract_descriptors(
-                self.describer, images, self.world, boxes, workers=workers, shown=shown, is_asked_to_stop=stop
-            )
+            samples, descriptors, reasons = extract_descriptors(extraction)
             self._tell({str(images.keys[number]): reason for number, reason in reasons.items()}, images)
             return samples, descriptors
-        extract_to_folder(self.describer, images, self.world, folder, boxes, workers=workers, shown=shown)
+        extract_to_folder(extraction, folder)
         self.world.barrier()  # rank 0 joins the parts
         self._tell(left_out_of(folder), images)
         kept = read_descriptors(folder)

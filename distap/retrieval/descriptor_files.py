@@ -49,21 +49,13 @@ def reading(path: Path, command: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DescribedBy:
-    """How images were turned into descriptors. Only descriptors made in the same way can be compared.
+    """How images were turned into descriptors. Only descriptors made in the same way can be compared."""
 
-    Args:
-        network: hash of the network's tensors.
-        sizing: how images were resized, such as `crop 224`, `side 1024` or `original`.
-        scales: factors at which each image was described.
-        scale_power: power of the generalised mean over the scales.
-        whitening: hash of the whitening applied after the network, if any.
-    """
-
-    network: str
-    sizing: str
+    network: str  # hash of its tensors
+    sizing: str  # how images were resized, such as `crop 224`, `side 1024` or `original`
     scales: tuple[float, ...] = (1.0,)
-    scale_power: float = 1.0
-    whitening: str | None = None
+    scale_power: float = 1.0  # of the generalised mean over the scales
+    whitening: str | None = None  # hash of the whitening applied after the network, if any
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DescribedBy":
@@ -109,37 +101,45 @@ def write_descriptors(folder: Path, descriptors: DescriptorSet, form: Form = "np
         folder: created if missing.
         descriptors: an array that is already mapped from this folder's `descriptors.npy` is not copied.
         form: `npy` for arrays, or `parquet` for one file with the columns key, class and descriptor.
-    Raises:
-        DistapError: a file cannot be written, or pyarrow is not installed.
     """
-    about = folder / ABOUT_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        about.unlink(missing_ok=True)
+        (folder / ABOUT_FILE).unlink(missing_ok=True)
         files = _write_parquet(folder, descriptors) if form == "parquet" else _write_arrays(folder, descriptors)
         sizes = {file: (folder / file).stat().st_size for file in files}
     except OSError as error:
         raise DistapError(f"{folder}: descriptors cannot be written: {error}") from error
-    rows, dimensions = descriptors.descriptors.shape
+    write_about(folder, descriptors, dtype=str(descriptors.descriptors.dtype), files=sizes)
+
+
+def write_about(folder: Path, descriptors: DescriptorSet, **more: Any) -> None:
+    """Write the record of a folder with descriptors, or with an index over them."""
     record = {
         "version": VERSION,
         "data": descriptors.data,
-        "images": rows,
-        "dimensions": dimensions,
-        "dtype": str(descriptors.descriptors.dtype),
+        "images": len(descriptors),
+        "dimensions": descriptors.descriptors.shape[1],
         "described_by": asdict(descriptors.described_by),
-        "files": sizes,
+        **more,
     }
-    write_whole(about, json.dumps(record, indent=2) + "\n")
+    write_whole(folder / ABOUT_FILE, json.dumps(record, indent=2) + "\n")
+
+
+@contextmanager
+def read_about(folder: Path, command: str, remedy: str) -> Iterator[tuple[dict[str, Any], DescribedBy]]:
+    """Read what `write_about` wrote, for the block that interprets it."""
+    path = folder / ABOUT_FILE
+    with reading(path, command):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if about["version"] != VERSION:
+            raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; {remedy}")
+        yield about, DescribedBy.from_json(about["described_by"])
 
 
 def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
     """Create a .npy file as a writable memory map with its disk space reserved.
 
     Without the reservation, a write to the map on a full disk would kill the process.
-
-    Raises:
-        DistapError: the disk has too little space.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,19 +156,15 @@ def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> NDArray[A
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder that `write_descriptors` wrote. Arrays are memory-mapped.
+    """Read a folder that `write_descriptors` wrote, its arrays as memory maps.
 
     Raises:
         DistapError: a file is missing, cut or of another shape than the record says.
     """
-    path = folder / ABOUT_FILE
-    with reading(path, "distap extract"):
-        about = json.loads(path.read_text(encoding="utf-8"))
-        version, shape, dtype = about["version"], (about["images"], about["dimensions"]), np.dtype(about["dtype"])
-        described_by, data, sizes = DescribedBy.from_json(about["described_by"]), str(about["data"]), about["files"]
+    with read_about(folder, "distap extract", "extract again") as (about, described_by):
+        shape, dtype = (about["images"], about["dimensions"]), np.dtype(about["dtype"])
+        data, sizes = str(about["data"]), about["files"]
         parquet = sizes.get(PARQUET_FILE) is not None
-    if version != VERSION:
-        raise DistapError(f"{path}: version {version!r}, this distap reads {VERSION}; extract again")
     for name in (PARQUET_FILE,) if parquet else (DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE):
         require_intact(folder / name, sizes.get(name), "extract again")
     with reading(folder, "distap extract"):
@@ -179,7 +175,7 @@ def read_descriptors(folder: Path) -> DescriptorSet:
             keys, classes = read_texts(folder)
     if values.shape != shape or values.dtype != dtype:
         raise DistapError(
-            f"{folder}: descriptors of shape {values.shape} in {values.dtype}; {path.name} says {shape} in {dtype}"
+            f"{folder}: descriptors of shape {values.shape} in {values.dtype}; {ABOUT_FILE} says {shape} in {dtype}"
         )
     return DescriptorSet(values, keys, classes, described_by, data)
 
@@ -196,11 +192,7 @@ def save_array(path: Path, values: NDArray[Any]) -> None:
 
 
 def read_texts(folder: Path) -> tuple[Texts, Texts]:
-    """Keys and classes from a folder of descriptors or of an index.
-
-    Raises:
-        ValueError: a file holds something else.
-    """
+    """Keys and classes from a folder of descriptors or of an index; a ValueError if a file holds something else."""
     texts = []
     for name in (KEYS_FILE, CLASSES_FILE):
         with (folder / name).open("rb") as file:

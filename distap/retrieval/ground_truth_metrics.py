@@ -101,8 +101,6 @@ def evaluate_graded(
         head: gallery rows that come first for each query, in this order, whatever their similarity.
     Returns:
         Figures such as `Medium mAP` and `Hard mP@10`, and AP for `Easy`, `Medium` and `Hard`.
-    Raises:
-        DistapError: descriptors, truth and head do not fit together, or a descriptor is not finite.
     """
     _require_fit(queries, gallery, [(*own.easy, *own.hard, *own.junk) for own in truth], head)
     device = queries.device

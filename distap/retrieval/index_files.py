@@ -4,7 +4,6 @@ Faiss trusts its files, and a damaged one can crash the process. So size and SHA
 byte. The record `about.json` is written last; a folder without it holds no index.
 """
 
-import json
 import threading
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -26,19 +25,19 @@ from distap.retrieval.descriptor_files import (
     DescribedBy,
     DescriptorSet,
     Texts,
+    read_about,
     read_texts,
-    reading,
     require_intact,
     save_array,
+    write_about,
 )
 from distap.retrieval.indexing import BuiltIndex
 from distap.retrieval.nearest import as_float32, bounded_threads
-from distap.storage.atomic import sync_path, write_whole
+from distap.storage.atomic import sync_path
 from distap.storage.hashing import FileIdentity, file_identity
 
 INDEX_FILE = "index.faiss"
 FILES = (INDEX_FILE, KEYS_FILE, CLASSES_FILE)
-VERSION = 1
 
 
 class Hit(NamedTuple):
@@ -52,22 +51,14 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SearchIndex:
-    """A gallery that several threads can search at once.
+    """A gallery that several threads can search at once."""
 
-    Args:
-        index: of Faiss; a lock lets one search in at a time, which uses all threads.
-        keys, classes: (N,) names of the rows.
-        described_by: how the gallery's images were described.
-        data: path or URL of these images.
-        about: contents of about.json, such as `index` (kind, factory string) and `measured`.
-    """
-
-    index: Any
-    keys: Texts
-    classes: Texts
+    index: Any  # of Faiss; a lock lets one search in at a time, which uses all threads
+    keys: Texts  # (N,)
+    classes: Texts  # (N,)
     described_by: DescribedBy
-    data: str
-    about: dict[str, Any]
+    data: str  # path or URL of the images
+    about: dict[str, Any]  # contents of about.json, such as `index` (kind, factory string) and `measured`
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -101,17 +92,13 @@ class SearchIndex:
         ]
 
     def row_of(self, key: str) -> int:
-        """Row of an image by its key, or a DistapError if the gallery has no such key."""
+        """Row of an image by its key."""
         if key not in self.rows:
             raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
         return self.rows[key]
 
     def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
-        """Descriptor of an image of the gallery, approximate if the index stores only codes.
-
-        Raises:
-            RuntimeError: an index of this kind cannot reconstruct descriptors.
-        """
+        """Descriptor of an image, approximate if the index stores codes. Some kinds of index raise a RuntimeError."""
         with self._lock:
             ivf = faiss.try_extract_index_ivf(self.index)
             if ivf is not None and not isinstance(self.index, faiss.IndexRefine):
@@ -133,10 +120,7 @@ def write_index(
 
     Args:
         built: an index over all descriptors, in their order.
-        descriptors: the keys and classes to store with it.
         measured: more entries for about.json, such as the recall.
-    Raises:
-        DistapError: a file cannot be written, or the folder holds something else.
     """
     if built.index.ntotal != len(descriptors):
         raise DistapError(f"{folder}: an index of {built.index.ntotal} rows for {len(descriptors)} descriptors")
@@ -156,22 +140,12 @@ def write_index(
         identities = {name: asdict(file_identity(folder / name)) for name in FILES}
     except (OSError, RuntimeError) as error:
         raise DistapError(f"{folder}: the index cannot be written: {error}") from error
-    about = {
-        "version": VERSION,
-        "index": {"kind": built.kind, "factory": built.factory, "search": built.search},
-        "images": len(descriptors),
-        "dimensions": descriptors.descriptors.shape[1],
-        "data": descriptors.data,
-        "described_by": asdict(descriptors.described_by),
-        "build_seconds": built.seconds,
-        **(measured or {}),
-        "files": identities,
-    }
-    write_whole(folder / ABOUT_FILE, json.dumps(about, indent=2) + "\n")
+    kind = {"kind": built.kind, "factory": built.factory, "search": built.search}
+    write_about(folder, descriptors, index=kind, build_seconds=built.seconds, **(measured or {}), files=identities)
 
 
 def require_free_for_index(folder: Path) -> None:
-    """Raise a DistapError if the folder holds descriptors, whose files an index would replace, or anything else."""
+    """Refuse a folder that holds descriptors, whose files an index would replace, or anything else."""
     if any((folder / name).exists() for name in (DESCRIPTORS_FILE, PARQUET_FILE)):
         raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
     others = {path.name for path in folder.iterdir()} - {*FILES, ABOUT_FILE} if folder.is_dir() else set()
@@ -180,18 +154,9 @@ def require_free_for_index(folder: Path) -> None:
 
 
 def read_index(folder: Path) -> SearchIndex:
-    """Read a folder that `write_index` wrote into memory.
-
-    Raises:
-        DistapError: a file is missing, cut, damaged or does not belong to the others.
-    """
-    path = folder / ABOUT_FILE
-    with reading(path, "distap index"):
-        about = json.loads(path.read_text(encoding="utf-8"))
-        if about["version"] != VERSION:
-            raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; index it again")
+    """Read a folder that `write_index` wrote into memory, or raise a DistapError that names the damaged file."""
+    with read_about(folder, "distap index", "index it again") as (about, described_by):
         images, dimensions, data = int(about["images"]), int(about["dimensions"]), str(about["data"])
-        described_by = DescribedBy.from_json(about["described_by"])
         identities = {name: FileIdentity(**about["files"][name]) for name in FILES}
     for name, identity in identities.items():
         require_intact(folder / name, identity, "index it again")

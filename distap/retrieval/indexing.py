@@ -74,8 +74,6 @@ def build_index(
         search: parameters of Faiss's ParameterSpace, such as `nprobe=64,k_factor_rf=8`; they override the kind's.
         track: shows progress: called with the blocks, a description and their number, yields the blocks.
         gpu: train and add on all GPUs of this machine.
-    Raises:
-        DistapError: there is nothing to index, a number is not finite, or Faiss cannot build this index.
     """
     images, dimensions = values.shape
     if not images or not dimensions:
@@ -97,10 +95,7 @@ def build_index(
             codes.cp.min_points_per_centroid = codes.pq.cp.min_points_per_centroid = 1
         if gpu:
             if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
-                raise DistapError(
-                    "--gpu: the installed Faiss has no GPU, or this machine has none; install faiss-gpu instead of "
-                    "faiss-cpu, or leave --gpu out"
-                )
+                raise DistapError("--gpu: the installed Faiss or this machine has no GPU; install faiss-gpu")
             index = faiss.index_cpu_to_all_gpus(index)
         if not index.is_trained:
             rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
@@ -149,22 +144,17 @@ def measure_recall(
         values: a memory map is read in blocks.
         queries: held-out queries; None samples rows of `values` and leaves each out of its own results.
         at: results of a query, at most the size of the gallery.
-    Raises:
-        DistapError: there is nothing to search, or the queries have other dimensions.
     """
-    own = None
-    if queries is None:
-        own = np.sort(permutation(len(values), 1)[:MEASURED]).astype(np.int64)
-        asked = as_float32(values[own], 0, "sampled descriptor")
-    else:
-        asked = as_float32(queries[np.sort(permutation(len(queries), 1)[:MEASURED])], 0, "query")
-    at = min(at, len(values) - (own is not None))
+    excluded, among = queries is None, values if queries is None else queries
+    own = np.sort(permutation(len(among), 1)[:MEASURED]).astype(np.int64)
+    asked = as_float32(among[own], 0, "sampled query")
+    at = min(at, len(values) - excluded)
     if at < 1 or not len(asked):
         raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
-    exact, rows = nearest(asked, values, at + (own is not None))
+    exact, rows = nearest(asked, values, at + excluded)
     bounded_threads()
-    found, found_rows = index.search(asked, at + (own is not None))
-    if own is not None:
+    found, found_rows = index.search(asked, at + excluded)
+    if excluded:
         exact, _ = without_rows(exact, rows, own)
         found, found_rows = without_rows(found, found_rows, own)
     # The index may store codes, so compare by the similarities of the descriptors themselves.

@@ -107,8 +107,6 @@ def evaluate_labelled_set(
         neighbours: number of most similar images to report.
         head: other images that come first for each image, in this order, whatever their similarity.
         queries: descriptors of the same images as queries, if they differ from those in the gallery.
-    Raises:
-        DistapError: a descriptor is not finite, no image has another of its class, or the head is invalid.
     """
     total = len(labels)
     classes = _ClassMembers(labels)
@@ -165,11 +163,7 @@ def decomposability_gap(
     labels: Int64[Tensor, " N"],
     batches: Iterable[Tensor | NDArray[np.int64]],
 ) -> DecomposabilityGap:
-    """Evaluate each batch of rows as a labelled set of its own, and the whole set.
-
-    Raises:
-        DistapError: no batch has two images of a class.
-    """
+    """Evaluate each batch of rows as a labelled set of its own, and the whole set."""
     values, left_out = [], 0
     for rows in batches:
         batch = torch.as_tensor(rows, device=labels.device)
@@ -224,7 +218,7 @@ class _ClassMembers:
 
 
 def _resident(descriptors: Tensor | NDArray[Any], device: torch.device) -> Tensor | NDArray[Any]:
-    """Descriptors as a tensor on the device, unless an array is too large and has to be converted in blocks."""
+    """A tensor on the device, unless an array is too large and has to be converted in blocks."""
     wide = descriptors.dtype in (torch.float64, "float64")
     like = torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=device)
     if not isinstance(descriptors, Tensor) and descriptors.size * 4 > RESIDENT_BYTES:

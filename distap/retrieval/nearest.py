@@ -20,15 +20,12 @@ def nearest(
 ) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
     """Similarities and rows of the k nearest gallery descriptors of each query, by inner product, best first.
 
-    Among equal similarities, the lower row comes first.
+    Among equal similarities, the lower row comes first. Numbers of any float type are compared in float32.
 
     Args:
-        queries: of any float type; compared in float32.
         gallery: (N, C); a memory map is read once, in blocks.
         k: at most the size of the gallery; a larger k is reduced.
         exclude_self: query i is row i of the gallery. Remove it by its index, not by its similarity.
-    Raises:
-        DistapError: a number is not finite, or the shapes do not fit.
     """
     if queries.shape[1] != gallery.shape[1]:
         raise DistapError(

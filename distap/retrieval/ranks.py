@@ -29,19 +29,14 @@ FEW = 16  # up to this many positives, one pass over the similarities for each i
 class Tiles:
     """Similarities of q queries to N gallery images, some columns at a time.
 
-    The last tile is kept, so reading it again is free and shows what was masked in it.
-
-    Args:
-        queries: of length 1, so that the dot product is the cosine.
-        gallery: a tensor or an array, possibly a memory map of float16, which is converted in blocks.
-        pairs: number of similarities in a tile.
+    The last tile is kept, so reading it again is free and shows what was masked in it. The gallery may be a memory
+    map of float16, which is converted in blocks; `pairs` is the number of similarities in a tile.
     """
 
     def __init__(self, queries: Float[Tensor, "q C"], gallery: Tensor | NDArray[Any], pairs: int) -> None:
         if queries.shape[1] != gallery.shape[1]:
             raise DistapError(
-                f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: "
-                "they were described by different networks"
+                f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
             )
         self.dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
         self._queries, self._gallery = queries.to(self.dtype), gallery
@@ -84,10 +79,7 @@ def require_finite(descriptors: Float[Tensor, "n C"], what: str = "the descripto
     # The sum is finite if all terms are, and needs no table of booleans.
     if not bool(descriptors.sum(dtype=torch.float64).isfinite()):
         lost = int((~descriptors.isfinite().all(1)).sum())
-        raise DistapError(
-            f"{what}: {lost} of {len(descriptors)} descriptors are not finite: the network is broken, "
-            "nothing can be ranked"
-        )
+        raise DistapError(f"{what}: {lost} of {len(descriptors)} descriptors are not finite: the network is broken")
 
 
 def negatives_before(
@@ -96,15 +88,13 @@ def negatives_before(
     ignored: Int64[Tensor, "q I"],
     head: Int64[Tensor, "q K"] | None = None,
 ) -> Int64[Tensor, "q P"]:
-    """Number of gallery images before each positive that are neither positive nor ignored.
+    """Number of gallery images before each positive that are neither positive nor ignored, 0 where there is none.
 
     Args:
         tiles: similarities. Positives, ignored images and the head stay masked in the last tile.
         positives: gallery rows of each query, padded with NONE.
         ignored: gallery rows to remove, such as junk and the query itself, padded with NONE.
         head: gallery rows that come first, in this order, whatever their similarity.
-    Returns:
-        Counts, 0 where `positives` is NONE.
     """
     bounds = torch.full(positives.shape, torch.inf, dtype=tiles.dtype, device=positives.device)
     for number, span in enumerate(tiles.spans):
@@ -150,7 +140,7 @@ def interpolated_precision(ranks: Int64[Tensor, "q P"]) -> Float64[Tensor, "q 10
 
 
 def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
-    """One table of gallery rows from a list for each query, padded with NONE."""
+    """A table of gallery rows, padded with NONE, from a list for each query."""
     table = np.full((len(rows), max(map(len, rows), default=0)), NONE, dtype=np.int64)
     for number, own in enumerate(rows):
         table[number, : len(own)] = own

@@ -99,11 +99,7 @@ def save_whitening(path: Path, whitening: Whitening) -> None:
 
 
 def load_whitening(path: Path) -> Whitening:
-    """Read what `save_whitening` wrote to this file, or to WHITENING_FILE in this folder.
-
-    Raises:
-        DistapError: it is missing, cut, damaged or something else.
-    """
+    """Read what `save_whitening` wrote to this file, or to WHITENING_FILE in this folder."""
     if path.is_dir():
         path /= WHITENING_FILE
     with reading(path, "distap whiten"):
@@ -132,8 +128,6 @@ def learn_pca(descriptors: DescriptorSet, power: float = HALF_POWER, dimensions:
     Args:
         power: 0 only rotates, 0.5 whitens fully.
         dimensions: D, the directions of most variance to keep; None keeps all with 1e-9 of the greatest variance.
-    Raises:
-        DistapError: fewer than D directions have variance, or a number is not finite.
     """
     if not 0 <= power <= 1:
         raise DistapError(f"whitening: power {power:g}, expected 0 (none) to 1, such as 0.5 (full)")
@@ -156,13 +150,9 @@ def learn_discriminative(
         dimensions: D, the directions of most variance to keep; None keeps all.
         pairs: rows of matching images; None pairs each image with all others of its class. Each image then has the
             same weight, so that large classes do not drown the others.
-    Raises:
-        DistapError: nothing matches, fewer than D directions differ, or a number is not finite.
     """
     mean, covariance = _mean_and_covariance(descriptors)
-    differences = (
-        _covariance_of_pairs(descriptors, pairs) if pairs is not None else _covariance_within(descriptors, mean)
-    )
+    differences = _covariance_within(descriptors, mean) if pairs is None else _covariance_of_pairs(descriptors, pairs)
     variances, directions = _principal_directions(differences, f"matching images of {descriptors.data}")
     shrinking = directions / np.sqrt(variances)[:, None]
     _, rotation = _principal_directions(shrinking @ covariance @ shrinking.T, descriptors.data)
@@ -174,9 +164,6 @@ def read_pairs(path: Path, descriptors: DescriptorSet) -> Int64[np.ndarray, "P 2
     """Rows of the pairs in a JSON list of {"query", "positive"}, which name images by key or by class.
 
     Converted sets without classes store each image's name as its class, so a class with one image names that image.
-
-    Raises:
-        DistapError: the file is no such list, or names an image without a descriptor.
     """
     with reading(path, "distap data convert"):
         named = [(str(pair["query"]), str(pair["positive"])) for pair in json.loads(path.read_text(encoding="utf-8"))]
@@ -199,8 +186,7 @@ def _first(
     if dimensions is not None and not 1 <= dimensions <= found:
         raise DistapError(
             f"whitening: {dimensions} dimensions cannot be learned from the {len(descriptors)} descriptors of "
-            f"{descriptors.data}, which vary in {found} directions of {among}; ask for fewer, or learn from more "
-            "images"
+            f"{descriptors.data}, which vary in {found} directions of {among}; ask for fewer, or use more images"
         )
     return projection[:dimensions]
 
@@ -208,9 +194,7 @@ def _first(
 def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray, " C"], Covariance]:
     values, total = descriptors.descriptors, len(descriptors)
     if descriptors.described_by.whitening is not None:
-        raise DistapError(
-            f"{descriptors.data}: these descriptors are whitened already; learn from those extracted without"
-        )
+        raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
     if not total:
         raise DistapError("whitening: there is no descriptor to learn from")
     rows = np.arange(total)

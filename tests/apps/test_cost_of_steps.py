@@ -20,7 +20,7 @@ from distap.apps.plan.network_cost import Line, NetworkCost, changed, network_co
 from distap.apps.plan.planning import cost_plan, plan_tables
 from distap.apps.plan.step_cost import Machine, NetworkLink, Sharding, StepCost, Transfer
 from distap.cli import main
-from distap.cli.plan import parse_gpus, parse_rate
+from distap.cli.training import parse_gpus, parse_rate
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.engine.precision import autocast

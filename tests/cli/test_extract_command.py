@@ -55,7 +55,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
         (["--scales", "1,x", "{photos}", "{tmp}/out"], "expected numbers with commas"),
         (["--whitening", "{tmp}/none", "{photos}", "{tmp}/out"], "none"),
         (["{tmp}/nothing", "{tmp}/out"], "no such data set"),
-        (["{photos}", "{photos}"], "something already"),
+        (["{photos}", "{photos}"], "holds something"),
     ],
 )
 def test_a_wrong_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, run, photos, arguments, message):

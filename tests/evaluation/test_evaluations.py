@@ -15,8 +15,7 @@ from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.saved import read_evaluation
 from distap.evaluation.sets import open_set
-from distap.retrieval.refinement import Expansion, Refinement
-from distap.retrieval.reranking import Diffusion
+from distap.retrieval.refinement import Diffusion, Expansion, Refinement
 from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
 from distap.training.build import describing_of, evaluations_of, network_of

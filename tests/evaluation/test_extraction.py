@@ -16,7 +16,7 @@ from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.extraction import parts, to_folder
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.extraction.parts import BrokenOffError, extract_descriptors
+from distap.evaluation.extraction.parts import BrokenOffError, Extraction, extract_descriptors
 from distap.evaluation.extraction.to_folder import left_out_of
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
@@ -82,7 +82,7 @@ def test_batches_of_the_same_images_give_the_same_bits(tmp_path, photos):
         extract(photos, tmp_path / name, maker=maker)
     first, second = (read_descriptors(tmp_path / name).descriptors for name in ("a", "b"))
     assert np.array_equal(first, second)
-    samples, in_memory, _ = extract_descriptors(maker, open_images(photos), World(), workers=0)
+    samples, in_memory, _ = extract_descriptors(Extraction(maker, open_images(photos), World(), workers=0))
     assert np.array_equal(in_memory, first)
     assert samples.tolist() == list(range(31))
 
@@ -112,8 +112,8 @@ def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, ph
 def test_boxes_are_cut_out_first(photos):
     maker, images = describer("original"), open_images(photos)
     boxes = {"0/00.png": (3.6, 4.4, 30.0, 28.0), "1/03.png": (0, 0, 20, 20)}
-    _, found, _ = extract_descriptors(maker, images, World(), boxes, workers=0)
-    _, plain, _ = extract_descriptors(maker, images, World(), workers=0)
+    _, found, _ = extract_descriptors(Extraction(maker, images, World(), boxes, workers=0))
+    _, plain, _ = extract_descriptors(Extraction(maker, images, World(), workers=0))
     for row, key in enumerate(images.keys.tolist()):
         if key not in boxes:
             np.testing.assert_allclose(found[row], plain[row], atol=1e-6)
@@ -130,7 +130,7 @@ def test_boxes_are_cut_out_first(photos):
 )
 def test_a_box_of_no_image_or_without_content_is_refused(photos, boxes, message):
     with pytest.raises(DistapError, match=message):
-        extract_descriptors(describer(), open_images(photos), World(), boxes, workers=0)
+        extract_descriptors(Extraction(describer(), open_images(photos), World(), boxes, workers=0))
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path, photos):
@@ -180,7 +180,7 @@ def test_float16_is_the_rounded_float32(tmp_path, photos):
 
 def test_bf16_is_near_to_float32(photos):
     single, half = (
-        extract_descriptors(describer(precision=precision), open_images(photos), World(), workers=0)[1]
+        extract_descriptors(Extraction(describer(precision=precision), open_images(photos), World(), workers=0))[1]
         for precision in ("float32", "bf16")
     )
     assert half.dtype == np.float32
@@ -262,10 +262,10 @@ def test_parts_of_something_else_are_refused(tmp_path, photos, settings, message
 
 
 def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path, photos):
-    with pytest.raises(DistapError, match="something already that is no extraction"):
+    with pytest.raises(DistapError, match="holds something that is no extraction"):
         extract(photos, photos)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DistapError, match="something already"):
+    with pytest.raises(DistapError, match="holds something"):
         extract(photos, tmp_path / "file")
 
 
@@ -302,7 +302,7 @@ def extract_on_a_rank(world, source, single, folder):
         extract(images, folder / name, world, maker, part_images=4)
         read.append(len(seen))
         seen.clear()
-    _, descriptors, left_out = extract_descriptors(maker, open_images(source), world, workers=0)
+    _, descriptors, left_out = extract_descriptors(Extraction(maker, open_images(source), world, workers=0))
     return read, descriptors, left_out
 
 
@@ -320,7 +320,7 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
             extract(source, tmp_path / "stopped", maker=maker, part_images=4)
-    _, alone, alone_left_out = extract_descriptors(maker, open_images(source), World(), workers=0)
+    _, alone, alone_left_out = extract_descriptors(Extraction(maker, open_images(source), World(), workers=0))
     first, second = on_ranks(2, extract_on_a_rank, source, single, tmp_path)
     assert [sum(ranks) for ranks in zip(first[0], second[0], strict=True)] == [31, 31 - 3 * 4, 1]
     expected = read_descriptors(tmp_path / "alone")
@@ -339,8 +339,9 @@ def break_off_on_a_rank(world, source, waiting):
     """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on together."""
     parts.PROGRESS_SECONDS = 600 if world.rank == waiting else 0
     maker = describer("original", batch_pixels=4 * 40 * 40)
+    extraction = Extraction(maker, open_images(source), world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
     with pytest.raises(BrokenOffError):
-        extract_descriptors(maker, open_images(source), world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
+        extract_descriptors(extraction)
     return world.all_same(7)
 
 

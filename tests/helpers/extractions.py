@@ -12,6 +12,7 @@ from benchmarks.photos import photo
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.extraction.parts import Extraction
 from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.world import World
 
@@ -45,10 +46,9 @@ def write_photos(folder: Path) -> Path:
     return folder
 
 
-def extract(source, output, world=World(), maker=None, workers=0, **settings):  # noqa: B008 - it is frozen
-    return extract_to_folder(
-        maker or describer("original"), open_images(source), world, output, workers=workers, **settings
-    )
+def extract(source, output, world=World(), maker=None, workers=0, boxes=None, **settings):  # noqa: B008 - it is frozen
+    extraction = Extraction(maker or describer("original"), open_images(source), world, boxes, workers)
+    return extract_to_folder(extraction, output, **settings)
 
 
 def one_by_one(maker, source: Path, keys) -> np.ndarray:

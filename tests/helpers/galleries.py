@@ -13,6 +13,7 @@ from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.extraction.parts import Extraction
 from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.index_files import write_index
@@ -42,7 +43,8 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
     images = write_images(folder / "images", CLASSES, size=48, seed=5)
     pack(images, folder / "shards", images_per_shard=16)
     describer = ImageDescriber(trained_network(run, World())[1], Sizing("crop", 32))
-    extract_to_folder(describer, open_images(folder / "shards"), World(), folder / "descriptors", workers=0)
+    extraction = Extraction(describer, open_images(folder / "shards"), World(), workers=0)
+    extract_to_folder(extraction, folder / "descriptors")
     gallery = Gallery(run, images, folder / "shards", folder / "descriptors", folder / "index")
     index_to(gallery, gallery.index)
     return gallery

@@ -4,7 +4,7 @@ from postprocessing_reference import clustered, diffused, first_ranking, k_recip
 
 from distap.errors import DistapError
 from distap.retrieval.nearest import nearest
-from distap.retrieval.reranking import RERANKERS, Diffusion, KReciprocal, reranked_heads
+from distap.retrieval.refinement import RERANKERS, Diffusion, KReciprocal, reranked_heads
 
 SIZES = [1, 2, 15, 500]
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -28,15 +29,6 @@ NOT_FINITE = "its descriptor is not finite"
 
 
 @dataclass(frozen=True)
-class PartPlan:
-    """How a data set of N images is split."""
-
-    parts: list[NDArray[np.int64]]  # image numbers of each part
-    areas: NDArray[np.int64]  # (N,) expected height times width of each image, 0 if unknown
-    boxes: Mapping[int, Box]  # by image number, the part of an image to describe
-
-
-@dataclass(frozen=True)
 class DescribedPart:
     """Descriptors of the n images of a part that could be described, and why the others could not."""
 
@@ -49,35 +41,107 @@ class BrokenOffError(Exception):
     """A rank was asked to stop. All ranks raise this after the same exchange of their progress."""
 
 
-def extract_descriptors(
-    describer: ImageDescriber,
-    images: ImageSet,
-    world: World,
-    boxes: Mapping[str, Sequence[float]] | None = None,
-    *,
-    workers: int = 2,
-    shown: bool = False,
-    is_asked_to_stop: Callable[[], bool] = lambda: False,
-) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, str]]:
+@dataclass(frozen=True, eq=False)
+class Extraction:
+    """What all ranks describe together, and how. A DistapError is raised if they see different images."""
+
+    describer: ImageDescriber
+    images: ImageSet
+    world: World
+    boxes: Mapping[str, Sequence[float]] | None = None  # by key, the part of an image to describe, in pixels
+    workers: int = 2  # loader processes of each rank; 0 loads in the rank itself
+    shown: bool = False  # whether rank 0 shows a progress bar
+    is_asked_to_stop: Callable[[], bool] = lambda: False  # then all ranks raise a BrokenOffError
+
+    def __post_init__(self) -> None:
+        found = self.images.fingerprint[:12]
+        if not self.world.all_same(int(found, 16)):
+            raise DistapError(
+                f"{self.images.name}: the ranks see different images; rank {self.world.rank} has fingerprint {found}"
+            )
+
+    @cached_property
+    def numbered_boxes(self) -> dict[int, Box]:
+        """Boxes of whole pixels by image number."""
+        if not self.boxes:
+            return {}
+        images, found = self.images, {}
+        numbers = {key: number for number, key in enumerate(images.keys.tolist())}
+        for key, box in self.boxes.items():
+            if key not in numbers:
+                raise DistapError(f"{images.name}: a box is given for {key!r}, but no image is called so")
+            edges = [round(edge) for edge in box]
+            if len(edges) != 4 or edges[0] >= edges[2] or edges[1] >= edges[3]:
+                raise DistapError(f"{images.name}: box {list(box)} of {key!r}; expected left, top, right, bottom")
+            found[numbers[key]] = (edges[0], edges[1], edges[2], edges[3])
+        return found
+
+    @property
+    def part_size(self) -> int:
+        """Number of images in a part, independent of the number of ranks."""
+        return min(max(-(-len(self.images) // PARTS), FEWEST), MOST)
+
+    @cached_property
+    def shapes(self) -> NDArray[np.int64]:
+        """(N, 2) expected height and width of each image, (0, 0) if unknown. Each rank looks at its share."""
+        sizing = self.describer.sizing
+        if sizing.kind == "crop":
+            return np.full((len(self.images), 2), sizing.shape(1, 1), dtype=np.int64)
+        mine = self.world.slots(len(self.images))
+        shapes = np.zeros((len(mine), 2), dtype=np.int64)
+        for row, (sample, (width, height)) in enumerate(zip(mine, self.images.sizes(mine).tolist(), strict=True)):
+            if sample in self.numbered_boxes:
+                left, top, right, bottom = self.numbered_boxes[sample]
+                width, height = right - left, bottom - top
+            shapes[row] = sizing.shape(width, height) if width and height else (0, 0)
+        gathered = self.world.gather_rows(torch.from_numpy(shapes).to(self.world.device), len(self.images))
+        return np.asarray(gathered.cpu())
+
+    def parts(self, size: int) -> list[NDArray[np.int64]]:
+        """Image numbers of each part of `size` images.
+
+        Images that are all cropped to one shape keep their order, since neighbours in a shard are read fastest
+        together. Whole images are sorted from the largest to the smallest, so that images of one shape are together
+        and too little memory is noticed soon.
+        """
+        height, width = self.shapes.T
+        order = np.lexsort((np.arange(len(self.images)), width, height, -height * width))
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def described(
+        self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int]
+    ) -> Iterator[tuple[int, DescribedPart]]:
+        """Yield this rank's share of the parts numbered `missing`; workers read ahead across their borders."""
+        describer, images, world = self.describer, self.images, self.world
+        limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
+        mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
+        requests = [worker_requests(parts[number].tolist(), areas, limit) for number in mine]
+        sized = SizedImages(images.reader, describer.sizing, self.numbered_boxes, describer.scaled)
+        chunks = sized_chunks(sized, (request for part in requests for request in part), self.workers)
+        done = len(images) - sum(len(parts[number]) for number in missing)
+        shown = self.shown and world.rank == 0
+        with closing(chunks), counting(f"describing {images.name}", len(images), done, shown) as show:
+            progress = SharedProgress(world, show, self.is_asked_to_stop)
+            for number, part in zip(mine, requests, strict=True):
+                with describer.evaluating():
+                    described = _described(describer, islice(chunks, len(part)), limit, progress.add)
+                yield number, described
+            progress.finish()
+
+
+def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, str]]:
     """Describe every image of a data set into the memory of every rank.
 
-    Args:
-        describer, images, world, boxes, workers, shown: as in `extract_to_folder`.
-        is_asked_to_stop: whether this rank asks all ranks to stop.
     Returns:
         Numbers (n,) of the images that could be described, ascending; their descriptors (n, D) of length 1; and the
         reason by number for each of the others.
-    Raises:
-        BrokenOffError: a rank was asked to stop.
-        DistapError: the ranks see different images, a box is invalid, or no image can be described.
     """
-    require_same_images(images, world)
-    plan = plan_parts(images, describer, boxes_by_number(images, boxes), part_size(len(images)), world)
-    descriptors = np.zeros((len(images), describer.dimensions), np.float32)
+    images, world = extraction.images, extraction.world
+    parts = extraction.parts(extraction.part_size)
+    descriptors = np.zeros((len(images), extraction.describer.dimensions), np.float32)
     is_described = np.zeros((len(images), 1), np.float32)
     own_left_out: dict[int, str] = {}
-    every = range(len(plan.parts))
-    for _, part in describe_parts(describer, images, plan, every, world, workers, shown, is_asked_to_stop):
+    for _, part in extraction.described(parts, range(len(parts))):
         descriptors[part.samples], is_described[part.samples] = part.descriptors, 1
         own_left_out |= part.left_out
     # Each row is zero on all ranks but one, so the sum over the ranks is exact.
@@ -91,82 +155,6 @@ def extract_descriptors(
     if not len(samples):
         raise DistapError(f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}")
     return samples, descriptors if len(samples) == len(images) else descriptors[samples], left_out
-
-
-def require_same_images(images: ImageSet, world: World) -> None:
-    """Raise a DistapError if the ranks see different images."""
-    if not world.all_same(int(images.fingerprint[:12], 16)):
-        raise DistapError(
-            f"{images.name}: the ranks see different images; rank {world.rank} has fingerprint "
-            f"{images.fingerprint[:12]}"
-        )
-
-
-def part_size(images: int) -> int:
-    """Number of images in a part, independent of the number of ranks."""
-    return min(max(-(-images // PARTS), FEWEST), MOST)
-
-
-def plan_parts(
-    images: ImageSet, describer: ImageDescriber, boxes: Mapping[int, Box], size: int, world: World
-) -> PartPlan:
-    """Split a data set into parts of `size` images.
-
-    Images that are all cropped to one shape keep their order, since neighbours in a shard are read fastest together.
-    Whole images are sorted from the largest to the smallest, so that images of one shape are together and too little
-    memory is noticed soon.
-    """
-    order = np.arange(len(images), dtype=np.int64)
-    if describer.sizing.kind == "crop":
-        height, width = describer.sizing.shape(1, 1)
-        areas = np.full(len(images), height * width, dtype=np.int64)
-    else:
-        heights, widths = _shapes(images, describer, boxes, world).T
-        areas = heights * widths
-        order = np.lexsort((order, widths, heights, -areas))
-    return PartPlan([order[start : start + size] for start in range(0, len(order), size)], areas, boxes)
-
-
-def boxes_by_number(images: ImageSet, boxes: Mapping[str, Sequence[float]] | None) -> dict[int, Box]:
-    """Convert boxes by image key to boxes of whole pixels by image number."""
-    if not boxes:
-        return {}
-    numbers = {key: number for number, key in enumerate(images.keys.tolist())}
-    found = {}
-    for key, box in boxes.items():
-        if key not in numbers:
-            raise DistapError(f"{images.name}: a box is given for {key!r}, but no image is called so")
-        edges = [round(edge) for edge in box]
-        if len(edges) != 4 or edges[0] >= edges[2] or edges[1] >= edges[3]:
-            raise DistapError(f"{images.name}: the box of {key!r} is {list(box)}; expected left, top, right, bottom")
-        found[numbers[key]] = (edges[0], edges[1], edges[2], edges[3])
-    return found
-
-
-def describe_parts(
-    describer: ImageDescriber,
-    images: ImageSet,
-    plan: PartPlan,
-    missing: Sequence[int],
-    world: World,
-    workers: int,
-    shown: bool,
-    is_asked_to_stop: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[int, DescribedPart]]:
-    """Yield this rank's share of the parts with the numbers `missing`; workers read ahead across their borders."""
-    limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
-    mine = missing[world.rank :: world.size]
-    requests = [worker_requests(plan.parts[number].tolist(), plan.areas, limit) for number in mine]
-    sized = SizedImages(images.reader, describer.sizing, plan.boxes, describer.scaled)
-    chunks = sized_chunks(sized, (request for part in requests for request in part), workers)
-    done = len(images) - sum(len(plan.parts[number]) for number in missing)
-    with closing(chunks), counting(f"describing {images.name}", len(images), done, shown and world.rank == 0) as show:
-        progress = SharedProgress(world, show, is_asked_to_stop)
-        for number, part in zip(mine, requests, strict=True):
-            with describer.evaluating():
-                described = _described(describer, islice(chunks, len(part)), limit, progress.add)
-            yield number, described
-        progress.finish()
 
 
 def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
@@ -243,16 +231,3 @@ def _described(
     described = np.array(samples, dtype=np.int64)
     left_out.update(dict.fromkeys(described[~finite].tolist(), NOT_FINITE))
     return DescribedPart(described[finite], rows[finite], left_out)
-
-
-def _shapes(images: ImageSet, describer: ImageDescriber, boxes: Mapping[int, Box], world: World) -> NDArray[np.int64]:
-    """(N, 2) expected height and width of each image, (0, 0) if unknown. Each rank looks at its share."""
-    mine = world.slots(len(images))
-    shapes = np.zeros((len(mine), 2), dtype=np.int64)
-    for row, (sample, (width, height)) in enumerate(zip(mine, images.sizes(mine).tolist(), strict=True)):
-        if sample in boxes:
-            left, top, right, bottom = boxes[sample]
-            width, height = right - left, bottom - top
-        shapes[row] = describer.sizing.shape(width, height) if width and height else (0, 0)
-    gathered = world.gather_rows(torch.from_numpy(shapes).to(world.device), len(images))
-    return np.asarray(gathered.cpu())

@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,17 +21,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
-from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.extraction.parts import (
-    DescribedPart,
-    boxes_by_number,
-    describe_parts,
-    part_size,
-    plan_parts,
-    require_same_images,
-)
+from distap.evaluation.extraction.parts import DescribedPart, Extraction
 from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
     DescriptorSet,
@@ -41,7 +32,6 @@ from distap.retrieval.descriptor_files import (
     write_descriptors,
 )
 from distap.storage.atomic import write_whole
-from distap.world import World
 
 PLAN_FILE, PARTS_FOLDER, LEFT_OUT_FILE = "extraction.json", "parts", "left_out.txt"
 PLAN_VERSION = 1
@@ -54,17 +44,12 @@ logger = logging.getLogger("distap")
 
 
 def extract_to_folder(
-    describer: ImageDescriber,
-    images: ImageSet,
-    world: World,
+    extraction: Extraction,
     output: Path,
-    boxes: Mapping[str, Sequence[float]] | None = None,
     *,
     dtype: DType = "float32",
     form: Form = "npy",
-    workers: int = 2,
     part_images: int | None = None,
-    shown: bool = False,
 ) -> DescriptorSet | None:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
@@ -72,23 +57,16 @@ def extract_to_folder(
     and form, a stopped extraction continues from its finished parts, on any number of ranks.
 
     Args:
-        describer, images: the same on every rank.
         output: a new or empty folder, or that of a stopped extraction; the same for all hosts.
-        boxes: by key, the part of an image to describe, in pixels; other images are described whole.
         dtype: of the stored descriptors.
         form: `npy` for arrays, `parquet` for one file.
-        workers: loader processes of each rank; 0 loads in the rank itself.
         part_images: images of a part, which is described again if it is interrupted; by default a 64th of all, from
             128 to 4096.
-        shown: whether rank 0 shows a progress bar.
     Returns:
         The descriptors on rank 0. None on other ranks, which return while rank 0 still writes.
-    Raises:
-        DistapError: the folder holds something else, the ranks see different images, no image can be described, or
-            a file cannot be written.
     """
-    require_same_images(images, world)
-    numbered = boxes_by_number(images, boxes)
+    describer, images, world = extraction.describer, extraction.images, extraction.world
+    boxes = json.dumps(sorted(extraction.numbered_boxes.items())).encode()
     plan = {
         "version": PLAN_VERSION,
         "fingerprint": images.fingerprint,
@@ -97,10 +75,10 @@ def extract_to_folder(
         "precision": describer.precision,
         "scaled_decoding": describer.scaled,
         "max_pixels": describer.max_pixels,
-        "boxes": hashlib.sha256(json.dumps(sorted(numbered.items())).encode()).hexdigest() if numbered else None,
+        "boxes": hashlib.sha256(boxes).hexdigest() if extraction.boxes else None,
         "dtype": dtype,
         "form": form,
-        "part_images": part_images or part_size(len(images)),
+        "part_images": part_images or extraction.part_size,
     }
     # Only rank 0 looks at the folder, since the others may see an older listing of it.
     size = torch.zeros(1, dtype=torch.int64, device=world.device)
@@ -109,27 +87,27 @@ def extract_to_folder(
         with suppress(DistapError):
             stored = read_descriptors(output)
         size.fill_(_begin(output, plan))
-    parts = plan_parts(images, describer, numbered, int(world.broadcast(size)), world)
-    done = torch.zeros(len(parts.parts), dtype=torch.uint8, device=world.device)
+    parts = extraction.parts(int(world.broadcast(size)))
+    done = torch.zeros(len(parts), dtype=torch.uint8, device=world.device)
     if world.rank == 0:
         for number in range(len(done)):
             done[number] = stored is not None or _part_path(output, number).exists()
     missing = np.flatnonzero(~world.broadcast(done).bool().cpu()).tolist()
-    before = len(images) - sum(len(parts.parts[number]) for number in missing)
+    before = len(images) - sum(len(parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
-    for number, part in describe_parts(describer, images, parts, missing, world, workers, shown):
+    for number, part in extraction.described(parts, missing):
         write_part(output, number, part, dtype)
     if world.rank > 0:
         return None
     if stored is None:
-        stored = _join_parts(describer, images, output, len(done), dtype, form)
+        stored = _join_parts(extraction, output, len(parts), dtype, form)
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
     return stored
 
 
 def left_out_of(output: Path) -> dict[str, str]:
-    """Images of a finished extraction that could not be described: reason by name."""
+    """Reason by name for each image that could not be described."""
     path = output / LEFT_OUT_FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -166,9 +144,7 @@ def _open_part(output: Path, number: int) -> Iterator[Any]:
         with np.load(path, allow_pickle=False) as file:
             yield file
     except FileNotFoundError as error:
-        raise DistapError(
-            f"{path}: another rank has written it, but it cannot be seen here: all hosts need the same folder"
-        ) from error
+        raise DistapError(f"{path}: another rank wrote it, but it is not here: all hosts need one folder") from error
     except Exception as error:  # zipfile, zlib and numpy raise many kinds
         path.unlink(missing_ok=True)
         raise DistapError(
@@ -177,11 +153,7 @@ def _open_part(output: Path, number: int) -> Iterator[Any]:
 
 
 def _begin(output: Path, plan: dict[str, Any]) -> int:
-    """Write the plan into a new or empty folder, or require that the plan there is the same.
-
-    Returns:
-        Images of a part, as the plan in the folder says.
-    """
+    """Write the plan into a new or empty folder, or require the same plan there. Return its images of a part."""
     path = output / PLAN_FILE
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         write_whole(path, json.dumps(plan, indent=2) + "\n")
@@ -190,9 +162,7 @@ def _begin(output: Path, plan: dict[str, Any]) -> int:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         part_images = int(earlier["part_images"])
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DistapError(
-            f"{output}: there is something already that is no extraction; choose another folder"
-        ) from error
+        raise DistapError(f"{output}: holds something that is no extraction; choose another folder") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DistapError(f"{path}: not readable as the plan of an extraction: {error!r}; {REMEDY}") from error
     if part_images < 1:
@@ -217,10 +187,9 @@ def _flat(plan: dict[str, Any]) -> dict[str, Any]:
     return {**levels, **(inner if isinstance(inner, dict) else {"described_by": inner})}
 
 
-def _join_parts(
-    describer: ImageDescriber, images: ImageSet, output: Path, parts: int, dtype: DType, form: Form
-) -> DescriptorSet:
+def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType, form: Form) -> DescriptorSet:
     """Write one array of all parts in the order of the data set, without holding it in memory."""
+    describer, images = extraction.describer, extraction.images
     left_out: dict[int, str] = {}
     present = np.zeros(len(images), dtype=bool)
     for number in range(parts):

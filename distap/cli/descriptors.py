@@ -1,4 +1,4 @@
-"""`distap index`."""
+"""`distap whiten` and `distap index`, which read extracted descriptors."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,15 +8,79 @@ import typer
 
 from distap.errors import DistapError
 
-KIND = "flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; settings follow from the gallery's size."
+DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
+WHITENING_KIND = (
+    "pca scales the principal components; lw (Radenović) shrinks directions in which matching images differ."
+)
+PAIRS = "With lw: JSON list of {query, positive}, names of matching images, from `distap data convert`."
+INDEX_KIND = (
+    "flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; settings follow from the gallery's size."
+)
 FACTORY = "Instead of --kind, any string for faiss.index_factory, such as OPQ64,IVF4096,PQ64."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
+def whiten_command(
+    descriptors: DESCRIPTORS,
+    kind: Annotated[Literal["pca", "lw"], typer.Option(help=WHITENING_KIND)] = "pca",
+    power: Annotated[
+        float | None,
+        typer.Option(help="With pca: power of the variance to divide by; 0.5 whitens fully.", show_default="0.25"),
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
+    ] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help=PAIRS, show_default="each image with all others of its class")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write, such as RUN/whitening.safetensors.", show_default="beside the descriptors"),
+    ] = None,
+) -> None:
+    """Learn a whitening from the extracted descriptors of a training set.
+
+    `distap extract --whitening FILE` applies it. It fits only the network, image size and scales it was learned from.
+    """
+    from distap.retrieval.descriptor_files import read_descriptors
+    from distap.retrieval.whitening import (
+        HALF_POWER,
+        WHITENING_FILE,
+        learn_discriminative,
+        learn_pca,
+        read_pairs,
+        save_whitening,
+    )
+    from distap.telemetry.terminal import console
+
+    if kind == "pca" and pairs is not None:
+        raise DistapError("--pairs are for --kind lw: pca ignores which images match")
+    if kind == "lw" and power is not None:
+        raise DistapError("--power is for --kind pca: lw has none")
+    learned_from = read_descriptors(descriptors)
+    if kind == "pca":
+        whitening = learn_pca(learned_from, HALF_POWER if power is None else power, dimensions)
+    else:
+        matching = None if pairs is None else read_pairs(pairs, learned_from)
+        whitening = learn_discriminative(learned_from, dimensions, matching)
+    path = output or descriptors
+    if path.is_dir():
+        path /= WHITENING_FILE
+    save_whitening(path, whitening)
+    to, of = whitening.projection.shape
+    console.print(
+        f"{path}: {kind}, {of} to {to} dimensions, from {len(learned_from):,} descriptors; "
+        f"apply it with distap extract --whitening {path}",
+        markup=False,
+    )
+
+
 def index_command(
-    descriptors: Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)],
+    descriptors: DESCRIPTORS,
     output: Annotated[Path, typer.Argument(help="Folder to write the index to.", show_default=False)],
-    kind: Annotated[Literal["flat", "ivf-pq", "hnsw"] | None, typer.Option(help=KIND, show_default="flat")] = None,
+    kind: Annotated[
+        Literal["flat", "ivf-pq", "hnsw"] | None, typer.Option(help=INDEX_KIND, show_default="flat")
+    ] = None,
     factory: Annotated[str | None, typer.Option(help=FACTORY)] = None,
     search: Annotated[str, typer.Option(help=SEARCH)] = "",
     queries: Annotated[
@@ -64,14 +128,7 @@ def index_command(
     title = f"{len(gallery):,} descriptors of {gallery.descriptors.shape[1]} dimensions"
     queried = "held out" if asked is not None else "sampled, each without itself"
     caption = f"{figures.queries:,} queries, {queried}; their time is that of one after the other"
-    headings = (
-        "index",
-        f"recall@{figures.at}",
-        "bytes",
-        "ms a query",
-        "build s",
-        "factory string",
-        "search parameters",
-    )
+    measured = f"recall@{figures.at}", "bytes", "ms a query", "build s"
+    headings = "index", *measured, "factory string", "search parameters"
     console.print(text_table(title, caption, headings, rows))
     console.print(f"{output}: {len(gallery):,} images, {chosen}", markup=False)
