@@ -7,10 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
+import torch
+from batches import TensorBatch
 from images import write_images
 from ranks import skip_if_fast
 from small_trainings import recipe
 
+from distap import MicroBatchSizes, ThreeStageStep
+from distap.engine.ddp import DDPEngine
+from distap.ranking.losses.quantized import QuantizedAP
 from distap.trainer import Trainer
 from distap.world import World
 
@@ -47,6 +53,38 @@ def test_the_loop_of_ddp_trains_on_two_ranks(photos):
 @pytest.mark.parametrize("name", ["own_loss", "metric_learning"])
 def test_an_example_of_a_loss_prints_it(name):
     assert re.fullmatch(r"loss \d\.\d{4}\n", run(sys.executable, EXAMPLES / f"{name}.py"))
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, images):
+        return torch.nn.functional.normalize(self.network(images))
+
+
+def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step():
+    torch.manual_seed(0)
+    labels = torch.arange(320) // 4
+    images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)
+    network = timm.create_model("test_resnet", num_classes=0).train()
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.eval()
+    engine = DDPEngine(
+        Normalised(network), lambda: torch.optim.SGD(network.parameters(), lr=3.0, momentum=0.9), World()
+    )
+    step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(8))
+    expected = []
+    for number in range(5):
+        rows = slice(64 * number, 64 * number + 64)
+        expected.append(step(TensorBatch(images[rows], labels[rows], World(), number), 3.0).loss)
+    assert max(expected) - min(expected) > 1e-3
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name in ("accelerate_loop", "lightning_loop"):
+        printed = re.findall(r"step \d: loss (\S+)", run(*torchrun, EXAMPLES / f"{name}.py"))
+        assert [float(loss) for loss in printed] == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch):
