@@ -45,26 +45,17 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False)
 class Searcher:
-    """Finds images of a gallery; several threads may ask at once.
-
-    Args:
-        index: of the gallery.
-        describer: describes the images that are searched for; None allows searches by key alone.
-        remote: how a remote data set is reached, from the network's recipe.
-    """
+    """Finds images of a gallery; several threads may ask at once."""
 
     index: SearchIndex
-    describer: ImageDescriber | None = None
-    remote: RemoteSettings | None = None
+    describer: ImageDescriber | None = None  # of the images that are searched for; None: search by key alone
+    remote: RemoteSettings | None = None  # how a remote data set is reached, from the network's recipe
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """The k most similar images of the gallery, best first; all of a gallery that has fewer.
+        """The at most k images of the gallery that are most similar to an image file, best first.
 
-        Args:
-            image: a file in one of decoding.FORMATS.
         Raises:
             DamagedImageError: it cannot be decoded or is too large.
-            DistapError: there is no network to describe it, or memory does not suffice.
         """
         if self.describer is None:
             raise DistapError("images are described by the network of the index: name its run with --checkpoint")
@@ -76,10 +67,8 @@ class Searcher:
         try:
             descriptor = self.index.descriptor(row)
         except RuntimeError as error:
-            raise DistapError(
-                f"an index of kind {self.index.about['index']['kind']} cannot give the descriptor of {key!r}: search "
-                "by the image itself, or index it as flat"
-            ) from error
+            kind = self.index.about["index"]["kind"]
+            raise DistapError(f"an index of kind {kind} has no descriptor of {key!r}: search by the image") from error
         # An index that keeps codes gives an approximation, whose length is not 1.
         descriptor = descriptor / max(float(np.linalg.norm(descriptor)), np.finfo(np.float32).tiny)
         hits = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
@@ -104,20 +93,14 @@ def open_searcher(
     *,
     world: World,
     best: bool = False,
-    max_pixels: int | Callable[[DescribedBy], int] = MAX_PIXELS,
+    max_pixels: Callable[[DescribedBy], int] = lambda _: MAX_PIXELS,
 ) -> Searcher:
-    """Open an index with the network that its images were described by.
+    """Open an index with the network and the whitening that its images were described by.
 
     Args:
-        index: folder that `distap index` wrote.
         checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows searches by key alone.
-        whitening: file that `distap whiten` wrote, if the images were described with one.
-        world: its device describes images.
         best: take a run folder's best checkpoint instead of its newest.
-        max_pixels: images of more pixels (width times height) are refused without decoding; or a function that
-            gives this limit by how the gallery was described.
-    Raises:
-        DistapError: a file is missing or damaged, or the network or whitening is not that of the index.
+        max_pixels: by how the gallery was described, the pixels (width times height) above which images are refused.
     """
     opened = read_index(index)
     maker = opened.described_by
@@ -126,13 +109,8 @@ def open_searcher(
     if maker.whitening is not None and whitening is None:
         raise DistapError(f"{index}: its images were described with a whitening: name its file with --whitening")
     recipe, network = trained_network(checkpoint, world, best)
-    describer = describer_like(
-        maker,
-        network,
-        None if whitening is None else load_whitening(whitening),
-        max_pixels=max_pixels(maker) if callable(max_pixels) else max_pixels,
-        scaled=recipe.data.scaled_decoding,
-    )
+    learned = None if whitening is None else load_whitening(whitening)
+    describer = describer_like(maker, network, learned, max_pixels(maker), recipe.data.scaled_decoding)
     return Searcher(opened, describer, recipe.data.remote)
 
 
@@ -142,9 +120,7 @@ def open_thumbnails(
     """Thumbnails by row of the index; a warning says if some or all of them are missing.
 
     Args:
-        index: shows the images of this index.
         source: where the data set is now; None if it has not moved since its images were described.
-        remote: how a remote data set is reached.
     """
     where = source or index.data
     samples = np.full(len(index), -1, dtype=np.int64)
@@ -156,20 +132,15 @@ def open_thumbnails(
     numbers = {key: sample for sample, key in enumerate(images.keys.tolist())}
     samples[:] = [numbers.get(key, -1) for key in index.keys.tolist()]
     if missing := int((samples < 0).sum()):
-        logger.warning(
-            "%s has no image for %d of the %d keys of the index: they are shown without pictures; is it the data "
-            "set that was indexed?",
-            *(where, missing, len(index)),
+        text = (
+            "%s has no image for %d of the %d keys of the index, shown without pictures: was it the indexed data set?"
         )
+        logger.warning(text, where, missing, len(index))
     return Thumbnails(images.reader, samples, THUMBNAIL)
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
-    """The queries that texts stand for: `key:NAME`, an image file, a folder of images, or a key of the index.
-
-    Raises:
-        DistapError: a text is none of these, or the folder has no image in it.
-    """
+    """The queries that texts stand for: `key:NAME`, an image file, a folder of images, or a key of the index."""
     return [query for text in texts for query in _queries(text, index)]
 
 
@@ -190,9 +161,7 @@ def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
     elif text in index.rows:
         yield Query(f"{KEY}{text}", key=text)
     else:
-        raise DistapError(
-            f"{text!r}: neither an image file, nor a folder of images, nor a key of the index of {index.data}"
-        )
+        raise DistapError(f"{text!r}: no image file, no folder of images, and no key of the index of {index.data}")
 
 
 def write_search_page(

@@ -9,34 +9,28 @@ import typer
 from distap.errors import DistapError
 
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
-WHITENING_KIND = (
-    "pca scales the principal components; lw (Radenović) shrinks directions in which matching images differ."
-)
+METHOD = "pca scales the principal components; lw (Radenović) shrinks directions in which matching images differ."
 PAIRS = "With lw: JSON list of {query, positive}, names of matching images, from `distap data convert`."
-INDEX_KIND = (
-    "flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; settings follow from the gallery's size."
-)
+KIND = "flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; settings follow from the gallery's size."
 FACTORY = "Instead of --kind, any string for faiss.index_factory, such as OPQ64,IVF4096,PQ64."
+RECALL = "Folder of descriptors to measure recall with."
+POWER = "With pca: power of the variance to divide by; 0.5 whitens fully."
+WRITTEN = "File to write, such as RUN/whitening.safetensors."
+COMPARE = "Also build and measure the other kinds, without writing them."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
 def whiten_command(
     descriptors: DESCRIPTORS,
-    kind: Annotated[Literal["pca", "lw"], typer.Option(help=WHITENING_KIND)] = "pca",
-    power: Annotated[
-        float | None,
-        typer.Option(help="With pca: power of the variance to divide by; 0.5 whitens fully.", show_default="0.25"),
-    ] = None,
+    kind: Annotated[Literal["pca", "lw"], typer.Option(help=METHOD)] = "pca",
+    power: Annotated[float | None, typer.Option(help=POWER, show_default="0.25")] = None,
     dimensions: Annotated[
         int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
     ] = None,
     pairs: Annotated[
         Path | None, typer.Option(help=PAIRS, show_default="each image with all others of its class")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="File to write, such as RUN/whitening.safetensors.", show_default="beside the descriptors"),
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="beside the descriptors")] = None,
 ) -> None:
     """Learn a whitening from the extracted descriptors of a training set.
 
@@ -78,21 +72,13 @@ def whiten_command(
 def index_command(
     descriptors: DESCRIPTORS,
     output: Annotated[Path, typer.Argument(help="Folder to write the index to.", show_default=False)],
-    kind: Annotated[
-        Literal["flat", "ivf-pq", "hnsw"] | None, typer.Option(help=INDEX_KIND, show_default="flat")
-    ] = None,
+    kind: Annotated[Literal["flat", "ivf-pq", "hnsw"] | None, typer.Option(help=KIND, show_default="flat")] = None,
     factory: Annotated[str | None, typer.Option(help=FACTORY)] = None,
     search: Annotated[str, typer.Option(help=SEARCH)] = "",
     queries: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of descriptors to measure recall with.",
-            show_default="1,000 of the indexed, each without itself",
-        ),
+        Path | None, typer.Option(help=RECALL, show_default="1,000 of the indexed, each without itself")
     ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also build and measure the other kinds, without writing them.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Build on all GPUs; needs faiss-gpu.")] = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.

@@ -33,14 +33,15 @@ EXPAND = "Move each query towards its neighbours, weighted by similarity to this
 AUGMENT = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a class has images."
 COMPARE = "Also evaluate without refinement, and with each part of it by itself."
+RECIPE = "Recipe whose network is evaluated as it is before training."
+NEIGHBOURS = "Number of neighbours used by --expand and --augment."
+KEPT = "Folder to keep descriptors in, and to reuse them from."
 GAP = "Also measure by how much mAP is higher within random batches of this many images."
 OUTPUT = "Folder for results.json, and for each set's result.json, its queries and their neighbours."
 
 
 def eval_command(
-    config: Annotated[
-        Path | None, typer.Argument(help="Recipe whose network is evaluated as it is before training.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(help=RECIPE)] = None,
     overrides: OVERRIDES = None,
     checkpoint: Annotated[str | None, network_option(help=f"Evaluate this trained network: a {TRAINED}.")] = None,
     best: BEST = False,
@@ -56,9 +57,7 @@ def eval_command(
     whitening: WHITENING = None,
     expand: Annotated[float | None, refinement_option(help=EXPAND, min=0)] = None,
     augment: Annotated[float | None, refinement_option(help=AUGMENT, min=0)] = None,
-    neighbours: Annotated[
-        int, refinement_option(help="Number of neighbours used by --expand and --augment.", min=1)
-    ] = 10,
+    neighbours: Annotated[int, refinement_option(help=NEIGHBOURS, min=1)] = 10,
     rerank: Annotated[
         Literal["k-reciprocal", "diffusion"] | None,
         refinement_option(help="Re-rank the first images of each query with this method."),
@@ -70,9 +69,7 @@ def eval_command(
     ] = None,
     compare: Annotated[bool, refinement_option("--compare", help=COMPARE)] = False,
     gap: Annotated[int | None, output_option(help=GAP, min=2)] = None,
-    descriptors: Annotated[
-        Path | None, output_option(help="Folder to keep descriptors in, and to reuse them from.")
-    ] = None,
+    descriptors: Annotated[Path | None, output_option(help=KEPT)] = None,
     output: Annotated[Path | None, output_option(help=OUTPUT)] = None,
 ) -> None:
     """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.

@@ -7,29 +7,21 @@ import typer
 
 from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, parse_scales
 
+CHECKPOINT = "A run folder, or one of its checkpoints, or a URL of either."
+OUTPUT = "New folder to write; one that an export wrote is replaced."
+FORMAT = "Format: pt2 (torch.export), onnx, or safetensors (the backbone for timm); repeatable."
+SIZE = "Height and width of the images, pixels."
+
 
 def export_command(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A run folder, or one of its checkpoints, or a URL of either.", show_default=False)
-    ],
-    output: Annotated[
-        Path, typer.Argument(help="New folder to write; one that an export wrote is replaced.", show_default=False)
-    ],
+    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT, show_default=False)],
+    output: Annotated[Path, typer.Argument(help=OUTPUT, show_default=False)],
     best: BEST = False,
-    format: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Format: pt2 (torch.export), onnx, or safetensors (the backbone for timm); repeatable.",
-            show_default="all installed",
-        ),
-    ] = None,
+    format: Annotated[list[str] | None, typer.Option(help=FORMAT, show_default="all installed")] = None,
     whitening: WHITENING = None,
     scales: SCALES = "1",
     scale_power: SCALE_POWER = None,
-    image_size: Annotated[
-        int | None,
-        typer.Option(help="Height and width of the images, pixels.", min=1, show_default="as in the recipe"),
-    ] = None,
+    image_size: Annotated[int | None, typer.Option(help=SIZE, min=1, show_default="as in the recipe")] = None,
     dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take images of any size.")] = False,
     opset: Annotated[int, typer.Option(help="Version of ONNX's operators.")] = 20,
 ) -> None:

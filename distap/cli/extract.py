@@ -22,19 +22,16 @@ from distap.cli.options import (
     sizing_of,
 )
 
+SOURCE = "Folder, pattern or URL of shards, or any folder with images."
+OUTPUT = "New folder, or that of a stopped extraction to continue."
 BATCH_PIXELS = "Most pixels to describe at once: height times width, summed over the images."
 PART = "Images of a part, the most that is lost when a rank is stopped."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 
 
 def extract_command(
-    source: Annotated[
-        str,
-        typer.Argument(help="Folder, pattern or URL of shards, or any folder with images.", show_default=False),
-    ],
-    output: Annotated[
-        Path, typer.Argument(help="New folder, or that of a stopped extraction to continue.", show_default=False)
-    ],
+    source: Annotated[str, typer.Argument(help=SOURCE, show_default=False)],
+    output: Annotated[Path, typer.Argument(help=OUTPUT, show_default=False)],
     checkpoint: Annotated[str, CHECKPOINT],
     best: BEST = False,
     index: Annotated[

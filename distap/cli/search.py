@@ -18,6 +18,8 @@ INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.",
 WHITENING = Annotated[
     Path | None, typer.Option(help="File that `distap whiten` wrote, if the images were described with one.")
 ]
+QUERIES = "Image files, folders of images, or keys of the index (key:NAME if a file has the same name)."
+PAGE = "Write the results to this HTML file, with pictures."
 IMAGES = Annotated[
     str | None,
     typer.Option(help="Data set that was indexed, to show pictures from.", show_default="where it was indexed"),
@@ -26,22 +28,13 @@ IMAGES = Annotated[
 
 def search_command(
     index: INDEX,
-    queries: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="QUERY...",
-            help="Image files, folders of images, or keys of the index (key:NAME if a file has the same name).",
-            show_default=False,
-        ),
-    ],
+    queries: Annotated[list[str], typer.Argument(metavar="QUERY...", help=QUERIES, show_default=False)],
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     best: BEST = False,
     whitening: WHITENING = None,
     k: Annotated[int, typer.Option("-k", help="Number of images to find for each query.", min=1)] = 10,
     images: IMAGES = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Write the results to this HTML file, with pictures.", show_default=False)
-    ] = None,
+    page: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON to standard output.")] = False,
 ) -> None:
     """Find the images of an index that are most similar to images or to images of the index itself.

@@ -11,6 +11,12 @@ from distap.errors import DistapError
 from distap.train import CONFIG, OVERRIDES, train
 
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+OUTPUT = "Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
+BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
+AFTER = "Evaluation after the training, a folder like --before; by default the run's."
+CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090."
+LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
+MEASURE = "Measure this machine and predict for more machines like it."
 
 
 def train_command(
@@ -37,21 +43,9 @@ def report_command(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run. Several runs are compared.")
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
-        ),
-    ] = None,
-    before: Annotated[
-        Path | None,
-        typer.Option(
-            help="Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
-        ),
-    ] = None,
-    after: Annotated[
-        Path | None, typer.Option(help="Evaluation after the training, a folder like --before; by default the run's.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help=OUTPUT)] = None,
+    before: Annotated[Path | None, typer.Option(help=BEFORE)] = None,
+    after: Annotated[Path | None, typer.Option(help=AFTER)] = None,
 ) -> None:
     """Write a page about one run, or several side by side: curves, times, figures, neighbours, hardest queries."""
     from distap.pages.report import report
@@ -78,19 +72,13 @@ def plan_command(
     config: CONFIG,
     overrides: OVERRIDES = None,
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs to predict for.")] = "1,2,4,8,16,64,256,1024,4096",
-    card: Annotated[
-        str, typer.Option(help="GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090.")
-    ] = "h100",
-    link: Annotated[
-        str, typer.Option(help="Network rate of a host per second: 400Gb is in bits, 50GB in bytes.")
-    ] = "400Gb",
+    card: Annotated[str, typer.Option(help=CARD)] = "h100",
+    link: Annotated[str, typer.Option(help=LINK)] = "400Gb",
     gpus_a_host: Annotated[int, typer.Option(help="GPUs in a host.", min=1)] = 8,
     batch: Annotated[
         int | None, typer.Option(help="Images of a global batch.", min=2, show_default="the recipe's")
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine and predict for more machines like it.")
-    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help=MEASURE)] = False,
     rounds: Annotated[int, typer.Option(help="Rounds of --measure; the medians count.", min=1)] = 5,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File to write the figures to.", show_default="printed only")
@@ -122,7 +110,7 @@ def plan_command(
 
 
 def parse_gpus(text: str, batch: int) -> list[int]:
-    """Return the numbers of GPUs in a text such as `1,8,64` for which a batch has images."""
+    """The numbers of GPUs in a text such as `1,8,64` for which a batch has images."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
         raise DistapError(f"--gpus {text!r}: expected numbers with commas between them, such as 1,8,64")
     possible = [number for number in sorted({int(number) for number in text.split(",")}) if number <= batch]
@@ -132,7 +120,7 @@ def parse_gpus(text: str, batch: int) -> list[int]:
 
 
 def parse_rate(text: str) -> float:
-    """Return the bytes a second of a rate: `400Gb` is in bits a second, `50GB` in bytes a second."""
+    """Bytes a second of a rate: `400Gb` is in bits a second, `50GB` in bytes a second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)?", text.strip())
     if match is None or float(match[1]) == 0:
         raise DistapError(f"--link {text!r}: expected a rate, such as 400Gb for bits or 50GB for bytes a second")

@@ -66,7 +66,7 @@ class Describing:
         if broken:
             raise DistapError(
                 f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of "
-                f"{broken[0]}: the network is broken, nothing can be ranked"
+                f"{broken[0]}: the network is broken"
             )
         if self.world.rank == 0:
             for key, reason in left_out.items():

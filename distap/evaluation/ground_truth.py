@@ -20,7 +20,6 @@ from distap.evaluation.describing import Describing
 from distap.evaluation.saved import Evaluation, nan_as_null
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors, reading
 from distap.retrieval.ground_truth_metrics import (
-    GroundTruthResult,
     evaluate_graded,
     evaluate_landmarks,
     graded_queries,
@@ -43,23 +42,16 @@ class GroundTruth:
 
 
 def read_ground_truth(path: Path) -> GroundTruth:
-    """Read the ground truth that `distap data convert` wrote.
-
-    Raises:
-        DistapError: it is none, or of a data set whose protocol is unknown.
-    """
+    """Read the ground truth that `distap data convert` wrote, or raise a DistapError."""
     with reading(path, "distap data convert"):
         found = json.loads(path.read_text())
         truth = GroundTruth(found["dataset"], found["query"], tuple(found["gallery"]), tuple(found["queries"]))
         for record in truth.queries:
             for name in FIELDS.get(truth.dataset, ()):
                 record[name]
-        splits = (truth.query, *truth.gallery)
     if truth.dataset not in FIELDS:
-        raise DistapError(
-            f"{path}: dataset {truth.dataset!r} has no protocol here; expected one of {', '.join(FIELDS)}"
-        )
-    for split in splits:
+        raise DistapError(f"{path}: dataset {truth.dataset!r} has no protocol here; expected {', '.join(FIELDS)}")
+    for split in (truth.query, *truth.gallery):
         if not isinstance(split, str) or Path(split).name != split:
             raise DistapError(f"{path}: split {split!r} is not the name of a folder beside it")
     return truth
@@ -128,15 +120,10 @@ class DescribedGroundTruthSet:
         return joined
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
-        """Refine the descriptors and rank the gallery for each query.
-
-        Raises:
-            DistapError: a descriptor is not finite, or an image of the ground truth is not in the gallery.
-        """
+        """Refine the descriptors and rank the gallery for each query."""
         refined, gallery, head = refinement.apply(self.queries, self.gallery)
         queries = torch.from_numpy(np.array(refined, dtype=np.float32)).to(self.device)
         head = None if head is None else head.to(self.device)
-        result: GroundTruthResult
         if FIELDS[self.of.truth.dataset] is GRADED:
             result = evaluate_graded(queries, gallery, graded_queries(self.records, self.row), head=head)
         else:

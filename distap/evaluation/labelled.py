@@ -12,12 +12,7 @@ from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.saved import Evaluation, Retrieved
-from distap.retrieval.metrics import (
-    DecomposabilityGap,
-    decomposability_gap,
-    evaluate_labelled_set,
-    random_batches,
-)
+from distap.retrieval.metrics import DecomposabilityGap, decomposability_gap, evaluate_labelled_set, random_batches
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.storage.locations import Source
 
@@ -46,20 +41,12 @@ class DescribedLabelledSet:
     device: torch.device  # for ranking
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
-        """Refine the descriptors and rank all images for each image.
-
-        Raises:
-            DistapError: a descriptor is not finite, or no image has another of its class.
-        """
+        """Refine the descriptors and rank all images for each image."""
         index, samples = self.of.index, self.samples
         queries, gallery, head = refinement.apply(self.descriptors, self.descriptors, same=True)
-        labels = torch.from_numpy(index.label[samples])
-        result = evaluate_labelled_set(
-            gallery,
-            labels.to(self.device),
-            head=None if head is None else head.to(self.device),
-            queries=None if queries is gallery else queries,
-        )
+        labels, device = torch.from_numpy(index.label[samples]), self.device
+        head, asking = None if head is None else head.to(device), None if queries is gallery else queries
+        result = evaluate_labelled_set(gallery, labels.to(device), head=head, queries=asking)
         result = replace(result, **{name: getattr(result, name).cpu() for name in result.__dataclass_fields__})
         count = int(result.is_query.sum())
         about = {
@@ -84,11 +71,7 @@ class DescribedLabelledSet:
         return Evaluation(result.summary(), count, len(samples) - count, about, retrieved)
 
     def gap(self, batch: int) -> DecomposabilityGap:
-        """How much higher mAP is within random batches of this size than over the whole set.
-
-        Raises:
-            DistapError: the set is smaller, or no batch has two images of a class.
-        """
+        """How much higher mAP is within random batches of this size than over the whole set."""
         labels = torch.from_numpy(self.of.index.label[self.samples]).to(self.device)
         batches = random_batches(len(labels), batch, torch.Generator().manual_seed(0))
         return decomposability_gap(self.descriptors, labels, batches)

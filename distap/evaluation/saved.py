@@ -20,13 +20,8 @@ from distap.storage.atomic import UnwritableError, write_whole
 FOLDER, RESULT_FILE, NEIGHBOURS_FILE, QUERIES_FILE = "evaluations", "result.json", "neighbours.npz", "queries.npz"
 NEIGHBOURS = {"sample": "int64", "neighbour": "int64"}
 QUERIES = {
-    "sample": "int64",
-    "key": "U",
-    "label": "int64",
-    "average_precision": "float64",
-    "average_precision_at_r": "float64",
-    "first_positive": "int64",
-    "class_name": "U",
+    **{"sample": "int64", "key": "U", "label": "int64", "first_positive": "int64", "class_name": "U"},
+    **{"average_precision": "float64", "average_precision_at_r": "float64"},
 }
 
 
@@ -64,12 +59,9 @@ class Evaluation:
     retrieved: Retrieved | None = None  # of a labelled set
 
     def save(self, folder: Path, **about: Any) -> None:
-        """Write it to a folder, which holds no evaluation until all is written; an earlier one is replaced.
+        """Write it to a folder, with `about` in result.json, or raise an UnwritableError.
 
-        Args:
-            about: more entries for result.json, such as the network's checkpoint.
-        Raises:
-            UnwritableError: a file cannot be written.
+        The folder holds no evaluation until all is written; an earlier one is replaced.
         """
         path = folder / RESULT_FILE
         try:
@@ -104,11 +96,7 @@ class SavedEvaluation(BaseModel):
     classes: dict[str, Figures] = {}  # queries, mAP and so on of each class
 
     def retrieved(self) -> Retrieved:
-        """Read what each image retrieved.
-
-        Raises:
-            DistapError: its files are missing, damaged or belong to different evaluations.
-        """
+        """Read what each image retrieved."""
         queries: dict[str, Any] = _read(self.folder / QUERIES_FILE, lambda data: read_columns(data, QUERIES))
         nearest: dict[str, Any] = _read(self.folder / NEIGHBOURS_FILE, lambda data: read_columns(data, NEIGHBOURS))
         sample, neighbour = queries["sample"], nearest["neighbour"]
@@ -128,11 +116,7 @@ class SavedEvaluation(BaseModel):
 
 
 def read_evaluation(folder: Path) -> SavedEvaluation:
-    """Read the evaluation in a folder.
-
-    Raises:
-        DistapError: there is none, or its result.json is damaged.
-    """
+    """Read the evaluation in a folder, or raise a DistapError."""
     path = folder / RESULT_FILE
     result: Any = _read(path, json.loads)
     try:

@@ -38,16 +38,12 @@ def open_set(
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
 ) -> EvaluationSet:
-    """Open a folder with a ground truth, or else shards with classes.
+    """Open a folder that `distap data convert` wrote with a ground truth, or else shards with classes.
 
     Args:
-        where: folder that `distap data convert` wrote, with `ground_truth.json` in it; or folder, pattern or URL of
-            shards.
         name: for its results; None takes the last part of `where`.
         distractors: shards to add to a gallery with a ground truth.
         max_pixels, remote, cache: see `open_images`.
-    Raises:
-        DistapError: there is no such data set, its images have no classes, or it has distractors but no ground truth.
     """
     source = parse_source(where)
     name = name or Path(source.base).name or "data"
@@ -60,8 +56,7 @@ def open_set(
         images = open_images(source, max_pixels, remote, cache)
         if not isinstance(images.reader, Reader):
             raise DistapError(
-                f"{images.name}: a plain folder of images, which says nothing of classes; pack it with "
-                "`distap data pack`, a sub-folder a class"
+                f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
             )
         return LabelledSet(name, images, images.reader.index)
     truth = read_ground_truth(truth_file)
@@ -99,8 +94,7 @@ def evaluate_sets(
     Args:
         compare: also evaluate without refinement, and with each part of it by itself.
         gap: also measure the decomposability gap over random batches of this many images.
-        output: folder for results.json and the evaluation, or a folder for each of several.
-        about: more entries for these files, such as the network's checkpoint.
+        output: folder for results.json and the evaluation, or a folder for each of several; `about` is added to both.
     """
     # Describe all sets first: the watchdog would take ranks that wait for rank 0's ranking for lost.
     described = {name: opened.describe(describing) for name, opened in sets.items()}

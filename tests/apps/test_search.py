@@ -164,7 +164,7 @@ def test_a_page_of_hits_looks_right_in_a_browser(tmp_path, gallery, searcher, br
 
 def test_a_query_that_is_nothing_is_told(gallery, monkeypatch, capsys):
     assert distap(monkeypatch, "search", gallery.index, "nothing.png") == 2
-    assert "neither an image file, nor a folder of images, nor a key" in capsys.readouterr().err
+    assert "no image file, no folder of images, and no key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["search", "serve"])

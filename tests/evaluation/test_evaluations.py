@@ -6,6 +6,8 @@ import pytest
 import torch
 from commands import distap
 from dataset_trees import TREES
+from extractions import encoded
+from PIL import Image
 from ranks import on_ranks
 from retrieval_reference import average_precision, average_precision_at_100, order_of, trapezoid_average_precision
 from small_trainings import recipe, train
@@ -43,14 +45,14 @@ def ranking(similarities: list[float], positives: set[int], junk: set[int]) -> l
     return [row in positives for row in order_of(similarities, positives, junk)]
 
 
-def similarities_of(how, source: Path, queries: dict[str, list[float]] | None) -> dict[str, list[float]]:
+def similarities_of(how, source: Path, queries: dict[str, list[float]]) -> dict[str, list[float]]:
     """Each query's similarity to the six images of the gallery, from the files that were converted."""
     images = source / "jpg"
     gallery = how.describer.describe([path.read_bytes() for path in sorted(images.glob("all_souls*"))])
     result = {}
     for name, box in queries.items():
-        edges = [None] if box is None else [tuple(round(edge) for edge in box)]
-        described = how.describer.describe([(images / f"{name}.jpg").read_bytes()], edges)
+        part = Image.open(images / f"{name}.jpg").crop([round(edge) for edge in box])
+        described = how.describer.describe([encoded(part)])
         result[name] = (described @ gallery.t())[0].tolist()
     return result
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from distap.data.images.decoding import MAX_PIXELS, Box, DamagedImageError, EncodedImage
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Sizing, batches_of_one_shape
 from distap.engine.precision import autocast
 from distap.engine.settings import PrecisionName
@@ -31,30 +31,17 @@ class TooLittleMemoryError(DistapError):
 
 @dataclass(frozen=True, eq=False)
 class ImageDescriber:
-    """Describes images in one way, on the network's device.
-
-    Args:
-        retrieval_network: from pixels to descriptors.
-        sizing: how an image is resized.
-        scales, power: of the generalised mean over scales, see `MultiScaleNetwork`.
-        whitening: applied after the network.
-        max_pixels: an image with more pixels, width times height, is refused without decoding.
-        precision: of convolutions and matrix products.
-        scaled: whether JPEG may be decoded at reduced scale.
-        batch_pixels: most pixels to describe at once, height times width summed over the images.
-    Raises:
-        DistapError: a setting is invalid, or does not fit the network.
-    """
+    """Describes images in one way, on the network's device. Settings that do not fit raise a DistapError."""
 
     retrieval_network: RetrievalNetwork
     sizing: Sizing
     scales: Sequence[float] = (1.0,)
-    power: float | None = None
-    whitening: Whitening | None = None
-    max_pixels: int = MAX_PIXELS
-    precision: PrecisionName = "float32"
-    scaled: bool = True
-    batch_pixels: int = BATCH_PIXELS
+    power: float | None = None  # of the generalised mean over the scales, see `MultiScaleNetwork`
+    whitening: Whitening | None = None  # applied after the network
+    max_pixels: int = MAX_PIXELS  # an image with more (width times height) is refused without decoding
+    precision: PrecisionName = "float32"  # of convolutions and matrix products
+    scaled: bool = True  # whether JPEG may be decoded at reduced scale
+    batch_pixels: int = BATCH_PIXELS  # most to describe at once: height times width, summed over the images
 
     def __post_init__(self) -> None:
         required, scales = required_size(self.retrieval_network), self.network.scales
@@ -84,30 +71,21 @@ class ImageDescriber:
 
     @property
     def dimensions(self) -> int:
-        """D of the descriptors."""
         return self.network.dimensions
 
     @property
     def device(self) -> torch.device:
-        """Device of the network."""
         return self.retrieval_network.mean.device
 
-    def describe(self, images: Sequence[bytes], boxes: Sequence[Box | None] | None = None) -> Tensor:
+    def describe(self, images: Sequence[bytes]) -> Tensor:
         """Descriptors (n, D) float32 of length 1, on the CPU, of encoded images.
 
         Several threads may call this at once if the network is in evaluation mode.
 
-        Args:
-            images: files of FORMATS.
-            boxes: the part of each image to describe, None for the whole.
         Raises:
             DamagedImageError: an image cannot be decoded or is too large.
         """
-        parts = boxes or [None] * len(images)
-        pixels = (
-            self.sizing(EncodedImage(data, self.max_pixels), box, self.scaled)
-            for data, box in zip(images, parts, strict=True)
-        )
+        pixels = (self.sizing(EncodedImage(data, self.max_pixels), None, self.scaled) for data in images)
         descriptors = torch.empty(len(images), self.dimensions)
         with self.evaluating():
             for rows, batch in batches_of_one_shape(enumerate(pixels), self.batch_pixels):
@@ -132,9 +110,8 @@ class ImageDescriber:
                     f"than {self.device} has: set --batch-pixels below {self.batch_pixels}, or --max-side lower"
                 ) from error
             if min(height, width) * min(1.0, *self.network.scales) < SAFE_SIDE:
-                raise DamagedImageError(
-                    "decode_error", f"{width} x {height} pixels are too few for the network"
-                ) from error
+                message = f"{width} x {height} pixels are too few for the network"
+                raise DamagedImageError("decode_error", message) from error
             raise
         return descriptors
 
@@ -158,24 +135,15 @@ def describer_like(
     max_pixels: int = MAX_PIXELS,
     scaled: bool = True,
 ) -> ImageDescriber:
-    """A describer that repeats how stored descriptors were made. The network is put into evaluation mode.
+    """A describer that repeats how stored descriptors were made, by this network and whitening or a DistapError.
 
-    Args:
-        described_by: the record beside the stored descriptors.
-        network: the network that made them.
-        whitening: the whitening applied to them, if any.
-        max_pixels, scaled: see `ImageDescriber`.
-    Raises:
-        DistapError: the network or the whitening is another one.
+    The network is put into evaluation mode.
     """
     scales, power = described_by.scales, described_by.scale_power
     sizing = Sizing.parse(described_by.sizing)
     describer = ImageDescriber(network, sizing, scales, power, whitening, max_pixels, scaled=scaled)
-    found = describer.described_by
-    for part, wanted, given in (
-        ("network", described_by.network, found.network),
-        ("whitening", described_by.whitening or "none", found.whitening or "none"),
-    ):
+    for part in ("network", "whitening"):
+        wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
         if wanted != given:
             raise DistapError(
                 f"the descriptors were extracted with the {part} {wanted[:12]}, but this one is {given[:12]}: name "

@@ -158,10 +158,7 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
 
 
 def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
-    """Split images into requests, each read by one worker: at most CHUNK images, or `limit` pixels, or one image.
-
-    The pixels of a request pass through shared memory, so its size matters.
-    """
+    """Split images into requests, each read by one worker: at most CHUNK images, or `limit` pixels, or one image."""
     requests: list[list[int]] = [[]]
     held = 0
     for sample, area in zip(samples, areas[samples].tolist(), strict=True):
@@ -174,10 +171,10 @@ def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) ->
 
 
 class SharedProgress:
-    """Exchange the ranks' progress every few seconds.
+    """Exchange the ranks' progress every few seconds; every rank raises a BrokenOffError if one asks to stop.
 
-    Rank 0 can then show the progress of all. And however uneven the work is, no rank waits in a collective for longer
-    than these seconds and one batch. A BrokenOffError is raised on every rank if one asks to stop.
+    Rank 0 can show the progress of all. However uneven the work is, no rank waits in a collective for longer than
+    these seconds and one batch.
     """
 
     def __init__(self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool]) -> None:
