@@ -1,6 +1,7 @@
 """The shape of the package: its size, its names, its layers, and how much of it one step runs."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -63,3 +64,16 @@ def test_the_library_has_few_names_and_import_needs_no_torch():
     assert all(callable(getattr(distap, name)) for name in dir(distap) if name != "__version__")
     with pytest.raises(AttributeError, match="no attribute 'Rank'"):
         _ = distap.Rank
+
+
+def test_the_documents_name_files_that_exist():
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("k8s/**/*.md"), *ROOT.glob("launch/**/*.md")]
+    inside = re.compile(r"(?:distap|tests|benchmarks|launch|k8s|docs)/[\w./-]*\w")
+    missing = {
+        f"{text.relative_to(ROOT)}: {name}"
+        for text in texts
+        for name in re.findall(rf"`({inside.pattern})/?`|\]\(({inside.pattern})\)", text.read_text())
+        for name in name
+        if name and not (ROOT / name).exists()
+    }
+    assert missing == set()
