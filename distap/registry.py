@@ -7,15 +7,19 @@ pydantic model: its fields are the keys that stand beside `name`, and METHODS na
 
 import difflib
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError, ValidationInfo
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from distap.errors import DistapError
 
+TIMM_OPTIMIZERS = (
+    *("adam", "adamw", "nadamw", "radam", "sgd", "momentum"),
+    *("rmsprop", "lamb", "lars", "lion", "adafactor", "adopt"),
+)
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
         "ap_q": "distap.ranking.losses.quantized:QuantizedAP",
@@ -49,23 +53,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "package": "distap.model.backbone:PackageWeights",
     },
     "pooling": {"gem": "distap.model.network:GeMPooling", "mean": "distap.model.network:MeanPooling"},
-    "optimizer": dict.fromkeys(
-        (
-            "adam",
-            "adamw",
-            "nadamw",
-            "radam",
-            "sgd",
-            "momentum",
-            "rmsprop",
-            "lamb",
-            "lars",
-            "lion",
-            "adafactor",
-            "adopt",
-        ),
-        "distap.engine.optimizer:TimmOptimizer",
-    ),
+    "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.engine.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(
         ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:TimmSchedule"
     ),
@@ -110,14 +98,7 @@ def suggestion(word: str, known: Collection[str]) -> str:
 
 
 def class_of(kind: str, name: str) -> type:
-    """Import the class that `name` stands for.
-
-    Args:
-        kind: a key of REGISTRY.
-        name: a name of that kind, or "package.module:Class".
-    Raises:
-        ValueError: there is no such name, module or class, or the class lacks what its kind needs.
-    """
+    """Import the class that a name of this kind, or "package.module:Class", stands for; or raise a ValueError."""
     check_name(kind, name)
     module, _, attribute = REGISTRY[kind].get(name, name).partition(":")
     try:
@@ -146,11 +127,7 @@ def _lack(kind: str, found: type) -> str:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Check a name without importing its class.
-
-    Raises:
-        ValueError: it is neither in the table nor of the form "package.module:Class".
-    """
+    """Raise a ValueError unless a name is in the table or of the form "package.module:Class"; import nothing."""
     module, colon, attribute = name.partition(":")
     of_others = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
     if name not in REGISTRY[kind] and not of_others:
@@ -167,21 +144,16 @@ def name_of(kind: str, part: object) -> str:
 
 
 def fields_of(chosen: type) -> list[str]:
-    """The names of a dataclass's or pydantic model's fields."""
     return [one.name for one in fields(chosen)] if is_dataclass(chosen) else list(getattr(chosen, "model_fields", ()))
 
 
 def build_part(kind: str, name: str, **options: Any) -> Any:
-    """An object of this kind from its name and its keys.
-
-    Raises:
-        DistapError: the name, a key or a value is wrong; each is named.
-    """
+    """Return an object of this kind; a DistapError names each wrong name, key or value."""
     try:
         return _validated(kind, {"name": name, **options})
     except ValidationError as error:
-        problems = "; ".join(_said(item) for item in error.errors())
-        raise DistapError(f"{kind} {name}: {problems}") from error
+        problems = [problem_of(dict(item), list(map(str, item["loc"]))) for item in error.errors()]
+        raise DistapError(f"{kind} {name}: {'; '.join(problems)}") from error
     except ValueError as error:
         raise DistapError(str(error)) from error
 
@@ -232,7 +204,7 @@ class Chosen:
 
 
 def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
-    """Raises ValidationError for its keys, ValueError for its name."""
+    """Build an object; raise a ValidationError for its keys, a ValueError for its name."""
     name = settings["name"]
     chosen = class_of(kind, name)
     options = {key: value for key, value in settings.items() if key != "name"}
@@ -253,17 +225,19 @@ def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
 
 
 def unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:
-    """A line of a ValidationError that says which key may have been meant."""
     hint = suggestion(str(key), known)
     return InitErrorDetails(
         type=PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint}), loc=(key,), input=value
     )
 
 
-def _said(error: ErrorDetails) -> str:
-    """One wrong key."""
-    said = error["msg"].removeprefix("Value error, ")
-    where = ".".join(map(str, error["loc"]))
-    if error["type"] == "unknown_key":
-        return f"no option {where!r}{said.removeprefix('unknown key')}"
-    return f"{where} is {error['input']!r}: {said[:1].lower()}{said[1:]}" if where else said
+def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Say in one line where pydantic found a wrong value, under these keys, which one, and what it expected."""
+    where, expected = ".".join(keys), str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return f"{where}: missing; a value is needed"
+    if not where or error["type"] == "unknown_key":
+        return f"{where}: {expected}".removeprefix(": ")
+    # For a whole section the message names the key; its value may be long, or secret.
+    value = "" if isinstance(error["input"], Mapping) else f"{error['input']!r}: "
+    return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"

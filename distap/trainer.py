@@ -39,8 +39,6 @@ class Trainer:
     Args:
         endpoint: answers HTTP requests about this rank; a new one answers nothing until it is served.
         startup: the clock that was started with the process.
-    Raises:
-        DistapError: the recipe does not fit the data or the ranks.
     """
 
     def __init__(
@@ -69,12 +67,9 @@ class Trainer:
         self.startup.reached("network")
 
     def train(self) -> int:
-        """Train from the newest checkpoint, if there is one, to the last step.
+        """Train from the newest checkpoint, if there is one, to the last step, and return FINISHED.
 
-        Returns:
-            FINISHED after the last step; RESTART if a rank was asked to stop, after writing a checkpoint.
-        Raises:
-            DistapError: the run cannot go on from its checkpoint, or cannot be trained.
+        If a rank is asked to stop, write a checkpoint and return RESTART.
         """
         with StopRequest(self.recipe.stop.grace_seconds, self.tracer.ask) as stop:
             self.done = self.state.resume()
@@ -167,8 +162,8 @@ class Trainer:
     def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
         """Exchange requests and damage with the other ranks, and begin a trace if a rank was asked for one.
 
-        Return whether any rank was asked to stop; raise a DistapError if too many of the `images` that all ranks have
-        read since this process started are damaged.
+        Return whether any rank was asked to stop. Of the `images` read since this process started, too many damaged
+        ones raise a DistapError.
         """
         self.report.reading(self.done, share)
         wanted = self.tracer.asked()

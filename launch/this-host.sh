@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What a host brings to a training; sourced by the scripts that start one.
+# Functions about this host; the scripts that start a training source this file.
 
-# The Python that distap is installed for: PYTHON, the active environment's, the repository's own, or any.
+# Print the Python to run: $PYTHON, that of the active environment, that of .venv in the repository, or `python`.
 find_python() {
     local own
     own=$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python
@@ -14,7 +14,7 @@ find_python() {
     fi
 }
 
-# Ranks to start where the user does not say: one a GPU that may be used, or one.
+# Print the default number of ranks: one for each visible GPU, or one.
 count_ranks() {
     local gpus=0
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
@@ -25,7 +25,7 @@ count_ranks() {
     echo $((gpus > 0 ? gpus : 1))
 }
 
-# share_cores RANKS: the threads of a rank, unless the user has said. torchrun would give each rank one.
+# share_cores RANKS: divide the cores among the ranks, unless OMP_NUM_THREADS is set; torchrun would give each one.
 share_cores() {
     local cores
     [ "$1" -gt 0 ] || { echo "error: --ranks $1: one or more is expected" >&2 && exit 2; }
@@ -35,7 +35,7 @@ share_cores() {
     fi
 }
 
-# is_number OPTION TEXT: or else leave with an error.
+# is_number OPTION TEXT: exit with an error if TEXT is not a whole number.
 is_number() {
     case $2 in
         '' | *[!0-9]*) echo "error: $1 $2: a whole number is expected" >&2 && exit 2 ;;

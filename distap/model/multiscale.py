@@ -24,9 +24,7 @@ class MultiScaleNetwork(nn.Module):
         scales: factors of each image's height and width.
         power: of the mean over scales; None takes `default_power`. Negative components keep their sign, as in
             Revaud et al.
-        whitening: mean (C,) and projection (D, C) of a linear layer at the end; None for none.
-    Raises:
-        DistapError: a setting makes no sense, or the whitening does not fit the network.
+        whitening: mean (C,) and projection (D, C) of a linear layer at the end.
     """
 
     mean: Tensor | None
@@ -54,9 +52,8 @@ class MultiScaleNetwork(nn.Module):
         if mean is not None and projection is not None:
             if mean.shape != (dimensions,) or projection.ndim != 2 or projection.shape[1] != dimensions:
                 raise DistapError(
-                    f"whitening: mean {tuple(mean.shape)} and projection {tuple(projection.shape)} for descriptors "
-                    f"of {dimensions} dimensions; expected ({dimensions},) and (D, {dimensions}): it was learned on "
-                    "others"
+                    f"whitening: it was learned on other descriptors: mean {tuple(mean.shape)} and projection "
+                    f"{tuple(projection.shape)}, expected ({dimensions},) and (D, {dimensions})"
                 )
             # Whitening is learned in a wider dtype than it needs here.
             mean, projection, dimensions = mean.to(network.mean), projection.to(network.mean), len(projection)
@@ -65,7 +62,6 @@ class MultiScaleNetwork(nn.Module):
         self.register_buffer("projection", projection)
 
     def forward(self, images: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n D"]:
-        """Return descriptors of length 1, float32 or wider."""
         described = [self._at(images, scale) for scale in self.scales]
         with in_full_precision(images.device):
             descriptors = described[0]

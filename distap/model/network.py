@@ -30,10 +30,6 @@ class RetrievalNetwork(nn.Module):
     Pooling, head and normalisation compute in float32 even under autocast, because ranking compares descriptors
     that differ by little.
 
-    Attributes:
-        compiled: runs the backbone in training mode if it is set (see `compile_backbone`).
-        memory_format: of the pixels that the backbone gets.
-
     Args:
         backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
         pooling: turns (n, C, h, w) into (n, C).
@@ -59,8 +55,9 @@ class RetrievalNetwork(nn.Module):
         self.features = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
         self.dimensions = projection or self.features
         self.batchnorm = batchnorm
+        # Runs the backbone in training mode if it is set, see `compile_backbone`.
         self.compiled: Callable[[nn.Module, Tensor], Tensor] | None = None
-        self.memory_format = torch.channels_last
+        self.memory_format = torch.channels_last  # of the pixels that the backbone gets
         self.backbone = backbone
         self.pooling = pooling
         self.head = nn.Identity() if projection is None else nn.Linear(self.features, projection)
@@ -78,16 +75,8 @@ class RetrievalNetwork(nn.Module):
         return self
 
     def checkpoint_activations(self) -> None:
-        """Compute activations again in the backward pass instead of keeping them: less memory, slower.
-
-        Raises:
-            DistapError: the backbone does not offer it, or BatchNorm would update its statistics in both passes.
-        """
-        if self.batchnorm != "frozen":
-            raise DistapError(
-                "step.activation_checkpointing needs frozen BatchNorm (model.batchnorm: frozen): `batch` would "
-                "update its statistics in both forward passes"
-            )
+        """Compute activations again in the backward pass instead of keeping them: less memory, slower."""
+        self.require_frozen("step.activation_checkpointing", "would update its statistics in both forward passes")
         try:
             self.backbone.set_grad_checkpointing(True)
         except (AttributeError, AssertionError, TypeError, NotImplementedError) as error:
@@ -95,6 +84,11 @@ class RetrievalNetwork(nn.Module):
                 f"step.activation_checkpointing: {architecture_of(self.backbone)} does not offer it; set it to false "
                 "and reduce replay.size, or choose another backbone"
             ) from error
+
+    def require_frozen(self, key: str, problem: str) -> None:
+        """Raise a DistapError for a key of the recipe if BatchNorm normalises by the micro-batch."""
+        if self.batchnorm != "frozen":
+            raise DistapError(f"{key} needs frozen BatchNorm (model.batchnorm: frozen): `batch` {problem}")
 
     def running_statistics(self) -> list[Tensor]:
         """Return the statistics of BatchNorm that training changes: none if it is frozen."""
@@ -193,8 +187,6 @@ def build_network(
         backbone: its `build(drop_rate, drop_path_rate)` returns a module with `num_features`.
         weights: its `load(module)` loads weights into that module.
         pooling: its `build()` returns a module.
-    Raises:
-        DistapError: the backbone cannot be built, or the weights do not fit it.
     """
     network = backbone.build(drop_rate, drop_path_rate)
     weights.load(network)

@@ -1,10 +1,9 @@
-"""Place curves and bars within a picture; the macro `chart` of templates/macros.html draws them as SVG."""
+"""Choose the axes of curves and bars; the macro `chart` of templates/macros.html draws them as SVG."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 WIDTH, HEIGHT = 520, 300  # of the SVG in its own units; the browser scales it
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 32, 50  # margins, for the axes
@@ -23,15 +22,6 @@ class Series:
     marked: bool = False  # draw a dot at each point
 
 
-class Bar(NamedTuple):
-    layer: int  # chooses the colour
-    x: float
-    y: float
-    width: float
-    height: float
-    title: str
-
-
 def plain(value: float) -> str:
     """A number as short as its size allows, such as 5e-4 or 12.5."""
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
@@ -40,7 +30,6 @@ def plain(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of one in percent."""
     return f"{100 * share:.3g}%"
 
 
@@ -61,8 +50,8 @@ class Chart:
     ) -> None:
         self.x_label, self.y_label, self.y_format = x_label, y_label, y_format
         self.lines: list[tuple[Series, list[Point]]] = []
-        self.bars: list[Bar] = []
-        self.layers: list[str] = []  # names of the bars' colours
+        self.columns: list[tuple[Point, ...]] = []  # of bars: the x and the height of each layer, the lowest first
+        self.layers: list[str] = []  # names of the layers
         xs, ys = [x for x, _ in points], [y for _, y in points]
         low, high = (0.0 if from_zero else min(ys)), max(ys)
         margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
@@ -79,12 +68,11 @@ class Chart:
         return HEIGHT - BOTTOM - (value - self._low) / (self._high - self._low) * (HEIGHT - TOP - BOTTOM)
 
     def x_ticks(self) -> list[tuple[float, str]]:
-        """Place and text of each mark of the x axis; only whole numbers are marked."""
+        """Return the place and the text of each mark; only whole numbers are marked."""
         values = ticks(self._left, self._right) if self._right > self._left else []
         return [(self.x(value), f"{value:.0f}") for value in values if value == int(value)]
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        """Place and text of each mark of the y axis."""
         return [(self.y(value), self.y_format(value)) for value in ticks(self._low, self._high)]
 
     def path(self, points: Sequence[Point]) -> str:
@@ -94,10 +82,8 @@ class Chart:
 def line_chart(
     series: Sequence[Series], y_label: str, y_format: Format = plain, from_zero: bool = False, x_label: str = "step"
 ) -> Chart | None:
-    """A chart of lines, each with a colour and a dash pattern of its own; None where no point can be drawn.
-
-    A series without points keeps its colour and its place in the legend, so that a run looks alike in all charts.
-    """
+    """Lines with a colour and a dash pattern each; None if no point can be drawn."""
+    # A series without points keeps its colour and its place in the legend, so that a run looks alike in all charts.
     lines = [(each, thinned(each.points)) for each in series]
     points = [point for _, line in lines for point in line]
     if not points:
@@ -108,7 +94,7 @@ def line_chart(
 
 
 def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], y_label: str) -> Chart | None:
-    """A chart with one bar for each of (S,) steps, from layers of (S,) heights; many are averaged in intervals."""
+    """One bar for each of (S,) steps, from layers of (S,) heights; many are averaged in intervals."""
     heights = [thinned(list(zip(steps, values, strict=True)), MOST_BARS) for values in layers.values()]
     columns = list(zip(*heights, strict=True))
     if not columns:
@@ -117,16 +103,7 @@ def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], 
     # The middle of the first and of the last bar is half a bar within the axis.
     half = (tops[-1][0] - tops[0][0]) / max(len(tops) - 1, 1) / 2
     chart = Chart([*tops, (tops[0][0] - half, 0), (tops[-1][0] + half, 0)], "step", y_label, from_zero=True)
-    chart.layers = list(layers)
-    width = (WIDTH - LEFT - RIGHT) / len(columns)
-    for number, column in enumerate(columns):
-        floor = 0.0
-        left = LEFT + (number + 0.1) * width
-        for layer, (name, (step, height)) in enumerate(zip(layers, column, strict=True)):
-            top, bottom = chart.y(floor + height), chart.y(floor)
-            title = f"step {step:.0f}, {name}: {height:.3g}"
-            chart.bars.append(Bar(layer, left, top, 0.8 * width, max(bottom - top, 0), title))
-            floor += height
+    chart.layers, chart.columns = list(layers), columns
     return chart
 
 

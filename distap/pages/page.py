@@ -12,7 +12,7 @@ from distap.storage.atomic import write_whole
 
 def page_text(template: str, **values: Any) -> str:
     """The HTML of a template; every value is escaped."""
-    return _TEMPLATES.get_template(template).render(values)
+    return TEMPLATES.get_template(template).render(values)
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
@@ -29,11 +29,11 @@ def _percent(share: float | None) -> str:
     return "–" if share is None or share != share else f"{100 * share:.1f}"
 
 
-_TEMPLATES = Environment(
+TEMPLATES = Environment(
     loader=PackageLoader("distap.pages"),
     autoescape=True,
     undefined=StrictUndefined,  # a misspelt name is an error, not a gap in the page
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"percent": _percent, "base64": lambda data: base64.b64encode(data).decode()}
+TEMPLATES.filters |= {"percent": _percent, "base64": lambda data: base64.b64encode(data).decode()}

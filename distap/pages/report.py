@@ -38,15 +38,12 @@ CURVES = {
 def report(
     folders: Sequence[Path], output: Path | None = None, before: Path | None = None, after: Path | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Write the report page of a run, or of several side by side, and a summary as JSON.
+    """Write the report page of a run, or of several side by side, and a summary as JSON; return path and summary.
 
     Args:
-        folders: of the trainings.
         output: folder to write to; by default the run's, or the one that holds all of the runs.
-        before, after: with one run: folders that `distap eval --output` wrote for the network before and after the
-            training, to use instead of the run's own first and newest evaluation.
-    Returns:
-        The page's path, and the summary: of the one run, or of each by its name.
+        before, after: with one run: folders that `distap eval --output` wrote, to show instead of the run's own first
+            and newest evaluation.
     """
     several = len(folders) > 1
     if several and (before or after):
@@ -82,7 +79,7 @@ def report(
         training=_training_charts(runs) if seconds else {},
         thinned=max(len(run.steps) for run in runs) if any(len(run.steps) > MOST_POINTS for run in runs) else 0,
         seconds=seconds,
-        seconds_chart=None if several or not seconds else _seconds_chart(runs[0].steps, *seconds.values()),
+        seconds_chart=None if several or not seconds else _seconds_chart(runs[0].steps, seconds[runs[0].name]),
         precision=_precision_charts(evaluations, retrieved),
         sheets=sheets,
         confusions=confusions,
@@ -95,7 +92,6 @@ def report(
 
 
 def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) -> Thumbnails:
-    """Thumbnails of the images that were evaluated; the recipe says how a remote data set is reached."""
     evaluation, data = evaluations[0], recipe["data"]
     if len({each.fingerprint for each in evaluations}) > 1:
         raise DistapError("the runs were evaluated on different data")
@@ -110,7 +106,6 @@ def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) 
 
 
 def _lowest_classes(evaluations: Sequence[SavedEvaluation]) -> list[str]:
-    """The classes with the lowest mAP by the last network."""
     classes = evaluations[-1].classes if evaluations else {}
     return sorted(classes, key=lambda name: (classes[name].get("mAP", 1.0), name))[:LOWEST]
 

@@ -20,12 +20,10 @@ SECTIONS = ("data", "loss", "model", "sampling", "steps")  # of a recipe, which 
 
 @dataclass(frozen=True)
 class Run:
-    """A training: its recipe, the lines of its log, and its evaluations."""
-
     folder: Path
     name: str  # what tells it from the other runs of a report
     recipe: dict[str, Any]
-    entries: list[dict[str, Any]]
+    entries: list[dict[str, Any]]  # lines of its log
     before: SavedEvaluation | None  # of the network that the training began with
     after: SavedEvaluation | None  # of the network as it is now
 
@@ -45,7 +43,7 @@ class Run:
     @property
     def train_seconds(self) -> float:
         """Seconds of the whole training, with its evaluations and checkpoints."""
-        # The line of a step has the seconds of its parts too; that of an evaluation or a checkpoint only its own.
+        # Only the lines of steps have a whole, `step`, beside its parts.
         seconds = [entry["seconds"] for entry in self.entries]
         return sum(each["step"] if "step" in each else sum(each.values()) for each in seconds)
 
@@ -56,12 +54,11 @@ class Run:
         return 1 - network / whole if whole else None
 
     def summary(self) -> dict[str, Any]:
-        both = {"before": self.before, "after": self.after}
-        return {
-            **{
-                when: each and {name: each.figures[name] for name in SUMMARY_FIGURES if name in each.figures}
-                for when, each in both.items()
-            },
+        summary: dict[str, Any] = {
+            when: each and {name: each.figures[name] for name in SUMMARY_FIGURES if name in each.figures}
+            for when, each in (("before", self.before), ("after", self.after))
+        }
+        return summary | {
             "train_seconds": self.train_seconds,
             "outside_network_share": self.outside_network_share,
         }
@@ -70,8 +67,7 @@ class Run:
         """Its evaluations as `before` and `after`; one in the middle of the training is called by its step."""
         if self.before and self.after and self.before.fingerprint != self.after.fingerprint:
             raise DistapError(
-                f"{self.before.folder} and {self.after.folder} are evaluations of different data: they cannot be "
-                "compared"
+                f"{self.before.folder} and {self.after.folder} are of different data: they cannot be compared"
             )
         names = {None: "", 0: "before", self.recipe["steps"]: "after"}
         both = {"before": self.before, "after": self.after}

@@ -33,7 +33,7 @@ from distap.retrieval.descriptor_files import (
 )
 from distap.retrieval.indexing import BuiltIndex
 from distap.retrieval.nearest import as_float32, bounded_threads
-from distap.storage.atomic import sync_path
+from distap.storage.atomic import refuse_foreign, sync_path
 from distap.storage.hashing import FileIdentity, file_identity
 
 INDEX_FILE = "index.faiss"
@@ -148,9 +148,8 @@ def require_free_for_index(folder: Path) -> None:
     """Refuse a folder that holds descriptors, whose files an index would replace, or anything else."""
     if any((folder / name).exists() for name in (DESCRIPTORS_FILE, PARQUET_FILE)):
         raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
-    others = {path.name for path in folder.iterdir()} - {*FILES, ABOUT_FILE} if folder.is_dir() else set()
-    if others and not (folder / INDEX_FILE).exists():
-        raise DistapError(f"{folder}: holds something else, such as {min(others)}; name another folder for the index")
+    if not (folder / INDEX_FILE).exists():
+        refuse_foreign(folder, {*FILES, ABOUT_FILE})
 
 
 def read_index(folder: Path) -> SearchIndex:

@@ -46,7 +46,7 @@ def test_schedules_are_pure_functions_of_the_step(schedule, expected):
         ("schedule", "linear", {"every": 3}, "every is set, but the schedule linear does not use it"),
         ("schedule", "step", {}, "the schedule step needs every"),
         ("schedule", "multistep", {"milestones": [5, 2]}, "expected them in ascending order"),
-        ("schedule", "cosine", {"warmup": -1}, "warmup is -1"),
+        ("schedule", "cosine", {"warmup": -1}, "warmup: -1"),
         ("optimizer", "adam", {"momentum": 0.9}, "momentum is set, but the optimiser adam has no momentum"),
         ("optimizer", "adan", {}, "unknown; did you mean adam?"),
     ],

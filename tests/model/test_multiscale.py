@@ -110,7 +110,7 @@ def test_an_export_scales_each_image_by_its_own_size():
         ({"power": float("nan")}, "scale power nan"),
         (
             {"whitening": (torch.zeros(3), torch.eye(3))},
-            r"descriptors of 16 dimensions; expected \(16,\) and \(D, 16\)",
+            r", expected \(16,\) and \(D, 16\)",
         ),
     ],
 )

@@ -312,7 +312,7 @@ def test_evaluations_of_different_data_are_not_compared(tmp_path, evaluated, run
     other = shutil.copytree(folder_of_step(run, 0), tmp_path / "other")
     result = json.loads((other / "result.json").read_text())
     (other / "result.json").write_text(json.dumps(result | {"fingerprint": "0" * 64}))
-    with pytest.raises(DistapError, match="evaluations of different data"):
+    with pytest.raises(DistapError, match="are of different data"):
         report([run], before=other)
     shutil.copy(other / "result.json", folder_of_step(run, 24) / "result.json")
     text = text_of(run, evaluated / "b", output=tmp_path)

@@ -106,7 +106,7 @@ def test_a_loss_that_cannot_rank_against_a_memory_says_so():
         ({"function": "TripletMarginLoss", "options": {"marjin": 1}}, "marjin"),
         ({"function": "TripletMarginLoss", "miner": "BestMiner"}, "has no miner 'BestMiner'"),
         ({"function": "ProxyNCALoss", "options": {"num_classes": 3, "embedding_size": 8}}, "parameters of its own"),
-        ({"function": "TripletMarginLoss", "weights": "class"}, "no option 'weights'"),
+        ({"function": "TripletMarginLoss", "weights": "class"}, "weights: unknown key"),
         ({}, "function"),
     ],
 )

@@ -271,7 +271,7 @@ def test_an_index_does_not_take_the_folder_of_descriptors(tmp_path, gallery, bui
 
 def test_an_index_does_not_take_the_folder_of_anything_else(tmp_path, gallery, built):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(DistapError, match=r"holds something else, such as notes\.txt"):
+    with pytest.raises(DistapError, match=r"notes\.txt would be lost"):
         write_index(tmp_path, built["flat"], gallery)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

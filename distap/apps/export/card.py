@@ -1,6 +1,7 @@
 """Write the model card beside an export: what the run recorded about the network, and code that loads it."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +29,7 @@ from distap.telemetry.runlog import read_run_log
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The data set that a network was trained on; None if not known."""
+    """The data set that a network was trained on; None for what is not known."""
 
     source: str
     fingerprint: str | None
@@ -121,12 +122,10 @@ def _data(recipe: Recipe, fingerprint: Any) -> TrainingData:
     source = recipe.data.train_source
     images = classes = None
     if not source.scheme:
-        try:
+        with suppress(DistapError):
             index = load_index(source, compare=False)
-        except DistapError:
-            index = None
-        if index is not None and index.fingerprint == fingerprint:
-            images, classes = len(index), len(set(index.label[index.label >= 0].tolist()))
+            if index.fingerprint == fingerprint:
+                images, classes = len(index), len(set(index.label[index.label >= 0].tolist()))
     return TrainingData(str(source), None if fingerprint is None else str(fingerprint), images, classes)
 
 
@@ -135,27 +134,23 @@ def _scored(
 ) -> tuple[dict[str, dict[str, float]], SavedEvaluation | None]:
     name = str(recipe.data.validation)
     figures: dict[str, dict[str, float]] = {name: {"mAP": score}}
-    validation = None
-    try:
-        lines = [line for line in read_run_log(run) if line.get("step") == step and "validation" in line]
-    except DistapError:
-        lines = []
-    for line in lines:
-        if _is(line["validation"].get("mAP"), score):
-            figures = {name: _known(line["validation"])}
-            figures |= {other: _known(of_set) for other, of_set in line.get("also", {}).items()}
-    try:
+    with suppress(DistapError):
+        for line in read_run_log(run):
+            if line.get("step") == step and _is(line.get("validation", {}).get("mAP"), score):
+                sets = {name: line["validation"], **line.get("also", {})}
+                # The log says of some figures that they are no number.
+                figures = {of: {k: float(v) for k, v in known.items() if _is_number(v)} for of, known in sets.items()}
+    with suppress(DistapError):
         validation = read_evaluation(folder_of_step(run, step))
-    except DistapError:
-        return figures, None
-    return figures, validation if _is(validation.figures.get("mAP"), score) else None
+        if _is(validation.figures.get("mAP"), score):
+            return figures, validation
+    return figures, None
 
 
-def _known(figures: dict[str, Any]) -> dict[str, float]:
-    """Leave out figures that the log says are no number."""
-    return {name: float(value) for name, value in figures.items() if isinstance(value, float | int)}
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int)
 
 
 def _is(figure: Any, score: float) -> bool:
     """Tell whether a figure is the checkpoint's score, which ranks exchange in float64."""
-    return isinstance(figure, float | int) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)
+    return _is_number(figure) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)

@@ -78,11 +78,9 @@ def agreement(name: str, describe: Describe, cases: Sequence[Case]) -> Agreement
                 found = describe(case.images)
         except Exception as error:  # torch, ONNX Runtime: each has its own
             raise DistapError(f"{name}: what was exported fails on images {shape}: {error}") from error
-        if found.shape != case.expected.shape or found.dtype != torch.float32:
-            raise DistapError(
-                f"{name}: what was exported gives {tuple(found.shape)} {found.dtype} for images {shape}, expected "
-                f"{tuple(case.expected.shape)} torch.float32"
-            )
+        given, wanted = (found.dtype, *found.shape), (torch.float32, *case.expected.shape)
+        if given != wanted:
+            raise DistapError(f"{name}: what was exported gives {given} for images {shape}, expected {wanted}")
         difference = float((found - case.expected).abs().max())
         if not difference <= TOLERANCE:
             raise DistapError(
@@ -94,24 +92,11 @@ def agreement(name: str, describe: Describe, cases: Sequence[Case]) -> Agreement
     expected = torch.cat([case.expected for case in cases])
     apart = float((expected.amax(dim=0) - expected.amin(dim=0)).max())
     if apart < TELLING * TOLERANCE:
-        logger.warning(
-            "%s: the network describes all kinds of images alike (to %.1e), so that its agreement says little",
-            name,
-            apart,
-        )
-    shapes = [case.images.shape for case in cases]
-    return Agreement(
-        tuple(dict.fromkeys(shape[0] for shape in shapes)),
-        tuple(dict.fromkeys((shape[2], shape[3]) for shape in shapes)),
-        largest,
-        smallest,
-        apart,
-    )
-
-
-def program_describer(path: Path) -> Describe:
-    program: Describe = torch.export.load(path).module()
-    return program
+        told = "%s: the network describes all kinds of images alike (to %.1e), so that its agreement says little"
+        logger.warning(told, name, apart)
+    batches = dict.fromkeys(len(case.images) for case in cases)
+    sizes = dict.fromkeys((case.images.shape[2], case.images.shape[3]) for case in cases)
+    return Agreement(tuple(batches), tuple(sizes), largest, smallest, apart)
 
 
 def onnx_describer(path: Path) -> Describe:

@@ -1,7 +1,4 @@
-"""Write a network with torch.export and as ONNX, from the pixels of an image to its descriptor, or for timm.
-
-For timm, its backbone's weights are written under timm's names.
-"""
+"""Write a network with torch.export and as ONNX, from pixels to descriptors; or its backbone's weights for timm."""
 
 import copy
 import importlib.util
@@ -10,9 +7,9 @@ import math
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,9 @@ NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
 UNPOOLED = 'num_classes=0, global_pool=""'
 SMALLEST = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
+# The exporters warn about their internals; their results are compared afterwards.
+_without_warnings = partial(warnings.catch_warnings, action="ignore")
+logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,16 @@ def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
 
 
 def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) -> ExportedProgram:
-    """Trace the network with torch.export, for any number of images; an error names the module at fault.
+    """Trace a result of `exportable` for any number of images, with `dynamic_size` of any size.
 
-    Args:
-        network: a result of `exportable`.
-        image_size: height and width in pixels.
-        dynamic_size: allow any other height and width as well.
+    A DistapError names the module at fault.
     """
     # The lengths differ, so that torch takes none for another, and none is 1, which torch takes for a constant.
     shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
     example = torch.zeros(shape, dtype=torch.uint8)
     shapes = ShapesCollection()
     shapes[example] = dict.fromkeys(NAMES if dynamic_size else (0,), Dim.DYNAMIC)
-    with torch.no_grad(), _quiet(), ModuleTracker() as inside:
+    with torch.no_grad(), _without_warnings(), ModuleTracker() as inside:
         try:
             return export(network, (example,), dynamic_shapes=shapes)
         except Exception as error:  # torch has many, some of them internal
@@ -81,7 +78,7 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
 
 
 def size_ranges(program: ExportedProgram, image_size: int) -> tuple[Range, Range]:
-    """Return the heights and widths that a program takes beside `image_size`; the smallest is found by trying."""
+    """Return the heights and widths that a program takes; the smallest is found by trying."""
     heights, widths = (_range(program, length) for length in _shape(program)[2:])
     smallest = max(heights[0], widths[0])
     if smallest < image_size:
@@ -93,37 +90,30 @@ def size_ranges(program: ExportedProgram, image_size: int) -> tuple[Range, Range
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
     """Write a program for torch.export.load, with texts by name; raise a DistapError if torch cannot."""
     try:
-        with _quiet():
+        with _without_warnings():
             torch.export.save(program, path, extra_files=dict(about))
     except OSError:
         raise
     except Exception as error:  # the serialiser raises AssertionErrors and others
+        remedy = "leave --dynamic-size out, or --format pt2"
         raise DistapError(
-            f"{path.name}: torch.export can trace this network but not write it: {_first(error)}; leave "
-            "--dynamic-size out, or --format pt2"
+            f"{path.name}: torch.export cannot write this network: {_first(error)}; {remedy}"
         ) from error
 
 
 def save_onnx(
-    network: MultiScaleNetwork,
-    program: ExportedProgram,
-    path: Path,
-    about: Mapping[str, str],
-    opset: int = OPSET,
+    network: MultiScaleNetwork, program: ExportedProgram, path: Path, about: Mapping[str, str], opset: int = OPSET
 ) -> None:
-    """Write a program as ONNX and check that it is well formed; weights above 2 GB go to a file beside it.
+    """Write the trace of a result of `exportable` as ONNX with texts by name, and check that it is well formed.
 
-    Args:
-        network: a result of `exportable`, and `program` its trace. An error names the module that ONNX cannot say.
-        about: texts to store in the file, by name.
-        opset: version of ONNX's operators.
+    Weights above 2 GB go to a file beside it. A DistapError names the module that ONNX cannot say.
     """
     import onnx
 
     shape = _shape(program)
     axes = {axis: name for axis, name in NAMES.items() if isinstance(shape[axis], torch.SymInt)}
     try:
-        with _quiet():
+        with _without_warnings():
             translated = torch.onnx.export(
                 program,
                 input_names=["images"],
@@ -150,13 +140,9 @@ def save_onnx(
 def save_backbone(
     network: RetrievalNetwork, name: str, path: Path, images: Tensor, about: Mapping[str, str]
 ) -> BackboneFile:
-    """Write the backbone's weights, load them by timm, and raise a DistapError if its features differ.
+    """Write the weights of the backbone that timm calls `name`; raise a DistapError if timm's features then differ.
 
-    Args:
-        network: in evaluation mode, on the CPU.
-        name: timm's name of the backbone.
-        images: (n, 3, height, width) uint8 to compare with.
-        about: texts for the file's header.
+    The network is in evaluation mode, on the CPU; `images` to compare with are (n, 3, height, width) uint8.
     """
     # Copies, since the format stores neither memory formats nor tensors that share memory.
     state = {
@@ -180,19 +166,6 @@ def save_backbone(
     return BackboneFile("num_classes=0", difference)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings of the exporters about their internals; their results are compared afterwards."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
     """Describe the module that a forward pass is in, or was in when it failed."""
     name = max(inside.parents, key=lambda name: name.count(".")).partition(".network.")[2]
@@ -214,10 +187,8 @@ class _Callers(TorchDispatchMode):
 
 
 def _blamed(network: MultiScaleNetwork, program: ExportedProgram, error: BaseException) -> str:
-    """Return the module that calls the operator in an exporter's message, or the network.
-
-    A forward pass finds it, since the exporter's graph does not keep the modules of decomposed operators.
-    """
+    """Find the module that calls the operator in an exporter's message."""
+    # By a forward pass, since the exporter's graph does not keep the modules of decomposed operators.
     named = re.findall(r"target=torch\.ops\.([\w.]+)", " ".join(str(each) for each in _causes(error)))
     with torch.no_grad(), ModuleTracker() as inside, _Callers(network, inside) as callers:
         network(*program.example_inputs[0])
@@ -225,19 +196,16 @@ def _blamed(network: MultiScaleNetwork, program: ExportedProgram, error: BaseExc
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Return an exception and the chain of its causes, the first cause last."""
     return [error] if error.__cause__ is None else [error, *_causes(error.__cause__)]
 
 
 def _shape(program: ExportedProgram) -> Sequence[int | torch.SymInt]:
-    """Return the shape of the images that a program takes."""
     images = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
     shape: Sequence[int | torch.SymInt] = images.meta["val"].shape
     return shape
 
 
 def _smallest_square(program: ExportedProgram, smallest: int, largest: int) -> int:
-    """Find the side of the smallest square image that a program takes; it takes `largest`."""
     describe = program.module()
 
     def takes(side: int) -> bool:

@@ -9,29 +9,9 @@ from pathlib import Path
 import torch
 
 import distap
+from distap.apps.export import checking, formats
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
-from distap.apps.export.checking import (
-    TOLERANCE,
-    Agreement,
-    Range,
-    agreement,
-    cases_of,
-    example_images,
-    onnx_describer,
-    program_describer,
-    sizes_to_try,
-)
-from distap.apps.export.formats import (
-    OPSET,
-    SMALLEST_OPSET,
-    exportable,
-    missing_for_onnx,
-    program_of,
-    save_backbone,
-    save_onnx,
-    save_program,
-    size_ranges,
-)
+from distap.apps.export.formats import OPSET, SMALLEST_OPSET, missing_for_onnx
 from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
@@ -39,7 +19,7 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import required_size
 from distap.model.network import RetrievalNetwork
 from distap.retrieval.whitening import Whitening, load_whitening
-from distap.storage.atomic import replacing_folder
+from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
 from distap.training.build import trained_network
 from distap.training.state import BESIDE
@@ -67,10 +47,8 @@ class ExportSettings:
         if self.opset < SMALLEST_OPSET:
             raise DistapError(f"--opset {self.opset}: expected {SMALLEST_OPSET} or later, with which torch begins")
         if "onnx" in self.formats and (missing := missing_for_onnx()):
-            raise DistapError(
-                f"--format onnx needs {', '.join(missing)}, not installed here: pip install 'distap[onnx]', or leave "
-                "the format out"
-            )
+            needed = f"--format onnx needs {', '.join(missing)}"
+            raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
 
 
 def installed_formats() -> list[str]:
@@ -83,17 +61,19 @@ def export_to_folder(
 ) -> Exported:
     """Write a checkpoint's network in several formats, a model card, and export.json, which describes them.
 
+    Nothing is left behind if the network cannot be exported or a file differs from it.
+
     Args:
         checkpoint: a run folder, one of its checkpoints, or the URL of either.
         output: a new folder, an empty one, or that of an earlier export, which is replaced.
         whitening: result of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
-    Raises:
-        DistapError: the checkpoint cannot be read, the network cannot be exported, an exported file differs from
-            it, or `output` holds something else. Nothing is left behind then.
     """
     output = output.resolve()
-    _refuse_foreign(output)
+    earlier: set[str] = set()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        earlier = {ABOUT_FILE, *json.loads((output / ABOUT_FILE).read_text("utf-8"))["files"]}
+    refuse_foreign(output, earlier)
     with opened_checkpoint(checkpoint, best, BESIDE) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World())
@@ -112,25 +92,25 @@ def _write(
     describer = ImageDescriber(network, Sizing("crop", image_size), settings.scales, settings.scale_power, whitening)
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
-    sizes: tuple[Range, Range] = ((image_size, image_size), (image_size, image_size))
-    programs: dict[str, Agreement] = {}
+    sizes: tuple[checking.Range, checking.Range] = ((image_size, image_size), (image_size, image_size))
+    programs: dict[str, checking.Agreement] = {}
     if {"pt2", "onnx"} & set(settings.formats):
-        copied = exportable(several)
-        program = program_of(copied, image_size, settings.dynamic_size)
-        sizes = size_ranges(program, image_size)
-        cases = cases_of(several, sizes_to_try(image_size, sizes))
+        copied = formats.exportable(several)
+        program = formats.program_of(copied, image_size, settings.dynamic_size)
+        sizes = formats.size_ranges(program, image_size)
+        cases = checking.cases_of(several, checking.sizes_to_try(image_size, sizes))
         if "pt2" in settings.formats:
             path = folder / PROGRAM_FILE
-            save_program(program, path, about)
-            programs[path.name] = agreement(path.name, program_describer(path), cases)
+            formats.save_program(program, path, about)
+            programs[path.name] = checking.agreement(path.name, torch.export.load(path).module(), cases)
         if "onnx" in settings.formats:
             path = folder / ONNX_FILE
-            save_onnx(copied, program, path, about, settings.opset)
-            programs[path.name] = agreement(path.name, onnx_describer(path), cases)
+            formats.save_onnx(copied, program, path, about, settings.opset)
+            programs[path.name] = checking.agreement(path.name, checking.onnx_describer(path), cases)
     backbone = None
     if "safetensors" in settings.formats:
-        images = example_images(2, (image_size, image_size))
-        backbone = save_backbone(network, architecture, folder / BACKBONE_FILE, images, about)
+        images = checking.example_images(2, (image_size, image_size))
+        backbone = formats.save_backbone(network, architecture, folder / BACKBONE_FILE, images, about)
     exported = Exported(describer, programs, backbone, sizes)
     (folder / "README.md").write_text(model_card(origin, exported, whitening), "utf-8")
     (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")
@@ -138,7 +118,6 @@ def _write(
 
 
 def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSettings) -> dict[str, object]:
-    """Return the content of export.json."""
     height, width = exported.sizes
     files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
     return {
@@ -151,24 +130,8 @@ def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSet
         "dimensions": exported.describer.dimensions,
         "input": {"dtype": "uint8", "shape": ["batch", 3, list(height), list(width)], "order": "RGB"},
         "opset": settings.opset if ONNX_FILE in files else None,
-        "tolerance": TOLERANCE,
+        "tolerance": checking.TOLERANCE,
         "agreement": {name: asdict(each) for name, each in exported.programs.items()},
         "backbone": None if exported.backbone is None else asdict(exported.backbone),
         "files": files,
     }
-
-
-def _refuse_foreign(output: Path) -> None:
-    """Raise a DistapError if `output` holds something that no export has written."""
-    if not output.exists():
-        return
-    found = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
-    own: set[str] = set()
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        own = {ABOUT_FILE, *json.loads((output / ABOUT_FILE).read_text("utf-8"))["files"]}
-    foreign = sorted(found - own)
-    if foreign:
-        raise DistapError(
-            f"{output}: holds {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which is no export's; "
-            "name a new folder"
-        )

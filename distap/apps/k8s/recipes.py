@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 from urllib.parse import urlsplit
 
 from distap.apps.k8s.request import Request, claim_of, parsed_image, quantity_bytes
@@ -12,6 +11,7 @@ from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.registry import name_of
 from distap.storage.redact import without_secrets
+from distap.telemetry.loggers.loggers import by_path
 
 RECIPE = "/etc/distap/recipe.yaml"
 SET_HERE = {  # keys that the manifests rely on, and their values
@@ -67,20 +67,18 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
 
 def cautions(recipe: Recipe, request: Request) -> Iterator[str]:
     """Yield preparations outside of the manifests that the training needs."""
-    if parsed_image(request.image).digest is None:
-        yield (
-            f"--image {request.image}: a tag can change between the pods of a training and its restarts; better "
-            "NAME@sha256:DIGEST"
-        )
-    for key, text in _texts(recipe.model_dump(mode="json")):
-        with suppress(ValueError):  # the port is a pattern
-            address = urlsplit(text if "://" in text else "")
-            port = address.port or WEB_PORTS.get(address.scheme)
-            if address.scheme in WEB_PORTS and port != 443:
-                yield (
-                    f"{key}: {without_secrets(text)}: pods may connect to port 443 only; this needs a NetworkPolicy "
-                    f"that selects their label app.kubernetes.io/instance, with an egress rule for TCP port {port}"
-                )
+    if parsed_image(request.image)["digest"] is None:
+        yield f"--image {request.image}: a tag can change while a training restarts; better NAME@sha256:DIGEST"
+    for key, value in by_path(recipe.model_dump(mode="json"), "."):
+        for text in map(str, value if isinstance(value, list) else [value]):
+            with suppress(ValueError):  # the port is a pattern
+                address = urlsplit(text)
+                port = address.port or WEB_PORTS.get(address.scheme)
+                if address.scheme in WEB_PORTS and port != 443:
+                    yield (
+                        f"{key}: {without_secrets(text)}: pods may connect to port 443 only; add a NetworkPolicy for "
+                        f"their label app.kubernetes.io/instance, with an egress rule for TCP port {port}"
+                    )
     if recipe.step.compile:
         yield (
             "step.compile: the image of launch/container/Dockerfile has no C++ compiler, without which no rank "
@@ -99,15 +97,12 @@ def _checked_override(override: str, request: Request) -> str:
         if one == key:
             raise DistapError(f"{override}: in a pod {key} is {value}; leave it out")
         if one.startswith(f"{key}."):
-            raise DistapError(
-                f"{override}: takes the place of the whole section {key}, of which {one} is {value}; give the keys "
-                f"one by one, as {key}.KEY=VALUE"
-            )
+            replaced = f"the whole section {key}, of which {one} is {value}"
+            raise DistapError(f"{override}: replaces {replaced}; give its keys one by one, as {key}.KEY=VALUE")
     return override
 
 
 def _read(path: Path, arguments: Sequence[str]) -> Recipe:
-    """Read the recipe with the overrides among the arguments of the container."""
     return load_recipe(path, arguments[arguments.index(RECIPE) + 1 :])
 
 
@@ -117,18 +112,15 @@ def _check_batch(recipe: Recipe, request: Request) -> None:
     if batch < world:
         raise DistapError(f"{hosts}: {world} ranks, but a batch has {batch} images (sampling); take fewer ranks")
     if name_of("sampling", recipe.sampling) == "streams" and recipe.sampling.streams % world:
-        raise DistapError(
-            f"{hosts}: {world} ranks do not divide the {recipe.sampling.streams} streams of sampling.streams, of "
-            "which each rank reads whole ones"
-        )
+        streams = f"the {recipe.sampling.streams} streams of sampling.streams"
+        raise DistapError(f"{hosts}: {world} ranks do not divide {streams}, of which each reads whole ones")
 
 
 def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     data = recipe.data
-    yield "data.train (--data)", data.train
-    if data.validation is not None:
-        yield "data.validation (--validation)", data.validation
     for key, path in (
+        ("data.train (--data)", data.train),
+        ("data.validation (--validation)", data.validation),
         ("data.train_index", data.train_index),
         ("data.validation_index", data.validation_index),
         ("data.reading.label_map", getattr(data.reading, "label_map", None)),
@@ -155,14 +147,3 @@ def _check_path(key: str, text: str, request: Request) -> None:
             f"{key}: {text} is a path where pods see nothing; expected {below} (--data pvc://CLAIM/FOLDER mounts a "
             "claim at /data; /spool, /tmp and what is in no volume are each pod's own, and empty)"
         )
-
-
-def _texts(content: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text in a tree with its key."""
-    if isinstance(content, str):
-        yield key, content
-    if isinstance(content, list):
-        content = dict(enumerate(content))
-    if isinstance(content, dict):
-        for name, inner in content.items():
-            yield from _texts(inner, f"{key}.{name}".lstrip("."))

@@ -1,7 +1,4 @@
-"""Write a folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and its patches.
-
-The installed package contains the files of k8s/.
-"""
+"""Write a folder for `kubectl apply -k`: the base and components of k8s/ that a training needs, and its patches."""
 
 import json
 import shutil
@@ -23,7 +20,7 @@ from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.processes.rendezvous import C10D_PORT
 from distap.processes.stopping import MARGIN_SECONDS
-from distap.storage.atomic import replacing_folder
+from distap.storage.atomic import refuse_foreign, replacing_folder
 
 RUNBOOK = "k8s/monitoring/RUNBOOK.md"
 WRITTEN = ("kustomization.yaml", "base", "components", "training")
@@ -37,7 +34,7 @@ _TEMPLATES.filters["json"] = partial(json.dumps, ensure_ascii=False)
 
 
 def manifests_folder() -> Path:
-    """Return k8s/, the folder of kustomize bases, overlays and components; raise a DistapError if it is missing."""
+    """Return the installed copy of k8s/, the folder of kustomize bases, overlays and components."""
     folder = Path(__file__).parent / "files"
     if not (folder / "monitoring").is_dir():
         raise DistapError(f"{folder}: the manifests are missing; install distap anew, from a clone with its k8s/")
@@ -53,19 +50,15 @@ def plain_rules(runbook: str = RUNBOOK) -> str:
 def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Write the folder `output`; one that an earlier call wrote is replaced, unless it holds other files.
 
-    Args:
-        recipe: the file, and `overrides` the changes to it.
-    Returns:
-        Preparations that somebody has to make outside of the manifests.
-    Raises:
-        DistapError: options and recipe do not fit, or the folder cannot be written; nothing was written then.
+    Return the preparations that somebody has to make outside of the manifests.
     """
     manifests = manifests_folder()
     base = yaml.safe_load((manifests / "base" / "job.yaml").read_text())
     (container,) = base["spec"]["template"]["spec"]["containers"]
     arguments = arguments_of(container["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
-    _check_output(output)
+    head = output / "kustomization.yaml"
+    refuse_foreign(output, WRITTEN if head.is_file() and head.read_text().startswith(HEAD) else ())
     values = _values(request, checked) | {"base_name": base["metadata"]["name"], "container": container["name"]}
     with replacing_folder(output.resolve()) as folder:
         for part in ("base", *values["components"]):
@@ -88,8 +81,8 @@ def built(folder: Path) -> str:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise DistapError(
-            "--output -: kubectl is not installed, which builds the manifests; install it, or name a folder with "
-            "--output and build that elsewhere (`kubectl apply -k FOLDER` or `kustomize build FOLDER`)"
+            "--output -: kubectl is not installed; install it, or name a folder and build that elsewhere (`kubectl "
+            "apply -k FOLDER` or `kustomize build FOLDER`)"
         )
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
     if done.returncode:
@@ -97,30 +90,13 @@ def built(folder: Path) -> str:
     return done.stdout
 
 
-def _check_output(output: Path) -> None:
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    ours = output / "kustomization.yaml"
-    if not (ours.is_file() and ours.read_text().startswith(HEAD)):
-        raise DistapError(f"--output {output}: something else is there; name a new folder")
-    foreign = sorted(path.name for path in output.iterdir() if path.name not in WRITTEN)
-    if foreign:
-        raise DistapError(
-            f"--output {output}: {', '.join(foreign)} would be lost, since the whole folder is written anew; move it "
-            "elsewhere, such as into a kustomization around this folder, or name a new one"
-        )
-
-
 def _values(request: Request, recipe: Recipe) -> dict[str, Any]:
-    """Return the variables of the templates."""
     sizes, is_train_job = sizes_of(recipe, request), request.kind == "trainjob"
-    data, runs = request.data_claim, request.run_claim
-    spool = request.spool or f"{sizes.spool}Gi"
-    disk = ceil(quantity_bytes(spool, "--spool") / GIB) + TEMPORARY + (0 if runs else OWN_RUN)
+    runs, spool = request.run_claim, request.spool or f"{sizes.spool}Gi"
     # First changes of the Job, then changes of its kind.
     components = {
         "components/gpu": request.gpus > 0,
-        "components/data-url": data is None,
+        "components/data-url": request.data_claim is None,
         "components/object-store": runs is None,
         "training": True,
         "components/jobset": request.kind == "jobset",
@@ -131,12 +107,12 @@ def _values(request: Request, recipe: Recipe) -> dict[str, Any]:
         "request": request,
         "image": parsed_image(request.image),
         "components": [component for component, is_needed in components.items() if is_needed],
-        "data": data,
+        "data": request.data_claim,
         "runs": runs,
         "cpu": request.cpu or sizes.cpu,
         "memory": request.memory or f"{sizes.memory}Gi",
         "spool": spool,
-        "disk": disk,
+        "disk": ceil(quantity_bytes(spool, "--spool") / GIB) + TEMPORARY + (0 if runs else OWN_RUN),
         "shared_memory": sizes.shared_memory,
         "temporary": TEMPORARY,
         "own_run": OWN_RUN,

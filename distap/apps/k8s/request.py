@@ -31,14 +31,6 @@ class Claim(NamedTuple):
     folder: str  # "" for all of it
 
 
-class Image(NamedTuple):
-    """A container image."""
-
-    name: str
-    tag: str | None
-    digest: str | None
-
-
 @dataclass(frozen=True)
 class Request:
     """The options of `distap k8s render`; a DistapError names a wrong one."""
@@ -92,9 +84,7 @@ class Request:
                 quantity_bytes(text, option)
         self._check_places()
         if self.runtime == "cluster" and self.kind != "trainjob":
-            raise DistapError(
-                f"--runtime cluster: --kind {self.kind} has no runtime; leave it out, or take --kind trainjob"
-            )
+            raise DistapError(f"--runtime cluster: needs --kind trainjob, {self.kind} has no runtime")
         if self.runtime == "cluster" and self.namespace:
             raise DistapError(
                 "--runtime cluster makes a ClusterTrainingRuntime, which is in no namespace: leave --namespace out "
@@ -126,36 +116,26 @@ class Request:
         job = self.name if self.kind == "indexed-job" else f"{self.name}-node-0"
         pod = f"{job}-{self.nodes - 1}-abcde"  # Kubernetes appends such a suffix
         if not _LABEL.fullmatch(self.name):
-            raise DistapError(
-                f"--name {self.name!r}: expected lower-case letters, digits and dashes, beginning with a letter and "
-                "not ending with a dash, since pods are found by it in the name service"
-            )
+            wanted = "lower-case letters, digits and dashes, beginning with a letter and not ending with a dash"
+            raise DistapError(f"--name {self.name!r}: expected {wanted}")
         if len(pod) > LONGEST_NAME:
-            excess = len(pod) - LONGEST_NAME
+            shorter = f"make it {len(pod) - LONGEST_NAME} shorter"
             raise DistapError(
-                f"--name {self.name}: its pods would be called {pod}, which is longer than the {LONGEST_NAME} "
-                f"characters that Kubernetes allows; make it {excess} shorter"
+                f"--name {self.name}: its pods' name, {pod}, has over {LONGEST_NAME} characters; {shorter}"
             )
         for option in ("namespace", "monitoring", "queue", "secret", "priority"):
             text, has_dots = getattr(self, option), option not in ("namespace", "monitoring")
             form = _SUBDOMAIN if has_dots else _NAMESPACE
             if text is not None and not (form.fullmatch(text) and len(text) <= LONGEST_NAME):
-                characters = "digits, dashes and dots" if has_dots else "digits and dashes"
-                raise DistapError(
-                    f"--{option} {text!r}: expected a name of lower-case letters, {characters}, {LONGEST_NAME} "
-                    "characters at most"
-                )
+                allowed = f"lower-case letters, digits{', dashes and dots' if has_dots else ' and dashes'}"
+                raise DistapError(f"--{option} {text!r}: expected {allowed}, {LONGEST_NAME} characters at most")
 
     def _check_counts(self) -> None:
         if self.gpus and self.ranks not in (None, self.gpus):
-            raise DistapError(
-                f"--ranks {self.ranks}: with --gpus {self.gpus} a host has one rank on each GPU; leave it out"
-            )
+            raise DistapError(f"--ranks {self.ranks}: --gpus {self.gpus} means one rank on each; leave it out")
         if self.ranks_a_host > MAX_RANKS:
             option = "--gpus" if self.gpus else "--ranks"
-            raise DistapError(
-                f"{option} {self.ranks_a_host}: {MAX_RANKS} ranks a host at most; take more hosts (--nodes)"
-            )
+            raise DistapError(f"{option} {self.ranks_a_host}: {MAX_RANKS} ranks a host at most; take more --nodes")
         if self.cpu is not None and self.cpu < self.ranks_a_host:
             raise DistapError(f"--cpu {self.cpu}: less than a core for each of the host's {self.ranks_a_host} ranks")
 
@@ -163,8 +143,7 @@ class Request:
         data, validation = self.data_claim, claim_of(self.validation, "--validation")
         if validation is not None and (data is None or data.name != validation.name):
             raise DistapError(
-                f"--validation {self.validation}: one claim is mounted, that of --data ({self.data}); expected a "
-                "folder of it, or a URL"
+                f"--validation {self.validation}: expected a folder of the claim of --data ({self.data}), or a URL"
             )
         if self.run_claim is None and not _STORE.fullmatch(self.checkpoints):
             raise DistapError(
@@ -183,11 +162,12 @@ def claim_of(text: str | None, option: str) -> Claim | None:
     return Claim(name, folder.rstrip("/"))
 
 
-def parsed_image(text: str) -> Image:
+def parsed_image(text: str) -> dict[str, str | None]:
+    """Return the `name`, `tag` and `digest` of a container image."""
     match = _IMAGE.fullmatch(text)
     if match is None:
         raise DistapError(f"--image {text!r}: expected NAME@sha256:DIGEST or NAME:TAG, the name in lower case")
-    return Image(match["name"], match["tag"], match["digest"])
+    return match.groupdict()
 
 
 def quantity_bytes(text: str, option: str) -> int:

@@ -27,7 +27,6 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(recipe: Recipe, request: Request) -> Sizes:
-    """Return the needs of the recipe on each host."""
     ranks, data = request.ranks_a_host, recipe.data
     share = ceil(recipe.sampling.size / request.world)
     share_bytes = share * 3 * data.image_size**2
@@ -63,5 +62,4 @@ def handed_over_bytes(recipe: Recipe, share: int) -> int:
 
 
 def _gib(size: float) -> int:
-    """Return the GiB for so many bytes, with some to spare; one at least."""
     return max(1, ceil(SPARE * size / GIB))

@@ -42,7 +42,7 @@ class Trial:
         self.recipe = changed(self.recipe, replay={"size": size, "max_drift": math.inf}, describe={"size": None})
 
     def step(self, total: int, keep: int = 0, overlap: bool = True) -> tuple[ThreeStageStep, Any]:
-        """Return a step with this network and engine, and a global batch of random pixels, two images a class."""
+        """Return a step, and a global batch of random pixels with two images a class."""
         recipe, world = changed(self.recipe, replay={"keep": keep}, rank={"overlap": overlap}), self._world
         stopwatch, samples = Stopwatch(world.device), world.slots(total)
         step = step_of(recipe, self.engine, world, total, self._describer, stopwatch=stopwatch)

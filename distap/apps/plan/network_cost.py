@@ -1,7 +1,4 @@
-"""Count what a network costs on any machine: arithmetic, memory traffic and activations.
-
-It runs on fake tensors, without content, so a ResNet-101 at 800 x 800 pixels is counted in seconds.
-"""
+"""Count what a network costs on any machine, with fake tensors: arithmetic, memory traffic and activations."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +28,6 @@ class Line:
     each: float
 
     def __call__(self, count: float) -> float:
-        """Cost of `count` images or pairs."""
         return self.once + self.each * count
 
 
@@ -51,7 +47,7 @@ class NetworkCost(NamedTuple):
 
 
 def network_cost(recipe: Recipe) -> NetworkCost:
-    """Count the training passes of a recipe's network without reading its weights."""
+    """Count the training passes of a recipe's network without its weights; a large one takes seconds."""
     with torch.device("meta"):
         network = network_of(without_weights(recipe), World(device=torch.device("meta"))).train()
         if recipe.step.activation_checkpointing:
@@ -74,7 +70,6 @@ def without_weights(recipe: Recipe) -> Recipe:
 
 
 def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
-    """Return the recipe with other values of some keys, by section."""
     changes = {name: getattr(recipe, name).model_copy(update=keys) for name, keys in sections.items()}
     return recipe.model_copy(update=changes)
 

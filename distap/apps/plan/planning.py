@@ -25,14 +25,10 @@ CAPTION = (
 def cost_plan(
     recipe: Recipe, batch: int, ranks: list[int], link: float, gpus_a_host: int, card: str, rounds: int | None = None
 ) -> dict[str, Any] | None:
-    """Predict by the data sheet of a GPU, or by a measurement of this machine; None on all ranks but the first.
+    """Return `network` and `assumptions` in words, and `steps`, the figures for each number of GPUs in `ranks`.
 
-    Args:
-        ranks: numbers of GPUs to predict for.
-        link: bytes a second of a host's network.
-        rounds: of the measurement; None takes the data sheet of `card`.
-    Returns:
-        `network` and `assumptions` in words, and `steps`, the figures for each number of GPUs in seconds and bytes.
+    They come from the data sheet of `card` or, with `rounds`, from a measurement, which only rank 0 gets.
+    `link` is the bytes a second of a host's network.
     """
     network = network_cost(recipe)
     if rounds is None:
@@ -56,7 +52,6 @@ def cost_plan(
 
 
 def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
-    """Return the figures of a plan's steps as tables for the terminal."""
     rows = []
     for step in steps:
         more = {"gb": sum(step["memory"].values()) / 1e9, "mark": "" if step["fits"] else " !"}

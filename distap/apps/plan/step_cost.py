@@ -49,7 +49,6 @@ class Sharding(NamedTuple):
 
     @classmethod
     def of(cls, engine: Any) -> "Sharding":
-        """Return the sharding of an engine with these settings."""
         name = name_of("engine", engine)
         if name == "fsdp":
             by_block = engine.reshard if engine.units is None else engine.units == "blocks"

@@ -56,7 +56,6 @@ class ServingMetrics:
             self.refused.labels(problem)
 
     def text(self) -> bytes:
-        """The metrics in the format that Prometheus reads."""
         return generate_latest(self._registry)
 
 

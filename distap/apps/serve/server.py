@@ -33,10 +33,9 @@ def serve(
     settings: ServeSettings,
     index: Path,
     checkpoint: Path | str,
-    whitening: Path | None = None,
-    images: str | None = None,
-    *,
-    best: bool = False,
+    whitening: Path | None,
+    images: str | None,
+    best: bool,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the arguments."""
     world = lone_world()
@@ -66,14 +65,13 @@ def serve(
 
 
 def listening(settings: ServeSettings) -> socket.socket:
-    """A socket that listens on the host and port; a DistapError if they are not to be had."""
+    """Return a socket that listens on the host and port of the settings."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise DistapError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --host or --port"
-        ) from error
+        problem = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+        raise DistapError(f"{problem}; choose another --host or --port") from error
     # Connections inherit this. asyncio sets it only on sockets of its own; without it answers wait for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -51,10 +51,8 @@ class Pool:
         self.places = Places(threads + queue, "searches")
 
     async def run(self, call: Callable[..., T], *arguments: object) -> T:
-        """The result of the call; a RefusedError if the queue is full or the call and its wait take too long.
-
-        A thread cannot be interrupted, so a call that takes too long keeps its place until it ends.
-        """
+        """Return the result of the call; raise a RefusedError if the queue is full or it takes too long."""
+        # A thread cannot be interrupted, so a call that takes too long keeps its place until it ends.
         with ExitStack() as stack:
             stack.enter_context(self.places)
             future = self._threads.submit(call, *arguments)
@@ -66,12 +64,11 @@ class Pool:
             raise busy(f"it took more than {self._timeout:g} s") from error
 
     def close(self) -> None:
-        """Cancel the calls that wait, and wait for those that have begun."""
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)  # waits for the calls that have begun
 
 
 class Service:
-    """The searcher, queues and limits from which a server's routes answer."""
+    """The searcher, queues and limits of a server; methods raise a RefusedError for what cannot be answered now."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
@@ -96,12 +93,12 @@ class Service:
         self._require_loaded()
 
     async def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """The k most similar images; a RefusedError if the image cannot be used or there is too much to do."""
+        """Return the k most similar images."""
         searcher, _ = self._require_loaded()
         return await self._search(searcher.by_image, image, k)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
-        """The k images most similar to one of the gallery, without itself; or a RefusedError."""
+        """Return the k images most similar to one of the gallery, without itself."""
         searcher, _ = self._require_loaded()
         try:
             await self._search(searcher.index.row_of, key)
@@ -110,7 +107,7 @@ class Service:
         return await self._search(searcher.by_key, key, k)
 
     async def picture(self, row: int) -> bytes:
-        """The thumbnail of a row as JPEG; a RefusedError if there is none or there is too much to do."""
+        """Return the thumbnail of a row as JPEG."""
         _, thumbnails = self._require_loaded()
         jpeg = await self._pictures.run(thumbnails.jpeg, row)
         if jpeg is None:

@@ -30,7 +30,7 @@ class ServeSettings:
     ] = 0.0
 
     def pixels_of(self, maker: "DescribedBy") -> int:
-        """The most pixels that an upload may have, by how the gallery's images were described."""
+        """Return the most pixels of an upload, by how the gallery's images were described."""
         if self.max_pixels is not None:
             return self.max_pixels
         if maker.sizing == "original":

@@ -35,26 +35,20 @@ class RefusedError(Exception):
 
 
 def busy(problem: str) -> RefusedError:
-    """The refusal of work for which there is no room at the moment."""
     return RefusedError(503, "busy", f"{problem}; try again in a second", {"Retry-After": "1"})
 
 
 def refused_image(error: DamagedImageError) -> RefusedError:
-    """The refusal of an upload that cannot be decoded."""
     if error.reason == "too_large":
         return RefusedError(413, "too_many_pixels", f"the image is too large ({error}): scale it down")
     if error.reason != "truncated" and isinstance(error.__cause__, UnidentifiedImageError):
-        return RefusedError(
-            415, "unknown_format", f"this is no image that can be read: send one of {', '.join(FORMATS)}"
-        )
+        expected = f"send one of {', '.join(FORMATS)}"
+        return RefusedError(415, "unknown_format", f"this is no image that can be read: {expected}")
     return RefusedError(400, "damaged", f"the image is damaged ({error}): save it again and send it whole")
 
 
 async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes, int]:
-    """The bytes of the field `image`, and the number in the field `k` (10 without one).
-
-    The file's name is ignored. A body beyond the limit is not kept.
-    """
+    """Return the bytes of the field `image`, and the number in the field `k` (10 without one)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
         raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {EXPECTED}")
@@ -74,9 +68,8 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
             finally:
                 await form.close()
     except TimeoutError as error:
-        raise RefusedError(
-            408, "slow", f"the upload did not arrive within {settings.timeout_seconds:g} s: send a smaller image"
-        ) from error
+        late = f"the upload did not arrive within {settings.timeout_seconds:g} s"
+        raise RefusedError(408, "slow", f"{late}: send a smaller image") from error
 
 
 def _hits_wanted(text: str | UploadFile | None, most: int) -> int:

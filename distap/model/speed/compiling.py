@@ -22,15 +22,8 @@ def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
     An engine may wrap the network before or after. Each graph is compiled when it is first needed, which takes
     minutes for a large network. Micro-batches are padded to one of the `sizes`, those of the full ones, or to a half,
     a quarter and so on of one, so that there are few graphs.
-
-    Raises:
-        DistapError: the network normalises by the micro-batch, or there is no compiler.
     """
-    if network.batchnorm != "frozen":
-        raise DistapError(
-            "step.compile needs frozen BatchNorm (model.batchnorm: frozen): micro-batches are padded with images, "
-            "and `batch` would normalise by them too"
-        )
+    network.require_frozen("step.compile", "would also normalise by the images that pad a micro-batch")
     compiler = os.environ.get("CXX", "g++")
     if network.mean.device.type == "cpu" and not any(map(shutil.which, (compiler, "clang++", "c++"))):
         raise DistapError(f"step.compile needs a C++ compiler, and {compiler} was not found; install g++")
@@ -55,11 +48,6 @@ class CompiledBackbone:
         self._warm: set[tuple[Any, ...]] = set()
 
     def __call__(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
-        """Return `backbone(pixels)`.
-
-        Raises:
-            DistapError: it cannot be compiled, or would have to be compiled again.
-        """
         n = len(pixels)
         padded = self.padded_size(n)
         if padded > n:
@@ -84,16 +72,15 @@ class CompiledBackbone:
                 raise
             why = str(error).partition("guard failure(s):")[2].strip() or error
             raise DistapError(
-                f"the compiled backbone would have to be compiled again for micro-batches of {tuple(pixels.shape)}, "
-                f"which it has seen before; set step.compile to false. What changed since: {why}"
+                f"the backbone would have to be compiled again for micro-batches of {tuple(pixels.shape)}, which it "
+                f"has seen before; set step.compile to false. What changed since: {why}"
             ) from error
 
     def _compile(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
         if len(self._warm) >= MOST_GRAPHS:
             raise DistapError(
-                f"the backbone has been compiled {MOST_GRAPHS} times, for as many kinds of micro-batches; "
-                f"a micro-batch of {tuple(pixels.shape)} needs another graph; set step.compile to false, or give all "
-                "images one size"
+                f"the backbone has been compiled {MOST_GRAPHS} times, and {tuple(pixels.shape)} needs another graph; "
+                "set step.compile to false, or give all images one size"
             )
         try:
             with torch._dynamo.config.patch(

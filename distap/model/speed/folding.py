@@ -39,8 +39,6 @@ class Describer:
     Args:
         network: the one that is trained; to fold BatchNorm, before an engine wraps it.
         dtype: of convolutions and matrix products; None keeps that of the parameters.
-    Raises:
-        DistapError: BatchNorm is not frozen, none follows a convolution, or folding changes the descriptors.
     """
 
     def __init__(
@@ -51,11 +49,7 @@ class Describer:
         self.folds: list[Fold] = []
         if not fold_batchnorm:
             return
-        if network.batchnorm != "frozen":
-            raise DistapError(
-                "describe.fold_batchnorm needs frozen BatchNorm (model.batchnorm: frozen): with `batch` its scale "
-                "and shift depend on the micro-batch"
-            )
+        network.require_frozen("describe.fold_batchnorm", "scales and shifts by the micro-batch")
         pairs = _checked_pairs(network.backbone)
         self._network = cast(RetrievalNetwork, _twin(network))
         self.folds = _fold(network.backbone, self._network.backbone, pairs, self._dtype)
@@ -78,7 +72,6 @@ class Describer:
             fold.refresh()
 
     def compile(self, sizes: Sequence[int]) -> None:
-        """Run the backbone compiled, see `compile_backbone`; without folding it is the network's own."""
         compile_backbone(self._network, sizes)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -109,8 +102,7 @@ class Fold:
 def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
     """Return the names of convolutions and of the BatchNorm that alone reads the output of each.
 
-    Raises:
-        DistapError: there are none, or folding them changes the output of a copy with other statistics.
+    A DistapError tells if there are none, or if folding them changes the output of a copy with other statistics.
     """
     name = type(backbone).__name__
     trial = copy.deepcopy(backbone).double().eval()

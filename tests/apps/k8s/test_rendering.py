@@ -184,7 +184,7 @@ REFUSED = [
     ({"checkpoints": "https://example.org/runs"}, "--checkpoints https"),
     ({"checkpoints": "s3://"}, "--checkpoints s3://: expected"),
     ({"checkpoints": "s3://bucket/runs?region=here"}, "--checkpoints s3://bucket/runs?region=here: expected"),
-    ({"runtime": "cluster"}, "--runtime cluster: --kind indexed-job"),
+    ({"runtime": "cluster"}, "--runtime cluster: needs --kind trainjob"),
     ({"runtime": "cluster", "kind": "trainjob", "namespace": "research"}, "leave --namespace out"),
 ]
 
@@ -201,7 +201,7 @@ UNFIT = [
     (["precision=fp16"], {}, "--gpus 0: precision fp16"),
     (["run=/elsewhere"], {}, "run is set by --name"),
     (["checkpoint.store=s3://a/b"], {}, "checkpoint.store is set by --checkpoints"),
-    (["metrics={port: 9999}"], {}, "the whole section metrics, of which metrics.port is 9400"),
+    (["metrics={port: 9999}"], {}, "replaces the whole section metrics, of which metrics.port is 9400"),
     (["data.cache={folder: /any, max_bytes: 2000000000}"], {"spool": "1Gi"}, "--spool 1Gi: pods would be evicted"),
     (["step.sise=1"], {}, "unknown key"),
     (["data.train_index=indexes/train.npz"], {}, "data.train_index: indexes/train.npz"),
@@ -282,7 +282,7 @@ def test_a_folder_of_something_else_is_left_alone_and_an_own_one_replaced(tmp_pa
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "kustomization.yaml").write_text("resources: []")
-    with pytest.raises(DistapError, match="something else is there"):
+    with pytest.raises(DistapError, match="would be lost; move it elsewhere"):
         rendered_folder(foreign, recipe)
     own = rendered_folder(tmp_path / "own", recipe, kind="jobset")
     rendered_folder(own, recipe, kind="indexed-job")
@@ -319,7 +319,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, recipe):
 )
 def test_an_image_is_taken_apart(text, parts):
     image = parsed_image(text)
-    assert (image.name, image.tag, image.digest) == parts
+    assert (image["name"], image["tag"], image["digest"]) == parts
 
 
 ARGUMENTS = ["--name", "emoji", "--checkpoints", "pvc://runs", "--data", "pvc://shards"]
