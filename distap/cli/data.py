@@ -2,13 +2,14 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
+from distap.telemetry.terminal import console, track
 
 if TYPE_CHECKING:
     from distap.data.converters.converting import Converted
@@ -24,19 +25,14 @@ data.add_typer(fetch, name="fetch")
 
 SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
 INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="beside the shards")]
-REMOTE = Annotated[
-    str | None, typer.Option(help="The settings that a recipe has as data.remote: '{options: {s3: {anon: true}}}'.")
-]
-WORKERS = Annotated[int | None, typer.Option(help="Number of processes.", min=1, show_default="one a core")]
+SETTINGS = "The settings that a recipe has as data.remote: '{options: {s3: {anon: true}}}'."
+REMOTE = Annotated[str | None, typer.Option(help=SETTINGS)]
+WORKERS = Annotated[int, typer.Option(help="Number of processes.", min=1, show_default="one a core")]
+CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
-SHUFFLE = Annotated[
-    int | None,
-    typer.Option(
-        help="Seed of a random order; streamed reading needs classes mixed, reading by the index does not.",
-        min=0,
-        show_default="as listed, class by class",
-    ),
-]
+ORDER = "Seed of a random order; streamed reading needs classes mixed, reading by the index does not."
+SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
+NAMES = "sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, revisitop1m"
 
 
 @fetch.command("emoji")
@@ -49,34 +45,24 @@ def fetch_emoji_command(
     Needs npm. Writes OUTPUT/{train,test}/CLASS/VENDOR.png: 795 classes to train on and 796 unseen ones to test.
     """
     from distap.data.converters.emoji import fetch_emoji
-    from distap.telemetry.terminal import console, track
 
     record = fetch_emoji(output, size, track)
-    classes = record["classes"]
-    console.print(
-        f"{output}: {record['images']} images, {classes['train']} classes to train on, {classes['test']} to test"
-    )
+    train, test = record["classes"].values()
+    console.print(f"{output}: {record['images']} images, {train} classes to train on, {test} to test")
 
 
 @data.command("convert")
 def convert_command(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k or "
-            "revisitop1m."
-        ),
-    ],
+    name: Annotated[str, typer.Argument(help=NAMES)],
     source: Annotated[Path, typer.Argument(help="Folder of the files that you downloaded.")],
     output: Annotated[Path, typer.Argument(help="Folder to write one folder per split into.")],
     split: Annotated[
-        list[str] | None,
-        typer.Option(help="A split to convert; may be given several times.", show_default="the usual ones"),
+        list[str] | None, typer.Option(help="A split to convert; can be repeated.", show_default="the usual ones")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop with an error if images are missing.")] = False,
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE = None,
-    workers: WORKERS = None,
+    workers: WORKERS = CORES,
 ) -> None:
     """Pack a data set of the papers into shards, OUTPUT/SPLIT, from the files as their authors distribute them.
 
@@ -85,21 +71,11 @@ def convert_command(
     """
     from distap.data.converters.converting import DATASETS, MISSING_FILE, convert
     from distap.registry import suggestion
-    from distap.telemetry.terminal import console, track
 
     if name not in DATASETS:
         raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
-    converted = convert(
-        DATASETS[name],
-        source,
-        output,
-        only=split or (),
-        strict=strict,
-        images_per_shard=images_per_shard,
-        shuffle=shuffle,
-        workers=workers or usable_cores(),
-        track=track,
-    )
+    layout: dict[str, Any] = {"images_per_shard": images_per_shard, "shuffle": shuffle, "workers": workers}
+    converted = convert(DATASETS[name], source, output, only=split or (), strict=strict, track=track, **layout)
     for part in converted:
         name, kept = part.listed.split.name, ", from an earlier call" if part.kept else ""
         console.print(f"{output / name}: {part.images:,} images of {part.classes:,} classes{kept}", markup=False)
@@ -119,9 +95,9 @@ def pack_command(
     ] = None,
     shuffle: SHUFFLE = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Decode every image to find damage, instead of reading its header only.")
+        bool, typer.Option("--decode", help="Decode images to find damage, not just read headers.")
     ] = False,
-    workers: WORKERS = None,
+    workers: WORKERS = CORES,
 ) -> None:
     """Pack images into WebDataset tar shards with an index beside them.
 
@@ -131,19 +107,11 @@ def pack_command(
     command continues from the shards that are whole.
     """
     from distap.data.shards.packing import pack
-    from distap.telemetry.terminal import console, track
 
     try:
-        index, skipped = pack(
-            source,
-            output,
-            images_per_shard,
-            track,
-            max_shard_bytes=None if max_shard_mb is None else int(max_shard_mb * 1e6),
-            shuffle=shuffle,
-            decode=decode,
-            workers=workers or usable_cores(),
-        )
+        layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
+        max_shard_bytes = None if max_shard_mb is None else int(max_shard_mb * 1e6)
+        index, skipped = pack(source, output, images_per_shard, track, max_shard_bytes=max_shard_bytes, **layout)
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from the shards that are whole")
         raise
@@ -151,7 +119,7 @@ def pack_command(
 
 
 @data.command("index")
-def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = None, remote: REMOTE = None) -> None:
+def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = CORES, remote: REMOTE = None) -> None:
     """Write the index of WebDataset shards that others made: reads every byte once and lists all damaged tars.
 
     Each sample needs one image and a .cls member with its class number. A file classes.txt beside the shards may name
@@ -159,10 +127,8 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     command continues where it stopped.
     """
     from distap.data.shards.indexing import index_shards
-    from distap.telemetry.terminal import track
 
-    parsed = parse_source(source, path)
-    _print_indexed(source, *index_shards(parsed, track, workers or usable_cores(), _remote(remote)))
+    _print_indexed(source, *index_shards(parse_source(source, path), track, workers, _remote(remote)))
 
 
 @data.command("check")
@@ -170,9 +136,9 @@ def check_command(
     source: SOURCE,
     path: INDEX = None,
     output: Annotated[
-        Path | None, typer.Option(help="CSV file to write the list of damage to.", show_default="only printed")
+        Path | None, typer.Option(help="CSV of the damage to write.", show_default="only printed")
     ] = None,
-    workers: WORKERS = None,
+    workers: WORKERS = CORES,
     remote: REMOTE = None,
 ) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
@@ -180,9 +146,8 @@ def check_command(
     Nothing is changed. A damaged or missing shard is listed and the check goes on.
     """
     from distap.data.shards.checking import check, write_damage
-    from distap.telemetry.terminal import console, track
 
-    index, damaged = check(parse_source(source, path), workers or usable_cores(), track, _remote(remote))
+    index, damaged = check(parse_source(source, path), workers, track, _remote(remote))
     for damage in damaged:
         console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
     if output is not None:
@@ -201,8 +166,7 @@ def stats_command(
     source: SOURCE,
     path: INDEX = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="A page (.html) or figures (.json) to write as well.", show_default="only printed"),
+        Path | None, typer.Option(help="Page (.html) or figures (.json) to write.", show_default="only printed")
     ] = None,
     remote: REMOTE = None,
 ) -> None:
@@ -214,7 +178,6 @@ def stats_command(
     from distap.data.shards.index import load_index
     from distap.data.shards.statistics import statistics
     from distap.pages.data_set import statistics_tables, write_statistics
-    from distap.telemetry.terminal import console
 
     parsed, settings = parse_source(source, path), _remote(remote)
     reader = Reader(parsed, load_index(parsed, settings), remote=settings)
@@ -240,8 +203,6 @@ def _remote(text: str | None) -> "RemoteSettings | None":
 
 
 def _print_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]") -> None:
-    from distap.telemetry.terminal import console
-
     for image in skipped:
         console.print(f"left out: {image.name}: {image.reason}", markup=False)
     counts = f"{len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
@@ -250,14 +211,13 @@ def _print_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]")
 
 
 def _warnings(part: "Converted") -> list[str]:
-    """Return what to report about a split, to be printed behind its name."""
+    """What to print behind a split's name."""
     listed = part.listed
     lines = []
     if listed.differs:
-        lines.append(
-            f" differs from the published split: its list names {listed.images:,} images of {listed.classes:,} "
-            f"classes, published are {', or '.join(map(str, listed.split.published))}"
-        )
+        own = f"its list names {listed.images:,} images of {listed.classes:,} classes"
+        published = ", or ".join(map(str, listed.split.published))
+        lines.append(f" differs from the published split: {own}, published are {published}")
     if listed.repeated:
         lines.append(f": {listed.repeated:,} images are listed twice, and packed once")
     damaged = [f"{image.name} ({image.reason})" for image in part.damaged]

@@ -22,9 +22,7 @@ Samples = NDArray[np.int64]
 class Classes:
     """Samples by class, and classes by super-category.
 
-    Args:
-        labels: (N,) class of each sample, 0 .. K-1.
-        groups: (K,) super-category of each class, "" for none; None if no class has one.
+    `labels` is the (N,) class of each sample, 0 .. K-1, and `groups` the (K,) super-category of each class or "".
     """
 
     def __init__(self, labels: NDArray[np.int64], groups: Sequence[str] | NDArray[np.str_] | None = None) -> None:

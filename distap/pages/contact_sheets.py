@@ -1,11 +1,12 @@
 """Choose the queries and classes that a report shows in pictures, with what was retrieved for them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distap.evaluation.saved import Retrieved
 from distap.randomness import permutation
@@ -22,12 +23,10 @@ class Picture(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The hits of one network for a query, best first."""
-
-    name: str  # of the network, such as "before"
+    name: str  # of a network, such as "before"
     average_precision: float
     first_positive: int  # rank, from 1, of the first hit of the query's class
-    hits: list[Picture]
+    hits: list[Picture]  # best first
 
 
 class Example(NamedTuple):
@@ -51,44 +50,33 @@ class Confusion(NamedTuple):
 
 
 class ContactSheets:
-    """Chooses from what several networks retrieved from one data set.
-
-    Args:
-        retrieved: by the network's name; the last one decides what is hard and what is confused.
-        thumbnail: the JPEG of an image by its number in the data set, or None.
-    """
+    """Chooses from what several networks, of which the last decides what is hard, retrieved from one data set."""
 
     def __init__(self, retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> None:
         self._retrieved, self._thumbnail = retrieved, thumbnail
         self._first, self._last = next(iter(retrieved)), next(reversed(retrieved))
         queries = (each.sample[each.first_positive > 0] for each in retrieved.values())
         self._queries = reduce(np.intersect1d, queries)  # common to all, by their numbers in the data set
-        self._precision = {  # (Q,) AP of these queries
-            name: each.average_precision[np.searchsorted(each.sample, self._queries)]
-            for name, each in retrieved.items()
-        }
 
     def sheets(self) -> list[Sheet]:
         """Queries drawn at random, those with the lowest AP, and those whose AP changed most."""
-        if not len(self._queries):
-            return []
-        last = self._precision[self._last]
+        first, last = (  # (Q,) AP
+            each.average_precision[np.searchsorted(each.sample, self._queries)]
+            for each in (self._retrieved[self._first], self._retrieved[self._last])
+        )
         drawn, hardest = permutation(len(last), 0)[:RANDOM], np.argsort(last, kind="stable")[:HARDEST]
+        gain = last - first
+        order = np.argsort(-gain, kind="stable")
+        best, worst = order[:MOVED], order[::-1][:MOVED]
         lowest = f"The queries with the lowest AP ({self._last}). {FRAMES}"
+        span = f"from {self._first} to {self._last}"
+        share = f"By AP. {(gain > 0).sum():,} of {len(gain):,} queries gained, {(gain < 0).sum():,} lost."
         sheets = [
             self._sheet("Neighbours of some queries", f"Drawn at random, not selected. {FRAMES}", drawn),
             self._sheet("Hardest queries", lowest, hardest),
+            self._sheet(f"Greatest gains {span}", share, best[gain[best] > 0]),
+            self._sheet(f"Greatest losses {span}", "By AP.", worst[gain[worst] < 0]),
         ]
-        if len(self._retrieved) > 1:
-            gain = last - self._precision[self._first]
-            order = np.argsort(-gain, kind="stable")
-            best, worst = order[:MOVED], order[::-1][:MOVED]
-            span = f"from {self._first} to {self._last}"
-            share = f"By AP. {(gain > 0).sum():,} of {len(gain):,} queries gained, {(gain < 0).sum():,} lost."
-            sheets += [
-                self._sheet(f"Greatest gains {span}", share, best[gain[best] > 0]),
-                self._sheet(f"Greatest losses {span}", "By AP.", worst[gain[worst] < 0]),
-            ]
         return [sheet for sheet in sheets if sheet.examples]
 
     def confusions(self) -> list[Confusion]:
@@ -110,8 +98,8 @@ class ContactSheets:
             for pair in frequent
         ]
 
-    def _sheet(self, title: str, about: str, chosen: Iterable[int]) -> Sheet:
-        return Sheet(title, about, [self._example(int(self._queries[number])) for number in chosen])
+    def _sheet(self, title: str, about: str, chosen: NDArray[np.int64]) -> Sheet:
+        return Sheet(title, about, [self._example(sample) for sample in self._queries[chosen].tolist()])
 
     def _example(self, sample: int) -> Example:
         answers = []

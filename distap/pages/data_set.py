@@ -15,6 +15,7 @@ from distap.errors import DistapError
 from distap.pages.page import write_page
 from distap.randomness import permutation
 from distap.storage.atomic import write_whole
+from distap.telemetry.terminal import text_table
 
 BAR = 40  # letters of the longest bar in the terminal
 SHOWN_CLASSES, SHOWN_IMAGES = 8, 10
@@ -28,10 +29,10 @@ P_BY_K_COLUMNS = ["p_by_k: K images a class", "classes with K or more", "classes
 def statistics_tables(figures: Statistics) -> list[Table | str]:
     return [
         _table([], _facts(figures).items(), show_header=False),
-        _numbers(SPREAD_COLUMNS, _spreads(figures)),
+        text_table("", "", SPREAD_COLUMNS, _spreads(figures)),
         *(_bars(title, bins) for title, bins in _histograms(figures).items()),
-        _numbers(RANDOM_COLUMNS, _random(figures)),
-        _numbers(P_BY_K_COLUMNS, _p_by_k(figures)),
+        text_table("", "", RANDOM_COLUMNS, _random(figures)),
+        text_table("", "", P_BY_K_COLUMNS, _p_by_k(figures)),
         *_sampling(figures),
     ]
 
@@ -69,9 +70,8 @@ def _facts(figures: Statistics) -> dict[str, str]:
     groups = f"{figures['groups']:,}" if figures["groups"] else "none"
     if figures["groups"] and figures["without_group"]:
         groups += f"; {figures['without_group']:,} classes have none"
-    kinds = ", ".join(
-        f"{name} {100 * count / figures['looked_at']:.3g}%" for name, count in figures["formats"].items()
-    )
+    looked_at, formats = figures["looked_at"], figures["formats"].items()
+    kinds = ", ".join(f"{name} {100 * count / looked_at:.3g}%" for name, count in formats)
     is_mixed = figures["mixed"] >= MIXED_ENOUGH or figures["classes"] == 1
     by_class = "class by class: fine for reading by the index; for streamed reading pack with --shuffle"
     return {
@@ -80,7 +80,7 @@ def _facts(figures: Statistics) -> dict[str, str]:
         "super-categories": groups,
         "classes of one image": f"{figures['singletons']:,}",
         "bytes of images": f"{figures['bytes'] / 1e6:,.1f} MB in {figures['shards']:,} shards",
-        "formats": f"{kinds} (of {figures['looked_at']} images looked at)",
+        "formats": f"{kinds} (of {looked_at} images looked at)",
         "classes a shard": f"{figures['classes_a_shard']['median']:,.0f}, {'well mixed' if is_mixed else by_class}",
         "fingerprint": figures["fingerprint"][:16],
     }
@@ -122,21 +122,14 @@ def _p_by_k(figures: Statistics) -> list[list[str]]:
 
 def _sampling(figures: Statistics) -> list[str]:
     """Sentences on the other kinds of sampling."""
-    lines = [f"classes: batches of {figures['smallest_classes_batch']:,} images or more."]
-    if figures["groups"] >= 2 and not figures["without_group"]:
-        pairs = figures["groups"] * (figures["groups"] - 1) // 2
-        lines.append(f"super_p_by_k: {pairs:,} pairs of super-categories.")
-    else:
-        lines.append("super_p_by_k: not possible; it needs two super-categories or more, and one for every class.")
-    if figures["singletons"]:
-        lines.append(
-            f"{figures['singletons']:,} classes have one image: it is never a query, and no batch of p_by_k has it."
-        )
+    groups, single = figures["groups"], figures["singletons"]
+    pairs = "not possible; it needs two super-categories or more, and one for every class."
+    if groups >= 2 and not figures["without_group"]:
+        pairs = f"{groups * (groups - 1) // 2:,} pairs of super-categories."
+    lines = [f"classes: batches of {figures['smallest_classes_batch']:,} images or more.", f"super_p_by_k: {pairs}"]
+    if single:
+        lines.append(f"{single:,} classes have one image: it is never a query, and no batch of p_by_k has it.")
     return lines
-
-
-def _numbers(heading: list[str], rows: list[list[str]]) -> Table:
-    return _table([heading[0], *(Column(name, justify="right") for name in heading[1:])], rows)
 
 
 def _bars(title: str, bins: Histogram) -> Table:

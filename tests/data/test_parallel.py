@@ -26,20 +26,18 @@ def die(number):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_come_in_the_order_of_the_jobs(workers):
-    with spread(square, range(50), workers) as results:
-        assert list(results) == [number**2 for number in range(50)]
+    assert spread(square, range(50), workers) == [number**2 for number in range(50)]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_for_a_person_reaches_the_caller_as_it_is(workers):
-    with pytest.raises(DistapError, match=r"^job 3: no$"), spread(refuse, range(9), workers) as results:
-        list(results)
+    with pytest.raises(DistapError, match=r"^job 3: no$"):
+        spread(refuse, range(9), workers)
 
 
 def test_a_worker_that_is_killed_is_told():
-    told = pytest.raises(DistapError, match="a worker process ended in the middle of its work")
-    with told, spread(die, range(2), 2) as results:
-        list(results)
+    with pytest.raises(DistapError, match="a worker process ended in the middle of its work"):
+        spread(die, range(2), 2)
 
 
 SPREADER = """
@@ -51,10 +49,12 @@ SPREADER = """
             time.sleep(600)
         return number
 
+    def stop_after_one(results, about, total):
+        yield next(results)
+        os.kill(os.getpid(), int(sys.argv[1]))
+
     if __name__ == "__main__":
-        with spread(work, range(4), 2) as results:
-            next(results)
-            os.kill(os.getpid(), int(sys.argv[1]))
+        spread(work, range(4), 2, track=stop_after_one)
 """
 
 

@@ -52,18 +52,18 @@ class Listed:
 
     @property
     def differs(self) -> bool:
-        """Tell whether the list differs from the published one."""
+        """Whether the list differs from the published one."""
         return all(not count.agrees(self.images, self.classes) for count in self.split.published or [Count()])
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A split that is in shards now, and the damaged images that were left out."""
+    """A split that is in shards now."""
 
     listed: Listed
     images: int
     classes: int
-    damaged: tuple[Skipped, ...]
+    damaged: tuple[Skipped, ...]  # images that were left out
     kept: bool  # from an earlier call
 
 
@@ -138,18 +138,12 @@ def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
         images.setdefault(image.path, image)  # an image that is packed twice would be its own positive
     there = ask_files(os.path.isfile, images, f"{split.name}: looking for images", track)
     present = tuple(compress(images.values(), there))
+    missing = tuple(str(path.relative_to(source)) for path in compress(images, map(not_, there)))
     digest = hashlib.sha256()
     for path, class_name, group in present:
         digest.update(json.dumps([str(path.relative_to(source)), class_name, group]).encode())
-    return Listed(
-        split,
-        len(images),
-        len({image.class_name for image in images.values()}),
-        lines - len(images),
-        present,
-        tuple(str(path.relative_to(source)) for path in compress(images, map(not_, there))),
-        digest.hexdigest(),
-    )
+    classes = len({image.class_name for image in images.values()})
+    return Listed(split, len(images), classes, lines - len(images), present, missing, digest.hexdigest())
 
 
 def _pack(
@@ -157,28 +151,28 @@ def _pack(
 ) -> Converted:
     """Pack a split and note it in `done`, unless it is there already."""
     stamp = {"digest": part.digest, **layout}
-    before = done.get(folder.name)
-    if folder.is_dir() and any(folder.iterdir()):
-        if before is None or any(before.get(key) != value for key, value in stamp.items()):
-            problem = "there is something already, and not from these images"
-            raise DistapError(f"{folder}: {problem}; choose another output, or remove it")
-        damaged = tuple(Skipped(**image) for image in before["damaged"])
-        return Converted(part, before["images"], before["classes"], damaged, kept=True)
+    kept = folder.is_dir() and any(folder.iterdir())
+    if kept and any(done.get(folder.name, {}).get(key) != value for key, value in stamp.items()):
+        problem = "there is something already, and not from these images"
+        raise DistapError(f"{folder}: {problem}; choose another output, or remove it")
 
     def named(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
         return track(items, f"{folder.name}: {description}", total)
 
-    index, skipped = pack(part.present, folder, track=named, workers=workers, **layout)
-    done[folder.name] = {
-        **stamp,
-        "fingerprint": index.fingerprint,
-        "images": len(index),
-        "classes": len(index.class_name),
-        "listed": {"images": part.images, "classes": part.classes},
-        "missing": len(part.missing),
-        "damaged": [image._asdict() for image in skipped],
-    }
-    return Converted(part, len(index), len(index.class_name), tuple(skipped), kept=False)
+    if not kept:
+        index, skipped = pack(part.present, folder, track=named, workers=workers, **layout)
+        done[folder.name] = {
+            **stamp,
+            "fingerprint": index.fingerprint,
+            "images": len(index),
+            "classes": len(index.class_name),
+            "listed": {"images": part.images, "classes": part.classes},
+            "missing": len(part.missing),
+            "damaged": [image._asdict() for image in skipped],
+        }
+    own = done[folder.name]
+    damaged = tuple(Skipped(**image) for image in own["damaged"])
+    return Converted(part, own["images"], own["classes"], damaged, kept)
 
 
 def _read_record(path: Path, dataset: Dataset) -> dict[str, Any]:

@@ -27,8 +27,6 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a data set."""
-
     name: str  # folder of its shards
     file: str  # the list of its images
     images: Callable[[Path, Path], Iterator[ImageFile]]  # yields the images in the list, from (source folder, list)
@@ -39,8 +37,6 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set that can be converted."""
-
     title: str
     site: str  # where its authors offer it
     splits: tuple[Split, ...]
@@ -62,8 +58,6 @@ def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:
 
 
 class ListLine(NamedTuple):
-    """A line of a list, cut into cells."""
-
     file: Path
     number: int  # from 1
     cells: Sequence[str]
@@ -88,10 +82,7 @@ class ListLine(NamedTuple):
 
 
 def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
-    """Yield the lines that are not empty, cut at the separator; without one, cut at runs of spaces and tabs.
-
-    Cells with commas in them may stand in quotes, as in a CSV.
-    """
+    """Yield the lines that are not empty, cut at commas (outside quotes) or, by default, at spaces and tabs."""
     try:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, 1):

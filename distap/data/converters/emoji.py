@@ -1,7 +1,7 @@
-"""Fetch the emoji retrieval set: a class is an emoji, with one image by each vendor that draws it.
+"""Fetch the emoji retrieval set: nine open emoji sets from the npm registry, drawn to PNG.
 
-Nine open emoji sets are fetched from the npm registry and drawn to PNG. A class is an emoji that at least five
-vendors draw. As in Stanford Online Products, the first half of the classes (by name) trains and the rest tests.
+A class is an emoji that at least five vendors draw, with an image by each. As in Stanford Online Products, the first
+half of the classes (by name) trains and the rest tests.
 """
 
 import json
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
@@ -70,8 +70,7 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         for vendor in vendors
         if name in vendor.drawings
     ]
-    with spread(draw, jobs, usable_cores()) as drawn:
-        deque(track(drawn, "drawing", len(jobs)), maxlen=0)
+    spread(draw, jobs, usable_cores(), "drawing", track)
     train = min(TRAIN_CLASSES, len(names))
     record = {
         "size": size,

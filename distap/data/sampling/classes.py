@@ -20,10 +20,7 @@ class ClassesSampling(RandomSampling):
 
     The K classes share the B images as evenly as possible: a class gives its share, or all it has, and the larger
     classes make up for the rest. If that leaves shares of L and of L + 1, the larger share goes round. All images of
-    a class are used, in a random order, before any of them is used again.
-
-    Args:
-        batch_size: B, images of a global batch, at least twice the classes.
+    a class are used, in a random order, before any of them is used again. B is at least twice the number of classes.
     """
 
     def check(self, data: Classes) -> None:

@@ -20,14 +20,10 @@ class PByKSampling:
 
     Classes with fewer than K images give all they have, and the classes that follow fill the rest. The classes left
     at the end of an epoch, too few for P, wait for the next epoch's order.
-
-    Args:
-        classes: P.
-        images: K, at least 2.
     """
 
-    classes: int = 64
-    images: int = 4
+    classes: int = 64  # P
+    images: int = 4  # K, at least 2
 
     @property
     def size(self) -> int:

@@ -12,12 +12,9 @@ class RandomSampling:
 
     The images left at the end of an epoch, too few for a batch, are not carried over: the next epoch draws a new
     order of all images, so all are used equally often. Carried over, they could meet themselves in a batch.
-
-    Args:
-        batch_size: B, images of a global batch.
     """
 
-    batch_size: int = 4096
+    batch_size: int = 4096  # B, images of a global batch
 
     @property
     def size(self) -> int:

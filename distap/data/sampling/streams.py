@@ -16,16 +16,13 @@ class StreamsSampling:
 
     Slot s of a batch belongs to stream s mod S, so each of W ranks, which holds the slots r, r+W, ..., owns whole
     streams if W divides S.
-
-    Args:
-        batch_size: B, images of a global batch, a multiple of S.
-        streams: S, at most the number of shards.
-        shuffle: images of a shard that are held in memory, as files, to draw the next one from; 1 keeps their order.
     """
 
-    batch_size: int = 4096
-    streams: int = 16
-    shuffle: int = 128
+    batch_size: int = 4096  # B, images of a global batch, a multiple of S
+    streams: int = 16  # S, at most the number of shards
+    shuffle: int = (
+        128  # images of a shard that are held in memory, as files, to draw the next from; 1 keeps their order
+    )
 
     def __post_init__(self) -> None:
         if self.batch_size < 2 or self.streams < 1 or self.shuffle < 1:
@@ -41,12 +38,11 @@ class StreamsSampling:
         return self.batch_size
 
     def require(self, shards: int, ranks: int) -> None:
-        """Raise DistapError if a stream has no shard, or ranks cannot own whole streams, and say what fits."""
+        """Raise DistapError if a stream has no shard, or ranks cannot own whole streams."""
         if shards < self.streams:
+            problem = f"the data set has only {shards} shards, and a stream needs one"
             remedy = f"set it to {shards} or less, or pack with a smaller --images-per-shard"
-            raise DistapError(
-                f"sampling.streams is {self.streams}, but the data set has only {shards} shards: {remedy}"
-            )
+            raise DistapError(f"sampling.streams is {self.streams}, but {problem}: {remedy}")
         if self.streams % ranks:
             fitting = ", ".join(str(count) for count in range(1, self.streams + 1) if self.streams % count == 0)
             raise DistapError(

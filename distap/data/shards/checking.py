@@ -60,8 +60,7 @@ def check(
     settings = remote or RemoteSettings()
     index = load_index(source, settings, compare=False)
     jobs = list(_jobs(index))
-    with spread(partial(_check_shard, source.base, settings), jobs, workers) as results:
-        found = list(track(results, "checking shards", len(jobs)))
+    found = spread(partial(_check_shard, source.base, settings), jobs, workers, "checking shards", track)
     return index, [damage for shard in found for damage in shard]
 
 

@@ -2,7 +2,8 @@
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +23,50 @@ HEADINGS = (["path", "label"], ["path", "label", "group"], ["path", "class"], ["
 
 
 class ImageFile(NamedTuple):
-    """An image to pack, its class, and the super-category of the class ("" for none)."""
-
     path: Path
     class_name: str
-    group: str = ""
+    group: str = ""  # super-category of the class, "" for none
+
+
+class Entry(NamedTuple):
+    """An image to pack, with what tells of a later change."""
+
+    image: ImageFile
+    size: int  # bytes
+    modified: int  # nanoseconds since 1970
+
+    def read(self) -> bytes:
+        path = self.image.path
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if len(data) != self.size:
+            raise DistapError(f"{path}: {len(data)} bytes, but {self.size} when packing began; pack again")
+        return data
+
+
+def look_at(image: ImageFile) -> Entry:
+    try:
+        status = image.path.stat()
+    except OSError as error:
+        raise _unreadable(image.path, error) from error
+    return Entry(image, status.st_size, status.st_mtime_ns)
+
+
+def _unreadable(path: Path, error: OSError) -> DistapError:
+    return DistapError(f"{path}: the image cannot be read: {error.strerror or error}")
 
 
 def suffix_of(data: bytes) -> str:
-    """Return the usual suffix, without its dot, of a file with this content, "" if its format is unknown."""
+    """The usual suffix, without its dot, of a file with this content, "" if its format is unknown."""
     return next((suffix for suffix, start in FIRST_BYTES.items() if data.startswith(start)), "")
+
+
+def field_of(path: Path, data: bytes) -> str:
+    """The field of an image in its sample: the file's suffix without its dot, or that of its content."""
+    suffix = path.suffix.lower()
+    return suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
 
 
 def list_images(source: Path) -> list[ImageFile]:
@@ -95,3 +130,21 @@ def _parse_row(where: str, heading: list[str], cells: list[str], folder: Path) -
     if not path.is_file():
         raise DistapError(f"{where}: no such image: {path}")
     return ImageFile(path, name, group)
+
+
+def group_of_each_class(images: Sequence[ImageFile]) -> dict[str, str]:
+    """The groups by class; raise DistapError if a class has two, or a name cannot be a line of classes.txt."""
+    groups: dict[str, str] = {}
+    for path, name, group in images:
+        known = groups.setdefault(name, group)
+        if known != group:
+            raise DistapError(f"{path}: class {name!r} is in group {group!r}, but in {known!r} before")
+    if "" in groups:
+        raise DistapError("a class has an empty name")
+    for name in chain(groups, groups.values()):
+        # classes.txt has a line for each class, with a tab before its group. Bytes that are no UTF-8 are surrogates.
+        is_line = len(name.splitlines()) <= 1 and name == name.strip() and "\t" not in name
+        if not is_line or name != name.encode(errors="replace").decode():
+            unfit = "tabs, line breaks, outer spaces and bytes that are no UTF-8"
+            raise DistapError(f"{name!r} cannot name a class or group: {unfit} are not allowed")
+    return groups

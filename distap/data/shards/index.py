@@ -87,11 +87,7 @@ SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLAS
 
 
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
-    """Read and check the index of a data set, and with `compare` the sizes of its shards.
-
-    Raises:
-        DistapError: the data set, its index or a shard is missing, empty or damaged.
-    """
+    """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
     source = parse_source(source)
     storage, name = _place(source, remote)
     try:

@@ -47,8 +47,8 @@ def index_shards(
     storage = storage_of(source.base, settings)
     names = shard_names(source, storage)
     records = _records_folder(source)
-    with spread(partial(_scan_or_recall, source.base, settings, records), names, workers) as results:
-        scans = list(track(results, "indexing shards", len(names)))
+    scan = partial(_scan_or_recall, source.base, settings, records)
+    scans = spread(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
         problem = f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out"
@@ -133,7 +133,7 @@ def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str)
         about = storage.about(name)
         key = json.dumps([RECORD_VERSION, name, *about]).encode()
         record = records / f"{hashlib.sha256(key).hexdigest()[:32]}.npz"
-        if earlier := _recall(record, name, about.size):
+        if earlier := _recall(record):
             return earlier
         with storage.open(name) as file:
             index, skipped = scan_shard(file, name, about.size, storage.where(name))
@@ -146,15 +146,12 @@ def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str)
     return index, skipped
 
 
-def _recall(record: Path, name: str, length: int) -> Scan | None:
-    """Read the record of a scan; None if there is none, or none that can be of this shard."""
+def _recall(record: Path) -> Scan | None:
+    """Read the record of a scan; None if there is none, or a damaged one."""
     try:
         data = record.read_bytes()
         index = parse_index(data, str(record))
         skipped = read_columns(data, {"left_out": "U", "reason": "U"})
-        numbered = all(number.isdecimal() for number in index.class_name.tolist())
-        if index.shard_name.tolist() != [name] or index.shard_size.tolist() != [length] or not numbered:
-            return None
         return index, [Skipped(*pair) for pair in zip(*(column.tolist() for column in skipped.values()), strict=True)]
     except (OSError, ValueError, DistapError):
         return None

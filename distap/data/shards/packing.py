@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,20 +17,34 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from distap.data.shards.image_files import ImageFile, list_images
+import webdataset
+
+from distap.data.images.decoding import DamagedImageError, decode, image_size
+from distap.data.shards.image_files import Entry, ImageFile, field_of, group_of_each_class, list_images, look_at
 from distap.data.shards.index import Index
-from distap.data.shards.indexing import NAMES_FILE, merge_scans
+from distap.data.shards.indexing import NAMES_FILE, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, ask_files, spread, untracked
-from distap.data.shards.tar import BLOCK, Skipped
-from distap.data.shards.writing import Entry, ShardJob, write_shard
+from distap.data.shards.tar import BLOCK, LABEL_FIELD, DamagedShardError, Skipped
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.storage.atomic import UnwritableError, sync_path, write_whole
+from distap.storage.atomic import UnwritableError, replacing, sync_path, write_whole
 from distap.storage.files import storage_of
+from distap.storage.hashing import Hashed
 from distap.storage.locations import parse_source
 
 PLAN_VERSION = 2
 SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
+
+
+class _Job(NamedTuple):
+    """A shard to write."""
+
+    shard: Path
+    record: Path  # file that remembers what was written
+    first: int  # position of the first image in the data set, which begins its key
+    entries: list[Entry]
+    numbers: dict[str, int]  # class number by class name
+    decode: bool  # find damage by decoding whole images
 
 
 class _Layout(NamedTuple):
@@ -72,7 +87,7 @@ def pack(
     listed = list_images(images) if isinstance(images, Path) else images
     if not listed:
         raise DistapError(f"{output}: there are no images to pack")
-    groups = _groups(listed)
+    groups = group_of_each_class(listed)
     layout = _Layout(images_per_shard, max_shard_bytes, shuffle, decode)
     aside = output.with_name(f".{output.name}.packing")
     try:
@@ -97,7 +112,7 @@ def _pack_aside(
     If a class or a shard turns out to hold no sound image, all are packed once more without the damaged images, so
     that every class number has an image.
     """
-    entries = ask_files(_entry, images, "listing images", track)
+    entries = ask_files(look_at, images, "listing images", track)
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
     fingerprint = _fingerprint(layout, entries)
@@ -113,10 +128,9 @@ def _pack_aside(
         write_whole(aside / SHARDS / NAMES_FILE, "".join(lines))
         jobs = list(_jobs(aside, sound, {name: number for number, name in enumerate(names)}, layout))
         try:
-            with spread(write_shard, jobs, workers) as results:
-                written = list(track(results, "packing shards", len(jobs)))
+            written = spread(_write_shard, jobs, workers, "packing shards", track)
         finally:
-            for leftover in (*aside.glob("*/*.part"), *aside.glob("*/.*.tmp")):
+            for leftover in aside.glob("*/.*.tmp"):
                 leftover.unlink()
         parts = [part for part, _ in written if part is not None]
         left_out += chain.from_iterable(skipped for _, skipped in written)
@@ -129,7 +143,7 @@ def _pack_aside(
     return index, left_out
 
 
-def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[ShardJob]:
+def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
     """Cut the images into shards."""
     starts, held = [0], 0
     for place, entry in enumerate(entries):
@@ -142,7 +156,53 @@ def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _L
     for number, (start, end) in enumerate(pairwise([*starts, len(entries)])):
         shard, record = aside / SHARDS / f"{number:06d}.tar", aside / RECORDS / f"{number:06d}.json"
         labels = {name: numbers[name] for name in _class_names(entries[start:end])}
-        yield ShardJob(shard, record, start, entries[start:end], labels, layout.decode)
+        yield _Job(shard, record, start, entries[start:end], labels, layout.decode)
+
+
+def _write_shard(job: _Job) -> tuple[Index | None, list[Skipped]]:
+    """Write a shard, unless an earlier call did, and read it back.
+
+    Return its index, None if no image was sound, and the images left out.
+    """
+    try:
+        record = json.loads(job.record.read_bytes())
+        sha256, skipped = record["sha256"], [Skipped(*image) for image in record["skipped"]]
+        job.shard.stat()  # raises an OSError if it is not there
+    except (OSError, ValueError, KeyError, TypeError):
+        sha256, skipped = _write(job)
+    if len(skipped) == len(job.entries):
+        return None, skipped
+    index = None
+    with job.shard.open("rb") as file, suppress(DamagedShardError):
+        if hasattr(os, "posix_fadvise"):  # put it out of memory, so that reading it back reads the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        index, _ = scan_shard(file, job.shard.name, job.shard.stat().st_size, str(job.shard))
+    if index is None or index.shard_sha256.item() != sha256:
+        job.shard.unlink()
+        problem = "reads back otherwise than it was written: mistrust the disk"
+        raise DistapError(f"{job.shard}: {problem}; the same command writes this shard again")
+    return index, skipped
+
+
+def _write(job: _Job) -> tuple[str, list[Skipped]]:
+    """Write the shard and its record; return the shard's SHA-256 and the images left out."""
+    skipped: list[Skipped] = []
+    with replacing(job.shard) as file:
+        hashed = Hashed(file)
+        with webdataset.TarWriter(hashed, mtime=0, encoder=False) as writer:
+            for position, entry in enumerate(job.entries, job.first):
+                data, path = entry.read(), entry.image.path
+                try:
+                    decode(data, name=str(path)) if job.decode else image_size(data)
+                except DamagedImageError as error:
+                    skipped.append(Skipped(str(path), str(error)))
+                    continue
+                stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
+                label = str(job.numbers[entry.image.class_name]).encode()
+                writer.write({"__key__": f"{position:08d}-{stem}", field_of(path, data): data, LABEL_FIELD: label})
+        # The record comes first, so that every shard that exists has one.
+        write_whole(job.record, json.dumps({"sha256": hashed.sha256, "skipped": skipped}))
+    return hashed.sha256, skipped
 
 
 def _resume(aside: Path, fingerprint: str) -> list[Skipped]:
@@ -179,31 +239,6 @@ def _without(entries: list[Entry], left_out: list[Skipped]) -> list[Entry]:
 
 def _class_names(entries: Iterable[Entry]) -> set[str]:
     return {entry.image.class_name for entry in entries}
-
-
-def _groups(images: Sequence[ImageFile]) -> dict[str, str]:
-    groups: dict[str, str] = {}
-    for path, name, group in images:
-        known = groups.setdefault(name, group)
-        if known != group:
-            raise DistapError(f"{path}: class {name!r} is in group {group!r}, but in {known!r} before")
-    if "" in groups:
-        raise DistapError("a class has an empty name")
-    for name in chain(groups, groups.values()):
-        # classes.txt has a line for each class, with a tab before its group. Bytes that are no UTF-8 are surrogates.
-        is_line = len(name.splitlines()) <= 1 and name == name.strip() and "\t" not in name
-        if not is_line or name != name.encode(errors="replace").decode():
-            unfit = "tabs, line breaks, outer spaces and bytes that are no UTF-8"
-            raise DistapError(f"{name!r} cannot name a class or group: {unfit} are not allowed")
-    return groups
-
-
-def _entry(image: ImageFile) -> Entry:
-    try:
-        status = image.path.stat()
-    except OSError as error:
-        raise DistapError(f"{image.path}: the image cannot be read: {error.strerror or error}") from error
-    return Entry(image, status.st_size, status.st_mtime_ns)
 
 
 @contextmanager

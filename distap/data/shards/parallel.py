@@ -5,10 +5,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.pool import ThreadPool
@@ -48,23 +47,24 @@ def forking_context() -> BaseContext:
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
-@contextmanager
-def spread(function: Callable[[Job], Result], jobs: Sequence[Job], workers: int) -> Iterator[Iterator[Result]]:
+def spread(
+    function: Callable[[Job], Result], jobs: Sequence[Job], workers: int, about: str = "", track: Track = untracked
+) -> list[Result]:
     """Give the results of the jobs in order, computed by up to `workers` processes (by this one if one is enough).
 
-    If the block is left early (an error, Ctrl-C) or this process dies, the workers end at once, in the middle of
-    their jobs. The function and what it raises must be picklable. A worker that is killed raises a DistapError.
+    After an error or Ctrl-C, or if this process dies, the workers end at once, in the middle of their jobs.
+    The function and what it raises must be picklable. A worker that is killed raises a DistapError.
     """
     workers = min(workers, len(jobs))
     if workers <= 1:
-        yield map(function, jobs)
-        return
+        return list(track(map(function, jobs), about, len(jobs)))
     context = forking_context()
     ours, theirs = context.Pipe()
     pool = ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(ours, theirs))
     try:
-        yield pool.map(function, jobs)
-        pool.shutdown(cancel_futures=True)
+        results = list(track(pool.map(function, jobs), about, len(jobs)))
+        pool.shutdown()
+        return results
     except BrokenProcessPool as error:
         raise DistapError(
             "a worker process ended in the middle of its work; unless a reason is printed above, memory most likely "

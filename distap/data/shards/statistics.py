@@ -85,13 +85,13 @@ def statistics(reader: Reader) -> Statistics:
 
 
 def most_classes(classes: Classes, images: int) -> int:
-    """Return the greatest P for which p_by_k with K = `images` finds enough images for a batch."""
+    """The greatest P for which p_by_k with K = `images` finds enough images for a batch."""
     usable = classes.with_pairs
     return min(len(usable), classes.available(usable, images) // images) if len(usable) else 0
 
 
 def share_with_positive(classes: Classes, batch: int) -> float:
-    """Return the mean share of a random batch's images that have another image of their class in it.
+    """The mean share of a random batch's images that have another image of their class in it.
 
     An image whose class has s of the N images is alone with probability C(N - s, B - 1) / C(N - 1, B - 1).
     """
@@ -107,11 +107,9 @@ def share_with_positive(classes: Classes, batch: int) -> float:
 def doubling_histogram(values: NDArray[np.int64]) -> Histogram:
     """Count positive integers, in a bin for each value if they are few, otherwise in 1, 2, 3-4, 5-8, 9-16 ..."""
     most = int(values.max())
-    if most <= MOST_SINGLE_BINS:
-        counts = np.bincount(values, minlength=most + 1)[1:]
-        return _trimmed(counts, [str(value) for value in range(1, most + 1)])
-    tops = [1 << power for power in range((most - 1).bit_length() + 1)]
-    names = [str(top) if top <= 2 else f"{top // 2 + 1}-{top}" for top in tops]
+    powers = [1 << power for power in range((most - 1).bit_length() + 1)]
+    tops = powers if most > MOST_SINGLE_BINS else range(1, most + 1)
+    names = [str(top) if top == below + 1 else f"{below + 1}-{top}" for below, top in pairwise([0, *tops])]
     return _trimmed(np.bincount(np.searchsorted(tops, values), minlength=len(tops)), names)
 
 
@@ -125,7 +123,7 @@ def decimal_histogram(values: NDArray[Any]) -> Histogram:
 
 
 def _spread(values: NDArray[Any]) -> dict[str, float]:
-    """Return minimum, mean, maximum, and the values that 5%, 50% and 95% do not exceed."""
+    """Minimum, mean, maximum, and the values that 5%, 50% and 95% do not exceed."""
     least, low, median, high, greatest = np.percentile(values, [0, 5, 50, 95, 100]).tolist()
     mean = float(values.mean(dtype=np.float64))
     return {"least": least, "low": low, "median": median, "mean": mean, "high": high, "greatest": greatest}

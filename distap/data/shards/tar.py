@@ -66,8 +66,7 @@ class Skipped(NamedTuple):
 def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | Skipped]:
     """Yield the samples of a shard as `read_groups` does, as Skipped if the image has no readable header.
 
-    Raises:
-        DamagedShardError: the tar is damaged, or a sample lacks its image or class.
+    A sample that lacks its image or class is a DamagedShardError too.
     """
     for key, members in read_groups(file, length, where):
         try:
@@ -111,9 +110,7 @@ def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Grou
 def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMember, tuple[int, int]]:
     """Find a sample's class number, its image, and the image's width and height in pixels among its members.
 
-    Raises:
-        DamagedImageError: with reason `missing_field` if the image or its integer label is missing; with another
-            reason if the image has no readable header or is too large for any use.
+    Raises DamagedImageError, with reason `missing_field` if the image or its integer label is missing.
     """
     images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
     if len(images) != 1:
