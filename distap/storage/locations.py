@@ -6,6 +6,7 @@ shards/train                      a folder, with index.npz in it
 shards/train-*.tar                a glob
 shards/{000..009}.tar             a brace pattern, as webdataset writes them
 https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and file://
+imagefolder:photos/               images that are not packed: a folder with a sub-folder a class
 pipe:command                      the output of a shell command; refused unless the caller allows it
 """
 
@@ -35,9 +36,12 @@ MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-_PIPE = "pipe:"
+_PIPE, _IMAGES = "pipe:", "imagefolder:"
 _GLOB = "*?["
-_EXPECTED = "a folder, a glob or brace pattern of .tar files, or the same behind http(s)://, s3://, gs:// or file://"
+_EXPECTED = (
+    "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or file://, or "
+    "imagefolder:FOLDER"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Source:
     base: str  # a folder, or the URL of one without the last slash
     pattern: str | None  # of the shards' names within the base; None means every .tar file in it
     kept_index: Path | None = None  # a local file that takes the place of the index beside the shards
+    is_folder_of_images: bool = False
 
     def __str__(self) -> str:
         return self.text
@@ -99,6 +104,8 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
                 f"expected {_EXPECTED}"
             )
         return Source(text, _PIPE, text.removeprefix(_PIPE), index)
+    if text.startswith(_IMAGES):
+        return Source(text, text.removeprefix(_IMAGES).rstrip("/") or "/", None, is_folder_of_images=True)
     if not text or "\0" in text:
         raise DistapError(f"data set {text!r}: expected {_EXPECTED}")
     if _URL.match(text) is None:

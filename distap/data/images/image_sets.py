@@ -173,6 +173,7 @@ def open_images(
 
 def _is_plain(source: Source) -> bool:
     folder = Path(source.base)
-    if source.scheme or source.pattern is not None or source.kept_index is not None or not folder.is_dir():
+    is_named = source.pattern is not None or source.kept_index is not None or source.is_folder_of_images
+    if source.scheme or is_named or not folder.is_dir():
         return False
     return not Path(source.index).exists() and next(folder.glob("*.tar"), None) is None

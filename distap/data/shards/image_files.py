@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +85,11 @@ def list_images(source: Path) -> list[ImageFile]:
     if not images:
         raise DistapError(f"{source}: the data set is empty; expected {expected}")
     return images
+
+
+def sort_classes(names: Iterable[str]) -> list[str]:
+    """Different names in the order in which classes are numbered: whole numbers by their value, others by name."""
+    return sorted(set(names), key=lambda name: (len(name) if name.isdigit() else 0, name))
 
 
 def _in_folders(source: Path) -> Iterator[ImageFile]:

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from distap.data.shards.image_files import list_images, sort_classes
 from distap.errors import DistapError
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
@@ -34,7 +35,7 @@ class Index:
     shard: NDArray[np.int32]  # (N,) number of the sample's shard
     offset: NDArray[np.int64]  # (N,) first byte of the image within its shard
     size: NDArray[np.int64]  # (N,) bytes of the image
-    crc32: NDArray[np.uint32]  # (N,) of the image's bytes
+    crc32: NDArray[np.uint32]  # (N,) of the image's bytes; 0 is not checked
     label: NDArray[np.int64]  # (N,) class number, 0 .. K-1
     width: NDArray[np.int32]  # (N,) pixels
     height: NDArray[np.int32]  # (N,) pixels
@@ -89,6 +90,8 @@ SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLAS
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
     """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
     source = parse_source(source)
+    if source.is_folder_of_images:
+        return _index_of_images(Path(source.base))
     storage, name = _place(source, remote)
     try:
         with storage.open(name) as file:
@@ -103,6 +106,32 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     if compare:
         _require_shards(source, remote, index)
     return index
+
+
+@lru_cache(maxsize=4)
+def _index_of_images(folder: Path) -> Index:
+    """An index that takes each image file for a shard; checksums and sizes in pixels are 0, which is unknown."""
+    images = list_images(folder)
+    sizes = np.array([image.path.stat().st_size for image in images], dtype=np.int64)
+    classes = sort_classes(image.class_name for image in images)
+    numbers = {name: number for number, name in enumerate(classes)}
+    names = [image.path.relative_to(folder).as_posix() for image in images]
+    count, zeros = len(images), np.zeros(len(images), dtype=np.int32)
+    return Index(
+        shard=np.arange(count, dtype=np.int32),
+        offset=np.zeros(count, dtype=np.int64),
+        size=sizes,
+        crc32=np.zeros(count, dtype=np.uint32),
+        label=np.array([numbers[image.class_name] for image in images], dtype=np.int64),
+        width=zeros,
+        height=zeros,
+        key=np.array(names),
+        shard_name=np.array(names),
+        shard_size=sizes,
+        shard_sha256=np.full(count, ""),
+        class_name=np.array(classes),
+        class_group=np.full(len(classes), ""),
+    )
 
 
 def _place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:

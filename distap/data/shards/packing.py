@@ -20,7 +20,15 @@ from typing import NamedTuple
 import webdataset
 
 from distap.data.images.decoding import DamagedImageError, decode, image_size
-from distap.data.shards.image_files import Entry, ImageFile, field_of, group_of_each_class, list_images, look_at
+from distap.data.shards.image_files import (
+    Entry,
+    ImageFile,
+    field_of,
+    group_of_each_class,
+    list_images,
+    look_at,
+    sort_classes,
+)
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, ask_files, spread, untracked
@@ -123,7 +131,7 @@ def _pack_aside(
             first = f"{left_out[0].name}: {left_out[0].reason}"
             raise DistapError(f"none of the {len(entries)} images can be read; first: {first}")
         # The labels of a CSV are numbers already; other classes are numbered in the order of their names.
-        names = sorted(_class_names(sound), key=lambda name: (len(name) if name.isdigit() else 0, name))
+        names = sort_classes(_class_names(sound))
         lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
         write_whole(aside / SHARDS / NAMES_FILE, "".join(lines))
         jobs = list(_jobs(aside, sound, {name: number for number, name in enumerate(names)}, layout))
