@@ -272,6 +272,26 @@ def accumulated(world):
     return found
 
 
+class Shifted(nn.Module):
+    """Two parameters for which autograd returns one gradient tensor, and one that repeats a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = small_network()
+        self.first, self.second = (nn.Parameter(torch.full((5,), 0.1, dtype=torch.float64)) for _ in range(2))
+        self.third = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, images):
+        return self.network(images) * self.third.sum() + (self.first + self.second)
+
+
+def test_gradients_that_share_memory_are_summed_apart():
+    _, gradients = full_batch(Shifted(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    network = Shifted()
+    Multistage(network, "ap_q", 4)(*small_images(IMAGES)).backward()
+    assert_near(gradients_of(network), gradients)
+
+
 def test_gradients_accumulate_over_backward_passes():
     _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
     for rank in on_ranks(2, accumulated):

@@ -101,7 +101,8 @@ class AnyNetwork:
         sums, new = list[Tensor](), list[Tensor]()
         for number, (old, one) in enumerate(zip(self._gradients, found, strict=True)):
             if old is None:
-                self._gradients[number] = one
+                # A copy to add to: autograd may give one tensor to several parameters, or one that repeats a number.
+                self._gradients[number] = None if one is None else one.clone()
             elif one is not None:
                 sums.append(old)
                 new.append(one)
