@@ -13,7 +13,7 @@ from distap.data.loading.training import ShareOfBatch
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
-from distap.evaluation.labelled import refuse_seen_classes
+from distap.evaluation.protocols import refuse_seen_classes
 from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory

@@ -3,10 +3,9 @@
 import typer
 
 from distap.cli.data import data
-from distap.cli.descriptors import index_command, whiten_command
+from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
-from distap.cli.extract import extract_command
 from distap.cli.k8s import k8s
 from distap.cli.search import search_command, serve_command
 from distap.cli.training import plan_command, report_command, train_command

@@ -6,21 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from distap.cli.options import (
-    BEST,
-    IMAGE_SIZE,
-    MAX_SIDE,
-    ORIGINAL,
-    SCALE_POWER,
-    SCALES,
-    TRAINED,
-    WHITENING,
-    network_option,
-    output_option,
-    parse_scales,
-    refinement_option,
-    sizing_of,
-)
+from distap.cli import options
 from distap.errors import DistapError
 from distap.train import OVERRIDES
 
@@ -43,34 +29,35 @@ OUTPUT = "Folder for results.json, and for each set's result.json, its queries a
 def eval_command(
     config: Annotated[Path | None, typer.Argument(help=RECIPE)] = None,
     overrides: OVERRIDES = None,
-    checkpoint: Annotated[str | None, network_option(help=f"Evaluate this trained network: a {TRAINED}.")] = None,
-    best: BEST = False,
+    checkpoint: Annotated[
+        str | None, options.network(help=f"Evaluate this trained network: a {options.TRAINED}.")
+    ] = None,
+    best: options.BEST = False,
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[
         list[str] | None, data_option(help="Shards to add to the gallery of each set with a ground truth.")
     ] = None,
-    image_size: IMAGE_SIZE = None,
-    max_side: MAX_SIDE = None,
-    original: ORIGINAL = False,
-    scales: SCALES = "1",
-    scale_power: SCALE_POWER = None,
-    whitening: WHITENING = None,
-    expand: Annotated[float | None, refinement_option(help=EXPAND, min=0)] = None,
-    augment: Annotated[float | None, refinement_option(help=AUGMENT, min=0)] = None,
-    neighbours: Annotated[int, refinement_option(help=NEIGHBOURS, min=1)] = 10,
+    image_size: options.IMAGE_SIZE = None,
+    max_side: options.MAX_SIDE = None,
+    original: options.ORIGINAL = False,
+    scales: options.SCALES = "1",
+    scale_power: options.SCALE_POWER = None,
+    whitening: options.WHITENING = None,
+    expand: Annotated[float | None, options.refinement(help=EXPAND, min=0)] = None,
+    augment: Annotated[float | None, options.refinement(help=AUGMENT, min=0)] = None,
+    neighbours: Annotated[int, options.refinement(help=NEIGHBOURS, min=1)] = 10,
     rerank: Annotated[
         Literal["k-reciprocal", "diffusion"] | None,
-        refinement_option(help="Re-rank the first images of each query with this method."),
+        options.refinement(help="Re-rank the first images of each query with this method."),
     ] = None,
-    head: Annotated[int, refinement_option(help="Number of first images that --rerank reorders.", min=1)] = 100,
+    head: Annotated[int, options.refinement(help="Number of first images that --rerank reorders.", min=1)] = 100,
     rerank_neighbours: Annotated[
-        int | None,
-        refinement_option(help=RERANK_NEIGHBOURS, min=1, show_default="k-reciprocal: 20, diffusion: 50"),
+        int | None, options.refinement(help=RERANK_NEIGHBOURS, min=1, show_default="k-reciprocal: 20, diffusion: 50")
     ] = None,
-    compare: Annotated[bool, refinement_option("--compare", help=COMPARE)] = False,
-    gap: Annotated[int | None, output_option(help=GAP, min=2)] = None,
-    descriptors: Annotated[Path | None, output_option(help=KEPT)] = None,
-    output: Annotated[Path | None, output_option(help=OUTPUT)] = None,
+    compare: Annotated[bool, options.refinement("--compare", help=COMPARE)] = False,
+    gap: Annotated[int | None, options.output(help=GAP, min=2)] = None,
+    descriptors: Annotated[Path | None, options.output(help=KEPT)] = None,
+    output: Annotated[Path | None, options.output(help=OUTPUT)] = None,
 ) -> None:
     """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.
 
@@ -106,10 +93,10 @@ def eval_command(
             assert config is not None
             recipe = load_recipe(config, overrides or [])
             network = network_of(recipe, world)
-        settings, is_first = recipe.data, world.rank == 0
-        sizing = sizing_of(image_size, max_side, original, settings.image_size)
+        settings, factors = recipe.data, options.parse_scales(scales)
+        sizing = options.sizing_of(image_size, max_side, original, settings.image_size)
         describing = describing_of(
-            recipe, network, world, sizing, parse_scales(scales), scale_power, kept_in=descriptors, shown=is_first
+            recipe, network, world, sizing, factors, scale_power, kept_in=descriptors, shown=True
         )
         if refinement.whitening is not None:
             refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)

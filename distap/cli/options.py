@@ -14,26 +14,24 @@ if TYPE_CHECKING:
     from distap.data.images.whole_images import Sizing
 
 # Options of one panel of --help.
-network_option = partial(typer.Option, rich_help_panel="Network")
-image_option = partial(typer.Option, rich_help_panel="Image preparation")
-refinement_option = partial(typer.Option, rich_help_panel="Refinement of descriptors")
-output_option = partial(typer.Option, rich_help_panel="Output")
+network = partial(typer.Option, rich_help_panel="Network")
+image = partial(typer.Option, rich_help_panel="Image preparation")
+refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
+output = partial(typer.Option, rich_help_panel="Output")
 
 TRAINED = "run folder, one of its checkpoints, or a URL of either"
-CHECKPOINT = network_option(help=f"Trained network: a {TRAINED}.", show_default=False)
-BEST = Annotated[bool, network_option("--best", help="Use a run folder's best checkpoint, not its newest.")]
+CHECKPOINT = network(help=f"Trained network: a {TRAINED}.", show_default=False)
+BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
 CROP = "Crop the central square and resize it to this side, in pixels."
-IMAGE_SIZE = Annotated[int | None, image_option(help=CROP, min=1, show_default="as in the recipe")]
+IMAGE_SIZE = Annotated[int | None, image(help=CROP, min=1, show_default="as in the recipe")]
 WHOLE = "Keep whole images, with the longer side reduced to this many pixels."
-MAX_SIDE = Annotated[int | None, image_option(help=WHOLE, min=1)]
-ORIGINAL = Annotated[bool, image_option("--original", help="Keep whole images at their original size.")]
-SCALES = Annotated[str, image_option(help="Describe each image at these scale factors, such as 1,0.7071,0.5.")]
+MAX_SIDE = Annotated[int | None, image(help=WHOLE, min=1)]
+ORIGINAL = Annotated[bool, image("--original", help="Keep whole images at their original size.")]
+SCALES = Annotated[str, image(help="Describe each image at these scale factors, such as 1,0.7071,0.5.")]
 MEAN = "Power of the generalised mean over the scales."
-SCALE_POWER = Annotated[
-    float | None, image_option(help=MEAN, show_default="GeM's, or 1 where a projection follows it")
-]
+SCALE_POWER = Annotated[float | None, image(help=MEAN, show_default="GeM's, or 1 where a projection follows it")]
 WHITENING = Annotated[
-    Path | None, refinement_option(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
+    Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
 ]
 
 

@@ -14,8 +14,13 @@ from distap.data.loading.reading import Reader
 from distap.data.settings import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
-from distap.evaluation.ground_truth import DescribedGroundTruthSet, GroundTruthSet, read_ground_truth
-from distap.evaluation.labelled import DescribedLabelledSet, LabelledSet
+from distap.evaluation.protocols import (
+    DescribedGroundTruthSet,
+    DescribedLabelledSet,
+    GroundTruthSet,
+    LabelledSet,
+    read_ground_truth,
+)
 from distap.evaluation.saved import nan_as_null
 from distap.retrieval.refinement import Refinement
 from distap.storage.atomic import write_whole

@@ -129,10 +129,7 @@ class IndexFigures:
 
 
 def measure_recall(
-    index: Any,
-    values: Float[np.ndarray, "N C"],
-    queries: Float[np.ndarray, "Q _"] | None = None,
-    at: int = 10,
+    index: Any, values: Float[np.ndarray, "N C"], queries: Float[np.ndarray, "Q _"] | None = None, at: int = 10
 ) -> IndexFigures:
     """Compare the results of an index with those of exact search, for at most MEASURED queries.
 

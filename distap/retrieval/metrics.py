@@ -159,9 +159,7 @@ class DecomposabilityGap:
 
 
 def decomposability_gap(
-    descriptors: Tensor | NDArray[Any],
-    labels: Int64[Tensor, " N"],
-    batches: Iterable[Tensor | NDArray[np.int64]],
+    descriptors: Tensor | NDArray[Any], labels: Int64[Tensor, " N"], batches: Iterable[Tensor | NDArray[np.int64]]
 ) -> DecomposabilityGap:
     """Evaluate each batch of rows as a labelled set of its own, and the whole set."""
     values, left_out = [], 0

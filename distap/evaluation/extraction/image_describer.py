@@ -119,13 +119,11 @@ class ImageDescriber:
     def evaluating(self) -> Iterator[None]:
         """Put the network into evaluation mode, and restore its mode afterwards."""
         training = self.retrieval_network.training
-        if training or self.network.training:
-            self.network.eval()
+        self.network.eval()
         try:
             yield
         finally:
-            if training:
-                self.retrieval_network.train()
+            self.retrieval_network.train(training)
 
 
 def describer_like(
