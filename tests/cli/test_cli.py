@@ -91,7 +91,7 @@ def test_bad_input_gets_a_clear_error_and_a_non_zero_exit(tmp_path, monkeypatch,
 def test_a_missing_npm_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert distap(monkeypatch, "data", "fetch", "emoji", tmp_path / "emoji") == 2
-    assert "npm was not found on the PATH" in capsys.readouterr().err
+    assert "npm was not found" in capsys.readouterr().err
     assert not (tmp_path / "emoji" / emoji.COMPLETE).exists()
 
 
