@@ -164,14 +164,10 @@ class Chosen:
 
     A recipe gives a name, or a mapping of `name` and keys; the field then holds the object of the named class.
     With the context NAMES_ONLY the field keeps the mapping, and only the name is checked.
-
-    Args:
-        kind: a key of REGISTRY.
-        otherwise: the name of a mapping that gives none.
     """
 
-    kind: str
-    otherwise: str | None = None
+    kind: str  # a key of REGISTRY
+    otherwise: str | None = None  # the name of a mapping that gives none
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.with_info_plain_validator_function(

@@ -133,15 +133,10 @@ class Trainer:
     def _check_data(self) -> None:
         data, images = self.recipe.data, self.images
         if images.size < self.world.size:
-            raise DistapError(
-                f"sampling gives {images.size} images a batch, fewer than the {self.world.size} ranks; "
-                "each rank needs at least one"
-            )
+            raise DistapError(f"sampling gives {images.size} images a batch, fewer than the {self.world.size} ranks")
         if not self.world.all_same(int(images.fingerprint[:12], 16)):
-            raise DistapError(
-                f"{data.train}: the ranks see different data; rank {self.world.rank} has fingerprint "
-                f"{images.fingerprint[:12]}"
-            )
+            own = f"rank {self.world.rank} has fingerprint {images.fingerprint[:12]}"
+            raise DistapError(f"{data.train}: the ranks see different data; {own}")
         if data.validation_source is not None:
             validation = load_index(data.validation_source, data.remote)
             if data.unseen_classes and images.index is not None:

@@ -43,9 +43,8 @@ class ChoosingSection(Section):
 
     @model_serializer(mode="wrap")
     def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings: dict[str, Any] = handler(self)
-        chosen: dict[str, Any] = settings.pop("chosen")
-        return chosen | settings
+        settings = handler(self)
+        return settings.pop("chosen") | settings
 
 
 def _checked(parse: Callable[[str], object]) -> AfterValidator:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import timm
@@ -29,7 +30,6 @@ from distap.model.network import RetrievalNetwork
 OPSET, SMALLEST_OPSET = 20, 18  # antialiased scaling and torch's translations begin with 18
 NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
-UNPOOLED = 'num_classes=0, global_pool=""'
 SMALLEST = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
 # The exporters warn about their internals; their results are compared afterwards.
 _without_warnings = partial(warnings.catch_warnings, action="ignore")
@@ -162,7 +162,7 @@ def save_backbone(
     try:
         _loaded(name, path)
     except DistapError:  # timm's own pooling has weights, which distap's network lacks
-        return BackboneFile(UNPOOLED, difference)
+        return BackboneFile('num_classes=0, global_pool=""', difference)
     return BackboneFile("num_classes=0", difference)
 
 
@@ -201,8 +201,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _shape(program: ExportedProgram) -> Sequence[int | torch.SymInt]:
     images = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
-    shape: Sequence[int | torch.SymInt] = images.meta["val"].shape
-    return shape
+    return images.meta["val"].shape
 
 
 def _smallest_square(program: ExportedProgram, smallest: int, largest: int) -> int:
@@ -229,13 +228,11 @@ def _range(program: ExportedProgram, length: int | torch.SymInt) -> Range:
 
 def _first(error: BaseException) -> str:
     """Shorten a message that may fill pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400] or type(error).__name__
+    return shorten(str(error), 400) or type(error).__name__
 
 
 def _loaded(name: str, path: Path, **options: Any) -> nn.Module:
     try:
-        network: nn.Module = timm.create_model(name, num_classes=0, checkpoint_path=str(path), **options)
+        return timm.create_model(name, num_classes=0, checkpoint_path=str(path), **options).eval()
     except RuntimeError as error:
         raise DistapError(f"{path.name}: timm's {name} does not take these weights: {error}") from error
-    return network.eval()

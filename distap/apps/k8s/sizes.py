@@ -34,22 +34,15 @@ def sizes_of(recipe: Recipe, request: Request) -> Sizes:
     shared = _gib(ranks * handed_over_bytes(recipe, share))
     rank_bytes = GPU_RANK_BYTES if request.gpus else RANK_BYTES
     rank_bytes += data.workers * WORKER_BYTES + (share_bytes if way == "memory" else 0)
-    cached_bytes = data.cache.max_bytes if data.cache else 0
-    spooled_bytes = ranks * share_bytes if way == "spool" else 0
-    return Sizes(
-        cpu=ranks * (2 + data.workers),
-        memory=_gib(ranks * rank_bytes) + shared,
-        shared_memory=shared,
-        spool=_gib(spooled_bytes + cached_bytes),
-    )
+    spooled = ranks * share_bytes if way == "spool" else 0
+    spool = _gib(spooled + (data.cache.max_bytes if data.cache else 0))
+    return Sizes(ranks * (2 + data.workers), _gib(ranks * rank_bytes) + shared, shared, spool)
 
 
 def handed_over_bytes(recipe: Recipe, share: int) -> int:
-    """Return the bytes of shared memory between loader workers and a rank with `share` images of a batch.
-
-    Each worker has `prefetch` chunks ready, and one more is in use. Chunks of training stay during evaluations.
-    """
+    """Return the bytes of shared memory between loader workers and a rank with `share` images of a batch."""
     data, evaluation = recipe.data, recipe.evaluation
+    # Each worker has `prefetch` chunks ready, and one more is in use. Chunks of training stay during evaluations.
     training = (data.prefetch + 1) * min(recipe.loader_chunk, share) * data.image_size**2
     evaluated = 0
     if evaluation.every and data.validation is not None:

@@ -107,14 +107,12 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Tell whether to close; uvicorn asks ten times a second."""
         drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
-        if self._service.draining and drained:
-            self.should_exit = True
+        self.should_exit |= self._service.draining and drained
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start to drain at the first signal; close at the second."""
-        if self._service.draining:
-            self.should_exit = True
+        self.should_exit |= self._service.draining
         self._service.draining, self._asked = True, self._asked or time.monotonic()
 
     def _end_if_failed(self, loading: Future[None]) -> None:
