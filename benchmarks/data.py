@@ -23,7 +23,7 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.photos import jpeg, photo
 from distap.data.images.augmentation import CropAndVary, CropFlipColour, Croppable, Transform, seeded
-from distap.data.images.decoding import Box, EncodedImage, reduction
+from distap.data.images.decoding import Box, EncodedImage, Shape, reduction
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.training import LoadingJob
 from distap.data.sampling.random import RandomSampling
@@ -83,7 +83,7 @@ class DataBenchmark(harness.Benchmark):
         scales = []
         for seed in range(len(files)):
             torch.manual_seed(seed)
-            scales.append(1 / reduction(transform.choose(self.image, self.image), transform.size))
+            scales.append(1 / reduction(transform.choose(self.image, self.image), (transform.size,) * 2))
         return {
             "what": what,
             "image": self.image,
@@ -173,8 +173,8 @@ class ByPillow:
         self._image = Image.open(io.BytesIO(data))
         self.size = self._image.size
 
-    def crop(self, box: Box, size: int, scaled: bool) -> Tensor:
-        resized = self._image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=box)
+    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
+        resized = self._image.convert("RGB").resize(shape[::-1], Image.Resampling.BILINEAR, box=box)
         pixels: Tensor = F.pil_to_tensor(resized)
         return pixels.contiguous()
 
@@ -182,10 +182,10 @@ class ByPillow:
 class ByTorchvision(ByPillow):
     """An image that Pillow decodes in full, and torchvision crops and scales as a tensor."""
 
-    def crop(self, box: Box, size: int, scaled: bool) -> Tensor:
+    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
         left, top, right, bottom = box
         whole = F.pil_to_tensor(self._image.convert("RGB"))
-        pixels: Tensor = F.resized_crop(whole, top, left, bottom - top, right - left, [size, size], antialias=True)
+        pixels: Tensor = F.resized_crop(whole, top, left, bottom - top, right - left, list(shape), antialias=True)
         return pixels.contiguous()
 
 

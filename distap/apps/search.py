@@ -9,7 +9,7 @@ import numpy as np
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.images.image_sets import list_folder, open_images
-from distap.data.images.thumbnails import Thumbnails, thumbnail
+from distap.data.images.whole_images import Thumbnails, thumbnail
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.pages.page import write_page

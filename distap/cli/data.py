@@ -174,7 +174,7 @@ def stats_command(
 
     Reads the index, and few images: a sample of them for their format, and those that the page shows.
     """
-    from distap.data.loading.reading import Reader
+    from distap.data.loading.indexed import Reader
     from distap.data.shards.index import load_index
     from distap.data.shards.statistics import statistics
     from distap.pages.data_set import statistics_tables, write_statistics

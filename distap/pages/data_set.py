@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from rich.table import Column, Table
 
-from distap.data.images.thumbnails import Thumbnails
-from distap.data.loading.reading import Reader
+from distap.data.images.whole_images import Thumbnails
+from distap.data.loading.indexed import Reader
 from distap.data.shards.statistics import Histogram, Statistics
 from distap.errors import DistapError
 from distap.pages.page import write_page

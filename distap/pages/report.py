@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from distap.data.images.decoding import MAX_PIXELS
-from distap.data.images.thumbnails import Thumbnails
-from distap.data.loading.reading import Reader
+from distap.data.images.whole_images import Thumbnails
+from distap.data.loading.indexed import Reader
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import Retrieved, SavedEvaluation

@@ -14,15 +14,11 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that canno
 
 
 class UnwritableError(DistapError):
-    """A file cannot be written."""
+    """A file or folder cannot be written; the old one, if any, is unchanged."""
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Replace a file in one step, text as UTF-8, and make missing folders. On return the file is on the disk.
-
-    Raises:
-        UnwritableError: it cannot be written; the old file, if any, is unchanged.
-    """
+    """Replace a file in one step, text as UTF-8, and make missing folders. On return the file is on the disk."""
     try:
         with replacing(path) as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -32,11 +28,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` on leaving; after an error the old one stays.
-
-    Raises:
-        OSError: as the system reports it, so that a caller can tell which errors are worth another attempt.
-    """
+    """Open a new file that takes the place of `path` on leaving; after an OSError the old one stays."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(path.parent)
     try:
@@ -61,11 +53,7 @@ def refuse_foreign(folder: Path, own: Collection[str]) -> None:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that takes the place of `path` on leaving; after an error the old one stays.
-
-    Raises:
-        UnwritableError: it cannot be written.
-    """
+    """Make a folder that takes the place of `path` on leaving; after an error the old one stays."""
     try:
         make_folder(path.parent)
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside, ExitStack() as undoing:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -47,11 +48,7 @@ class Storage:
     """The files of a folder in a bucket, or behind another URL that fsspec has a file system for.
 
     Any thread may use it, and it can be copied into other processes. See `retried` for the errors of its methods.
-
-    Args:
-        base: URL of the folder; a path for a LocalStorage.
-        settings: attempts, time-out, and options of the file system.
-        key: where a recipe has these settings, for messages; None if they come from elsewhere.
+    `key` says in messages where a recipe has the `settings`; None if they come from elsewhere.
     """
 
     def __init__(self, base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> None:
@@ -71,7 +68,6 @@ class Storage:
         return bounded
 
     def where(self, name: str) -> str:
-        """Return the path or URL of a file."""
         return joined(self.base, name)
 
     @retried("read")
@@ -99,11 +95,10 @@ class Storage:
 
     @retried("read")
     def read_whole(self, name: str) -> bytes:
-        """Return a small file."""
         return bytes(self._ask("cat_file", self._path(name)))
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file of any size. Each block is a positioned read of its own, so that it can be retried."""
+        """Open a file of any size. Each block is a `read` of its own, so that it can be retried."""
         return io.BufferedReader(_Blocks(self, name), BLOCK)
 
     @retried("listed")
@@ -158,9 +153,8 @@ class Storage:
 
     def _ignores_ranges(self, name: str) -> DistapError:
         return DistapError(
-            f"{self.where(name)}: the server sends the whole file where a part is asked for (it ignores Range), so "
-            "images cannot be read by their offset; serve the shards with nginx, Apache or an object store, or "
-            "copy them to disk"
+            f"{self.where(name)}: the server ignores Range and sends whole files, so images cannot be read by their "
+            "offset; serve the shards with nginx, Apache or an object store, or copy them to disk"
         )
 
     @property
@@ -207,14 +201,11 @@ class Storage:
 
 
 class LocalStorage(Storage):
-    """The files of a folder on disk or on a network file system, given as a path or a file:// URL.
+    """The files of a folder on disk, given as a path or a file:// URL: positioned reads and atomic writes."""
 
-    Positioned reads go to the system, and writes are atomic; fsspec does the rest.
-    """
-
-    def __init__(self, base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> None:
-        super().__init__(base, settings, key)
-        self._opened = OpenFiles()
+    @cached_property
+    def _opened(self) -> OpenFiles:
+        return OpenFiles()
 
     def _local(self, name: str) -> Path:
         return Path(self.where(name).removeprefix("file://"))

@@ -28,7 +28,6 @@ class Hashed:
 
     @property
     def sha256(self) -> str:
-        """The hexadecimal hash of the bytes so far."""
         return self._digest.hexdigest()
 
     def read(self, size: int) -> bytes:

@@ -63,7 +63,7 @@ class Source:
 
     @property
     def index_name(self) -> str:
-        """The name of the index beside the shards; each pattern in a folder has its own."""
+        """Each pattern in a folder has its own."""
         if self.pattern is None:
             return INDEX_FILE
         readable = re.sub(r"[^A-Za-z0-9]+", "-", self.pattern.removesuffix(".tar")).strip("-")[:60]
@@ -71,12 +71,10 @@ class Source:
 
     @property
     def index(self) -> str:
-        """Path or URL of the index."""
         return str(self.kept_index) if self.kept_index else joined(self.base, self.index_name)
 
 
 def joined(base: str, name: str) -> str:
-    """Return the path or URL of a file in a folder."""
     return f"{base.rstrip('/')}/{name}"
 
 
@@ -87,22 +85,17 @@ def scheme_of(base: str) -> str:
 
 
 def parse_source(source: "str | Path | Source", index: Path | None = None, allow_pipes: bool = False) -> Source:
-    """Parse the name of a data set; the kinds are listed at the top of this file.
+    """Parse the name of a data set, of the kinds at the top of this file; return a Source unchanged.
 
-    Args:
-        source: path, pattern, URL or command. A Source is returned unchanged.
-        index: a local file for the index, if it cannot lie beside the shards.
-        allow_pipes: accept `pipe:` commands, which can only be read as a stream.
+    `index` is a local file for the index, if it cannot lie beside the shards.
     """
     if isinstance(source, Source):
         return source
     text = str(source)
     if text.startswith(_PIPE):
         if not allow_pipes:
-            raise DistapError(
-                f"{text}: pipe: runs a shell command, and only streamed reading with pipes allowed does; "
-                f"expected {_EXPECTED}"
-            )
+            refusal = "pipe: runs a shell command, and only streamed reading with pipes allowed does"
+            raise DistapError(f"{text}: {refusal}; expected {_EXPECTED}")
         return Source(text, _PIPE, text.removeprefix(_PIPE), index)
     if text.startswith(_IMAGES):
         return Source(text, text.removeprefix(_IMAGES).rstrip("/") or "/", None, is_folder_of_images=True)
@@ -122,8 +115,8 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
         raise DistapError(f"{text}: a {'host' if is_web else 'bucket'} has to stand after ://")
     if is_web and any(sign in rest for sign in "?#*["):
         raise DistapError(
-            f"{text}: a web server cannot list its files, and a query belongs into data.remote.options; "
-            "expected a folder with its index, or a brace pattern such as {000..009}.tar"
+            f"{text}: a web server cannot list its files, and a query belongs into data.remote.options; expected a "
+            "folder with its index, or a brace pattern such as {000..009}.tar"
         )
     base, pattern = _split_pattern(rest)
     # The URL has the escapes of a browser; the names in the index have none.
@@ -131,11 +124,9 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
 
 
 def parse_store(url: str) -> str:
-    """Check the URL of a folder for checkpoints and return it without its last slash."""
+    """Return the URL of a folder for checkpoints without its last slash."""
     if _URL.match(url) is None:
-        raise DistapError(
-            f"{url!r} is no URL; expected one such as s3://bucket/folder, gs://bucket/folder or file:///x"
-        )
+        raise DistapError(f"{url!r} is no URL; expected one such as s3://bucket/folder or file:///folder")
     scheme, host, rest = _split_url(url)
     if scheme in UNWRITABLE:
         raise DistapError(f"{url}: {UNWRITABLE[scheme]} keeps no checkpoints; expected s3://, gs:// or file://")
@@ -167,29 +158,22 @@ def _local_source(text: str, path: str, index: Path | None) -> Source:
 def _split_pattern(path: str) -> tuple[str, str | None]:
     """Return the folder that all shards are in, and the pattern of their names or None."""
     parts = path.split("/")
-    first = next((i for i, part in enumerate(parts) if any(sign in part for sign in "{" + _GLOB)), None)
-    if first is None and parts[-1].endswith(".tar"):
-        first = len(parts) - 1
-    if first is None:
-        return path.rstrip("/"), None
-    return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:])
+    last = len(parts) - parts[-1].endswith(".tar")
+    first = next((i for i, part in enumerate(parts) if any(sign in part for sign in "{" + _GLOB)), last)
+    return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:]) or None
 
 
 def shard_names(source: Source, storage: "Storage | None") -> list[str]:
     """Return a source's shards in the order of the index: names relative to its base, or `pipe:` commands.
 
-    Args:
-        source: of the shards.
-        storage: of the source's base; None for commands.
-    Raises:
-        DistapError: there are no shards, one is named twice or leaves the base, or the pattern is wrong.
+    `storage` is the base's; None for commands.
     """
     if storage is None:
         return [f"{_PIPE}{command}" for command in _expanded(source)]
     if source.pattern is None and source.scheme not in LISTABLE:
+        example = f"{source.base}/{{000..009}}.tar"
         raise DistapError(
-            f"{source}: a web server cannot list its files; name the shards by a brace pattern such as "
-            f"{source.base}/{{000..009}}.tar"
+            f"{source}: a web server cannot list its files; name the shards by a brace pattern: {example}"
         )
     names: list[str] = []
     for pattern in ["*.tar"] if source.pattern is None else _expanded(source):
@@ -218,21 +202,14 @@ def _expanded(source: Source) -> Iterator[str]:
 
 
 def _choices(group: str) -> int:
-    """Count the texts that the inside of a pair of braces stands for."""
     ends = _RANGE.match(group)
-    return abs(int(ends.group(2)) - int(ends.group(1))) + 1 if ends else group.count(",") + 1
+    return abs(int(ends[2]) - int(ends[1])) + 1 if ends else group.count(",") + 1
 
 
 def safe_name(name: str, where: str) -> str:
-    """Return the name of a shard if it stays below the folder that it is relative to.
-
-    Raises:
-        DistapError: it is empty, absolute or contains `..`; `where` says who gave it.
-    """
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or not name.isprintable() or "\\" in name:
+    """Return the name of a shard if it stays below its folder; a DistapError says `where` another one stands."""
+    if {"", ".", ".."} & set(name.split("/")) or not name.isprintable() or "\\" in name:
         raise DistapError(
-            f"{where}: {name!r} is no name of a shard; expected one within the data set's folder, such as "
-            "000000.tar or part/000000.tar"
+            f"{where}: {name!r} is no name of a shard in the data set's folder, such as part/000000.tar"
         )
     return name

@@ -7,11 +7,7 @@ from pathlib import Path
 
 
 class OpenFiles:
-    """Keep the local files that were read last open; a copy in another process opens its own.
-
-    Args:
-        limit: number of files that a process keeps open.
-    """
+    """Keep the `limit` local files that were read last open; a copy in another process opens its own."""
 
     def __init__(self, limit: int = 128) -> None:
         self.limit = limit
@@ -31,10 +27,6 @@ class OpenFiles:
             self.close(path)  # a stale handle is mended by opening the file again
             raise
         return b"".join(parts)
-
-    def size(self, path: str) -> int:
-        """Return the bytes of the open file, which may no longer be the one at `path`."""
-        return os.fstat(self._file(path).number).st_size
 
     def is_at(self, path: str) -> bool:
         """Return whether the open file is still the one at `path`. Raises OSError if nothing is there."""

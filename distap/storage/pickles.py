@@ -1,7 +1,4 @@
-"""An unpickler that runs no code of the file it reads.
-
-A pickle names classes and functions and calls them, so a plain `pickle.load` can do whatever Python can.
-"""
+"""An unpickler that runs no code of the file it reads, where `pickle.load` would call whatever a pickle names."""
 
 import pickle
 from collections.abc import Mapping
@@ -13,25 +10,17 @@ class ForbiddenGlobalError(pickle.UnpicklingError):
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Look every class and function up in a table instead of importing it.
-
-    Args:
-        file: the pickle.
-        allowed: what stands for each (module, name) that the pickle may use; all others are refused.
-        encoding: of strings that Python 2 wrote.
-    """
+    """Look every (module, name) up in `allowed` instead of importing it; `encoding` is of strings from Python 2."""
 
     def __init__(self, file: BinaryIO, allowed: Mapping[tuple[str, str], Any], encoding: str = "ASCII") -> None:
         super().__init__(file, encoding=encoding)
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the table has for a name."""
         try:
             return self._allowed[module, name]
         except KeyError:
             raise ForbiddenGlobalError(f"{module}.{name}") from None
 
     def persistent_load(self, identifier: Any) -> NoReturn:
-        """Refuse references to other files."""
         raise pickle.UnpicklingError("reference to something outside the file")

@@ -1,17 +1,18 @@
-"""fsspec file systems with distap's settings, errors and retries."""
+"""fsspec file systems with distap's settings, errors and retries; secrets in options and URLs."""
 
 import errno
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar, cast
 
 from distap.errors import FAILED, DistapError
-from distap.storage.redact import find_secret
 from distap.storage.traffic import Traffic
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
@@ -24,6 +25,16 @@ PASSING_CODES = (  # error codes of S3 that another attempt may mend, whatever t
     *("RequestTimeout", "RequestTimeoutException", "PriorRequestNotComplete", "OperationAborted"),
     *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),  # changed or cut short on the way
     *("SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded"),
+)
+# The user of a URL, and a query with a value, which may be a signature.
+_IN_URL = re.compile(r"(?<=://)[^\s/@`'\"]+@|(?<=\S)\?[^\s`'\"]*(?:=|%3D)[^\s`'\"]*")
+# Names of options that hold secrets. The `key` of s3 is only the name of one.
+_SECRET_NAME = re.compile(
+    r"secret|pass(w|phrase)|token|auth(orization)?$|cookie|credential|private|(api|customer|encryption)[-_]?key",
+    re.IGNORECASE,
+)
+_SECRET_TEXT = re.compile(
+    r'"(private_key|refresh_token|client_secret)"\s*:|PRIVATE KEY-----|^ya29\.|^(Basic|Bearer)\s', re.IGNORECASE
 )
 M = TypeVar("M", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="RemoteSettings | None")
@@ -52,12 +63,8 @@ class RemoteSettings:
 
 
 def without_secret_options(settings: Settings) -> Settings:
-    """Return a recipe's settings unchanged if anybody may read them.
-
-    Raises:
-        ValueError: an option is a secret.
-    """
-    secret = None if settings is None else find_secret(settings.options, "options")
+    """Return a recipe's settings unchanged; raise a ValueError if an option is a secret."""
+    secret = None if settings is None else _find_secret(settings.options, "options")
     if secret is not None:
         raise ValueError(
             f"{secret} is a secret, and a recipe is written into the run's folder. Give it where the package looks "
@@ -65,6 +72,34 @@ def without_secret_options(settings: Settings) -> Settings:
             "GOOGLE_APPLICATION_CREDENTIALS; ~/.netrc for http, with {client_kwargs: {trust_env: true}}"
         )
     return settings
+
+
+def without_secrets(text: str) -> str:
+    """Remove the users and signatures of all URLs in a text."""
+    return _IN_URL.sub("", text)
+
+
+def _find_secret(value: Any, place: str, name: str = "") -> str | None:
+    """Return the place of the first secret among nested options, or None.
+
+    A telling `name` or value makes an option a secret; `place` is its dotted path, such as `options.s3`.
+    """
+    if not value or value is True:
+        return None
+    # The token of gcsfs may also be a method to obtain one, or the path of a file that holds it.
+    is_method = place == "options.gs.token" and isinstance(value, str)
+    if _SECRET_NAME.search(name) and not is_method:
+        return place
+    if isinstance(value, str):
+        return place if _SECRET_TEXT.search(value) or without_secrets(value) != value else None
+    within: list[tuple[str, str, Any]] = []  # name, place, value
+    if isinstance(value, Mapping):
+        within = [(str(key), f"{place}.{key}", inner) for key, inner in value.items()]
+    elif isinstance(value, list | tuple):
+        is_pair = len(value) == 2 and isinstance(value[0], str)  # a header may be given as a pair
+        names = ["", value[0]] if is_pair else [""] * len(value)
+        within = [(names[at], f"{place}.{at}", inner) for at, inner in enumerate(value)]
+    return next((found for name, at, inner in within if (found := _find_secret(inner, at, name)) is not None), None)
 
 
 class MissingFileError(DistapError):
@@ -80,15 +115,11 @@ class UnreachableError(DistapError):
 def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
     """Make an fsspec file system with connections of its own, which retries nothing itself.
 
-    Raises:
-        DistapError: its package is not installed, or an option is wrong; `key` names the settings in messages.
+    `key` names the settings in messages.
     """
     import fsspec  # slow
 
-    options = {
-        name: dict(value) if isinstance(value, dict) else value
-        for name, value in settings.options.get(scheme, {}).items()
-    }
+    options = {name: copy(value) for name, value in settings.options.get(scheme, {}).items()}
     if scheme == "s3":
         # One attempt of boto's is one of ours; that of s3fs itself is set below.
         client = {"retries": {"total_max_attempts": 1}, "read_timeout": settings.timeout_seconds}
@@ -136,9 +167,9 @@ def retried(done: str) -> Callable[[M], M]:
                     raise MissingFileError(f"{where}: there is no such file") from error
                 except Exception as error:  # each file system raises its own
                     reason = str(error) or str(error.__cause__ or "") or type(error).__name__
-                    if isinstance(error, TimeoutError) and not answer_to_boto(error)[0]:
+                    if isinstance(error, TimeoutError) and not _answer_to_boto(error)[0]:
                         reason = f"no answer within {self.settings.timeout_seconds:g} s"
-                    if is_permanent(error):
+                    if _is_permanent(error):
                         raise DistapError(f"{where}: cannot be {done}: {reason}") from error
                     if attempt == attempts:
                         hint = f"; {self.key} has the number of attempts and their time-out" if self.key else ""
@@ -155,9 +186,8 @@ def retried(done: str) -> Callable[[M], M]:
     return decorated
 
 
-def is_permanent(error: Exception) -> bool:
-    """Return whether another attempt would fail in the same way."""
-    code, boto_status = answer_to_boto(error)
+def _is_permanent(error: Exception) -> bool:
+    code, boto_status = _answer_to_boto(error)
     if code in PASSING_CODES:
         return False
     if isinstance(error, (*PERMANENT, *OPTION_ERRORS)) or type(error).__name__ in LACKS_CREDENTIALS:
@@ -172,7 +202,7 @@ def is_permanent(error: Exception) -> bool:
     return str(error).startswith("Forbidden")  # gcsfs says so for HTTP status 403
 
 
-def answer_to_boto(error: Exception) -> tuple[str, int | None]:
+def _answer_to_boto(error: Exception) -> tuple[str, int | None]:
     """Return error code and HTTP status of the S3 answer behind an error of s3fs; ("", None) if there was none."""
     cause = error.__cause__
     if isinstance(cause, TimeoutError):  # fsspec wraps it once more

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class Traffic(NamedTuple):
-    """Bytes, retries and cache requests that reading took."""
-
     read_bytes: int = 0
     retries: int = 0
     cache_hits: int = 0

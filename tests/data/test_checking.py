@@ -10,7 +10,7 @@ from images import write_images
 from PIL import Image
 from servers import web_server
 
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.shards.checking import check, write_damage
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack

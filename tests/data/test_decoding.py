@@ -46,10 +46,10 @@ def reason(data: bytes, **limits) -> str:
 
 
 def test_the_reduction_never_makes_a_crop_smaller_than_the_result():
-    assert [reduction((0, 0, side, 900), 100) for side in (99, 100, 199, 200, 399, 400, 799, 800, 5000)] == [
+    assert [reduction((0, 0, side, 900), (100, 100)) for side in (99, 100, 199, 200, 399, 400, 799, 800, 5000)] == [
         *(1, 1, 1, 2, 2, 4, 4, 8, 8)
     ]
-    assert reduction((50, 0, 950, 250), 100) == 2
+    assert reduction((50, 0, 950, 250), (100, 100)) == 2
 
 
 def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
@@ -59,7 +59,7 @@ def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
     image = EncodedImage(jpeg(PHOTO, 90))
     for size, scaled, decoded in [(50, True, (76, 51)), (51, True, (151, 102)), (50, False, (301, 203))]:
         sizes.clear()
-        image.crop((0, 0, 201, 203), size, scaled)
+        image.crop((0, 0, 201, 203), (size, size), scaled)
         assert set(sizes) == {decoded}
 
 
@@ -67,21 +67,23 @@ def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
 def test_scaled_decoding_is_near_to_full_decoding(size):
     image = EncodedImage(jpeg(PHOTO, 90))
     box = central_box(301, 203)
-    difference = (image.crop(box, size).int() - image.crop(box, size, scaled=False).int()).abs().float()
+    difference = (
+        (image.crop(box, (size, size)).int() - image.crop(box, (size, size), scaled=False).int()).abs().float()
+    )
     assert difference.mean() < (2.0 if size <= 101 else 1e-9)
     assert difference.max() <= 12
 
 
 def test_blocks_that_are_no_whole_ones_are_left_out():
     image = EncodedImage(jpeg(PHOTO, 90))
-    whole = image.crop((0, 0, 301, 203), 25)
-    assert torch.equal(whole, image.crop((0, 0, 296, 200), 25))
+    whole = image.crop((0, 0, 301, 203), (25, 25))
+    assert torch.equal(whole, image.crop((0, 0, 296, 200), (25, 25)))
 
 
 def test_the_crop_is_what_pillow_and_torchvision_make_of_the_same_box():
     data = encoded(PHOTO, "PNG")
     box = (40, 16, 200, 192)  # multiples of the reduction, so that nothing is widened
-    crop = EncodedImage(data).crop(box, 40)
+    crop = EncodedImage(data).crop(box, (40, 40))
     assert crop.shape == (3, 40, 40)
     assert crop.dtype == torch.uint8
     assert crop.is_contiguous()
@@ -99,8 +101,8 @@ def test_boxes_are_upright_whatever_the_orientation(orientation, scaled):
     assert image.size == upright.size
     assert np.array_equal(pixels(image.whole()), pixels(upright))
     box = (16, 8, 112, 152)
-    reference = EncodedImage(encoded(upright, "PNG")).crop(box, 32).int()
-    difference = (image.crop(box, 32, scaled).int() - reference).abs().float()
+    reference = EncodedImage(encoded(upright, "PNG")).crop(box, (32, 32)).int()
+    difference = (image.crop(box, (32, 32), scaled).int() - reference).abs().float()
     assert difference.mean() < (2 if scaled else 0.2)
 
 
@@ -114,9 +116,9 @@ def test_other_formats_are_turned_upright_as_well(file_format):
 
 def test_decoding_twice_gives_the_same_image():
     image = EncodedImage(jpeg(PHOTO, 90))
-    first = image.crop((3, 5, 200, 190), 30)
+    first = image.crop((3, 5, 200, 190), (30, 30))
     image.whole().putpixel((0, 0), (1, 2, 3))
-    assert torch.equal(first, image.crop((3, 5, 200, 190), 30))
+    assert torch.equal(first, image.crop((3, 5, 200, 190), (30, 30)))
     png = EncodedImage(encoded(PHOTO, "PNG"))
     png.whole().paste("red", (0, 0, 301, 203))
     assert np.array_equal(pixels(png.whole()), pixels(PHOTO))
@@ -172,7 +174,7 @@ def test_grey_palette_and_single_bit_images_keep_their_colours():
 @pytest.mark.parametrize("scaled", [True, False])
 def test_cmyk_jpeg_is_not_shown_as_its_negative(scaled):
     data = encoded(Image.new("CMYK", (64, 64), (255, 0, 0, 0)), "JPEG", quality=95)
-    cyan = EncodedImage(data).crop((0, 0, 64, 64), 16, scaled)
+    cyan = EncodedImage(data).crop((0, 0, 64, 64), (16, 16), scaled)
     assert (cyan.flatten(1).float().mean(1) - torch.tensor([0.0, 255.0, 255.0])).abs().max() < 3
 
 
@@ -181,14 +183,15 @@ def test_ycck_jpeg_is_converted_by_adobes_convention(scaled):
     # Luma 200 and neutral chroma, as inks are stored: inverted, so that each ink is 200 and black none.
     data = bytearray(encoded(Image.new("CMYK", (64, 64), (55, 127, 127, 0)), "JPEG", quality=95))
     data[data.index(b"Adobe") + 11] = 2  # the marker's transform: from CMYK to YCCK
-    grey = EncodedImage(bytes(data)).crop((0, 0, 64, 64), 16, scaled)
+    grey = EncodedImage(bytes(data)).crop((0, 0, 64, 64), (16, 16), scaled)
     assert (grey.int() - 55).abs().max() <= 3
 
 
 def test_of_several_pictures_in_a_jpeg_the_first_counts():
     data = encoded(PHOTO, "MPO", save_all=True, append_images=[Image.new("RGB", (9, 9))], quality=90)
     assert torch.equal(
-        EncodedImage(data).crop((0, 0, 301, 203), 50), EncodedImage(jpeg(PHOTO, 90)).crop((0, 0, 301, 203), 50)
+        EncodedImage(data).crop((0, 0, 301, 203), (50, 50)),
+        EncodedImage(jpeg(PHOTO, 90)).crop((0, 0, 301, 203), (50, 50)),
     )
 
 
@@ -284,7 +287,7 @@ def test_an_error_of_any_kind_is_damage(monkeypatch):
     image = EncodedImage(jpeg(PHOTO, 90))
     monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
     with pytest.raises(DamagedImageError, match="ArithmeticError"):
-        image.crop((0, 0, 9, 9), 9)
+        image.crop((0, 0, 9, 9), (9, 9))
 
 
 IN_LITTLE_MEMORY = """
@@ -345,8 +348,8 @@ def test_whatever_the_bytes_there_is_an_image_within_limits_or_damage(data, at_s
     try:
         image = EncodedImage(data[:cut], limit)
         assert 1 <= image.size[0] * image.size[1] <= limit
-        assert image.crop((0, 0, *image.size), 8).shape == (3, 8, 8)
-        assert torch.equal(image.crop((0, 0, *image.size), 8), image.crop((0, 0, *image.size), 8))
+        assert image.crop((0, 0, *image.size), (8, 8)).shape == (3, 8, 8)
+        assert torch.equal(image.crop((0, 0, *image.size), (8, 8)), image.crop((0, 0, *image.size), (8, 8)))
         assert image.whole().size == image.size
     except DamagedImageError as error:
         assert error.reason in ("decode_error", "truncated", "too_large")

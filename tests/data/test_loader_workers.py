@@ -111,7 +111,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from distap.data.shards.index import load_index
 from distap.data.images.whole_images import SizedImages, Sizing, sized_chunks
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 
 folder = Path(sys.argv[1])
 index = load_index(folder)

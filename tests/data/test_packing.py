@@ -14,7 +14,7 @@ import webdataset
 from images import write_images
 from PIL import Image
 
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack

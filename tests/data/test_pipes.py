@@ -38,7 +38,7 @@ def test_what_is_read_is_counted(shards_of_others):
     for source in (f"{shards_of_others}/000.tar", f"pipe:cat {shards_of_others}/000.tar"):
         shards = StreamedShards(parse_source(source, allow_pipes=True))
         assert len(list(shards.samples(0, 1, 0))) == 6
-        assert shards.take_traffic().read_bytes == size
+        assert shards.meter.take().read_bytes == size
 
 
 def test_every_cut_of_a_pipe_is_an_error(tmp_path):

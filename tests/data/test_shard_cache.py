@@ -11,7 +11,7 @@ import pytest
 from images import wait_for_cache
 from servers import web_server
 
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.loading.shard_cache import IN_USE, LOCK
 from distap.data.settings import CacheSettings
 from distap.data.shards.index import load_index
@@ -43,7 +43,7 @@ def read_all(reader):
     """Every image; what it took by the time that nothing is fetched any more."""
     data = [reader.data(sample) for sample in range(len(reader.index))]
     wait_for_cache()
-    return data, reader.take_traffic()
+    return data, reader.storage.meter.take()
 
 
 def kept(folder, suffix=".tar"):
@@ -151,9 +151,9 @@ def test_a_damaged_kept_shard_is_dropped_and_its_image_read_from_the_source(shar
     assert first.data(sample) == expected[sample]
     wait_for_cache()
     assert damaged.read_bytes() == (shards / str(first.index.shard_name[shard])).read_bytes()
-    first.take_traffic()
+    first.storage.meter.take()
     assert first.data(sample) == expected[sample]
-    assert first.take_traffic().cache_hits == 1
+    assert first.storage.meter.take().cache_hits == 1
 
 
 def test_a_kept_shard_of_another_size_is_not_read(shards, folder):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from images import write_images
 from PIL import Image
 
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.plan import Classes
 from distap.data.sampling.p_by_k import PByKSampling
 from distap.data.shards.image_files import ImageFile

@@ -29,9 +29,9 @@ class Boxes:
         self.size = size
         self.asked = []
 
-    def crop(self, box, size, scaled):
-        self.asked.append((box, size))
-        return torch.zeros(3, size, size, dtype=torch.uint8)
+    def crop(self, box, shape, scaled):
+        self.asked.append((box, shape))
+        return torch.zeros(3, *shape, dtype=torch.uint8)
 
 
 def test_the_box_is_a_function_of_the_seed_and_the_size_whatever_the_decoder_does():

@@ -87,7 +87,7 @@ class _Centre:
         width, height = image.size
         side = min(width, height)
         left, top = (width - side) // 2, (height - side) // 2
-        return image.crop((left, top, left + side, top + side), self.size, False)
+        return image.crop((left, top, left + side, top + side), (self.size, self.size), False)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from images import indexed_images, wait_for_cache
 from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.settings import CacheSettings
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
@@ -155,7 +155,7 @@ def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards,
     expected = Reader(shards, load_index(shards)).data(4)
     web.faults = ["flip"]
     assert reader.data(4) == expected
-    assert reader.take_traffic().retries == 1
+    assert reader.storage.meter.take().retries == 1
     web.faults = ["flip", "flip"]
     with pytest.raises(DamagedImageError, match="crc_mismatch"):
         reader.data(4)

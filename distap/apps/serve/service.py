@@ -14,7 +14,7 @@ from distap.apps.serve.guard import ServingMetrics
 from distap.apps.serve.settings import ServeSettings
 from distap.apps.serve.uploads import RefusedError, busy, refused_image
 from distap.data.images.decoding import DamagedImageError
-from distap.data.images.thumbnails import Thumbnails
+from distap.data.images.whole_images import Thumbnails
 from distap.errors import FAILED, DistapError
 from distap.evaluation.extraction.image_describer import TooLittleMemoryError
 from distap.retrieval.index_files import Hit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from distap.data.images.decoding import Box
+from distap.data.images.decoding import Box, Shape
 
 
 class Croppable(Protocol):
@@ -17,8 +17,8 @@ class Croppable(Protocol):
 
     size: tuple[int, int]  # width and height, pixels
 
-    def crop(self, box: Box, size: int, scaled: bool) -> Tensor:
-        """(3, size, size) uint8: a part of the image, scaled; `scaled` allows decoding at reduced scale."""
+    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
+        """(3, height, width) uint8: a part of the image, scaled; `scaled` allows decoding at reduced scale."""
         ...
 
 
@@ -49,11 +49,7 @@ class CropFlipColour:
             raise ValueError("crop is 0; expected a share of the image's area above 0")
 
     def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
-        """Crop at random, scale to (3, image_size, image_size) uint8, then flip and colour at random.
-
-        The crop is drawn for the image's size alone, before anything is decoded; `scaled_decoding` allows to decode
-        JPEG at reduced scale then.
-        """
+        """Draw a crop for the image's size, decode it (with `scaled_decoding` JPEG at reduced scale), and vary it."""
         crop = v2.RandomResizedCrop(1, scale=(self.crop, 1.0))
         choose = central_box if self.crop == 1 else partial(random_box, crop)
         steps: list[v2.Transform] = []
@@ -76,8 +72,7 @@ class CropAndVary:
     scaled: bool
 
     def __call__(self, image: Croppable) -> Tensor:
-        """(3, size, size) uint8."""
-        pixels = image.crop(self.choose(*image.size), self.size, self.scaled)
+        pixels = image.crop(self.choose(*image.size), (self.size, self.size), self.scaled)
         return self.vary(pixels) if self.vary else pixels
 
 

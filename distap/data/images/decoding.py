@@ -30,6 +30,7 @@ FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 UNNAMED = "an image"
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
+Shape = tuple[int, int]  # height and width, pixels
 
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
@@ -46,20 +47,15 @@ class DamagedImageError(Exception):
 
 
 class OutOfMemoryError(DistapError):
-    """Memory did not suffice to decode an image of an allowed size; starting again may help."""
+    """Memory did not suffice to decode an image of an allowed size."""
 
     status = FAILED
 
 
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False) -> tuple[int, int]:
-    """Width and height in pixels, from the header alone.
+    """Width and height in pixels, from a header of no more than `max_pixels`; see `EncodedImage` for the errors.
 
-    Args:
-        data: a file, or its beginning with the whole header.
-        max_pixels: greatest width times height.
-        upright: apply EXIF's orientation, if EXIF stands before the pixels.
-    Raises:
-        DamagedImageError: it is no image, or has more than `max_pixels`.
+    `upright` applies EXIF's orientation, if EXIF stands before the pixels.
     """
     with _damage_told(data):
         image = _open(data, max_pixels)
@@ -67,29 +63,22 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False)
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
-    """The image, upright and RGB, or the errors of `EncodedImage`."""
+    """The image, upright and RGB; see `EncodedImage`."""
     return EncodedImage(data, max_pixels, name).whole()
 
 
-def reduction(box: Box, size: int | tuple[int, int]) -> int:
-    """The greatest of FACTORS that leaves a box at least `size` (a square's side, or height and width), or 1."""
-    height, width = (size, size) if isinstance(size, int) else size
+def reduction(box: Box, shape: Shape) -> int:
+    """The greatest of FACTORS that leaves a box at least a shape, or 1."""
+    height, width = shape
     across, down = box[2] - box[0], box[3] - box[1]
     return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
 
 
 class EncodedImage:
-    """An image of known size, whose pixels are decoded as far as a crop needs them.
+    """An image file in memory, which is decoded as far as a crop needs it; `size` is its width and height, upright.
 
-    Args:
-        data: bytes of a file.
-        max_pixels: images with more pixels (width times height) are refused without decoding.
-        name: for messages.
-    Attributes:
-        size: width and height in pixels, upright.
-    Raises:
-        DamagedImageError: it is no image of FORMATS or too large, or cannot be decoded; the methods raise it as well.
-        OutOfMemoryError: memory does not suffice; the methods raise it as well.
+    This and the methods raise DamagedImageError if it is no image of FORMATS, has more pixels than `max_pixels`, or
+    cannot be decoded, and OutOfMemoryError if memory does not suffice.
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
@@ -105,20 +94,15 @@ class EncodedImage:
             self._turns = _turns(self._image)
         self.size = self._image.size[::-1] if self._turns[2] else self._image.size
 
-    def crop(self, box: Box, size: int | tuple[int, int], scaled: bool = True) -> Tensor:
-        """(3, height, width) uint8: a part of the image, scaled.
+    def crop(self, box: Box, shape: Shape, scaled: bool = True) -> Tensor:
+        """(3, height, width) uint8: a part of the upright image, scaled to a shape.
 
         The part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of
-        the file, where f is its `reduction`. libjpeg then decodes at 1/f, which makes one pixel of each block, and an
-        antialiased bilinear resize does the rest.
-
-        Args:
-            box: within the upright image.
-            size: of the result, pixels: a square's side, or height and width.
-            scaled: decode JPEG at reduced scale; otherwise the resize does it all.
+        the file, where f is its `reduction`. libjpeg then decodes at 1/f if `scaled`, which makes one pixel of each
+        block, and an antialiased bilinear resize does the rest.
         """
-        height, width = (size, size) if isinstance(size, int) else size
-        factor = reduction(box, (height, width))
+        height, width = shape
+        factor = reduction(box, shape)
         done = factor if scaled and self._is_jpeg else 1
         left, top, right, bottom = self._stored(box)
         with self._told():
@@ -137,12 +121,8 @@ class EncodedImage:
 
     def whole(self) -> Image.Image:
         """The image, upright and RGB."""
-        methods = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE)
-        with self._told():
-            image = _rgb(self._decoded(1))
-            for method, needed in zip(methods, self._turns, strict=True):
-                image = image.transpose(method) if needed else image
-        return image
+        width, height = self.size
+        return Image.fromarray(self.crop((0, 0, width, height), (height, width)).permute(1, 2, 0).numpy())
 
     def _decoded(self, factor: int) -> Image.Image:
         """The image as stored, at 1/factor of its size."""
@@ -214,10 +194,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
-    """Raise any error inside as DamagedImageError, and hide Pillow's warnings of odd metadata.
-
-    Lack of memory is an OutOfMemoryError if what is `allowed`, by its size, was attempted.
-    """
+    """Raise errors as DamagedImageError, lack of memory for what is `allowed` as OutOfMemoryError; hide warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -241,7 +218,6 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
 
 
 def _is_cut(data: bytes) -> bool:
-    """Return True if a file whose beginning is known lacks its end."""
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     return any(data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items())

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.settings import CacheSettings
 from distap.data.shards.image_files import IMAGE_SUFFIXES
 from distap.data.shards.index import load_index
@@ -24,31 +24,19 @@ UNKNOWN = (0, 0)
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The images in a folder and its sub-folders, which belong to no class.
-
-    Attributes:
-        folder: that they are in.
-        names: paths within it, with slashes, in order.
-        fingerprint: a hash of names, sizes and times of change, which identifies the images.
-        left_out: files that are named like images but are not read, and why.
-        max_pixels: images with more pixels (width times height) are refused without decoding.
-    """
+    """The images in a folder and its sub-folders, which belong to no class."""
 
     folder: Path
-    names: tuple[str, ...]
-    fingerprint: str
-    left_out: tuple[tuple[str, str], ...]
-    max_pixels: int = MAX_PIXELS
+    names: tuple[str, ...]  # paths within it, with slashes, in order
+    fingerprint: str  # a hash of names, sizes and times of change
+    left_out: tuple[tuple[str, str], ...]  # files that are named like images but are not read, and why
+    max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
 
     def __len__(self) -> int:
         return len(self.names)
 
     def encoded(self, sample: int) -> EncodedImage:
-        """The image before it is decoded.
-
-        Raises:
-            DamagedImageError: it cannot be read or is no image.
-        """
+        """The image before it is decoded; raises DamagedImageError if it cannot be read."""
         try:
             data = (self.folder / self.names[sample]).read_bytes()
         except OSError as error:
@@ -69,11 +57,7 @@ class ImageFolder:
 
 
 def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
-    """The images of a folder, however deep, in the order of their paths; links are followed within the folder only.
-
-    Raises:
-        DistapError: it cannot be listed, or there is no image in it.
-    """
+    """The images of a folder, however deep, in the order of their paths; links may not lead out of the folder."""
     found: list[tuple[str, int, int]] = []
     left_out: list[tuple[str, str]] = []
     root = folder.resolve()
@@ -147,16 +131,7 @@ def open_images(
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
 ) -> ImageSet:
-    """The images of shards, or of a local folder that has neither an index nor shards in it.
-
-    Args:
-        source: of the shards, or the folder.
-        max_pixels: larger images are left out.
-        remote: how a remote source is reached.
-        cache: where shards are kept on this host's disk.
-    Raises:
-        DistapError: there is no such data set, it is empty, or its index is missing or wrong.
-    """
+    """The images of shards (see `Reader`), or of a local folder that has neither an index nor shards in it."""
     source = parse_source(source)
     if _is_plain(source):
         images = list_folder(Path(source.base), max_pixels)

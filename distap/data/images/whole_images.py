@@ -1,35 +1,40 @@
-"""Bring images to size in their own shapes, and put them into batches of one shape that stay large."""
+"""Bring images to size in their own shapes, put them into large batches of one shape, and make thumbnails."""
 
+import io
+import logging
+import threading
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from distap.data.images.augmentation import central_box
-from distap.data.images.decoding import Box, DamagedImageError, EncodedImage
+from distap.data.images.decoding import Box, DamagedImageError, EncodedImage, Shape
 from distap.data.loading.workers import handed_over
 from distap.errors import DistapError
 
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
 EXPECTED = "expected `crop N`, `side N` or `original`, N pixels"
-Shape = tuple[int, int]  # height and width, pixels
+QUALITY = 82  # of a thumbnail's JPEG, from 1 to 95
+KEPT = 1024  # thumbnails in memory, of about 10 kB each
+logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
 class Sizing:
     """How an image is brought to size; `str` and `parse` write it as text and back.
 
-    Args:
-        kind: `crop` takes the central square at `pixels` by `pixels`; `side` the whole image, scaled down so that
-            its longer side is `pixels` at most; `original` the whole image as it is.
-        pixels: of `crop` and `side`; `original` has none.
-    Raises:
-        DistapError: a number of pixels is missing, below 1 or given for `original`.
+    `crop` takes the central square at `pixels` by `pixels`; `side` the whole image, scaled down so that its longer
+    side is `pixels` at most; `original` the whole image as it is, and has no `pixels`.
     """
 
     kind: Literal["crop", "side", "original"]
@@ -45,7 +50,6 @@ class Sizing:
 
     @classmethod
     def parse(cls, text: str) -> "Sizing":
-        """The opposite of `str`."""
         kind, _, pixels = text.partition(" ")
         if kind in ("crop", "side") and pixels.isascii() and pixels.isdigit():
             return cls("crop" if kind == "crop" else "side", int(pixels))
@@ -54,7 +58,7 @@ class Sizing:
         raise DistapError(f"sizing {text!r}: {EXPECTED}")
 
     def shape(self, width: int, height: int) -> Shape:
-        """Height and width of the result for an image, or a box of one."""
+        """The result's for an image, or a box of one."""
         if self.kind == "original":
             return height, width
         assert self.pixels is not None
@@ -64,30 +68,26 @@ class Sizing:
         return max(round(height * scale), 1), max(round(width * scale), 1)
 
     def __call__(self, image: EncodedImage, box: Box | None = None, scaled: bool = True) -> Tensor:
-        """(3, height, width) uint8.
+        """(3, height, width) uint8 of the part of an image in a box, or of all; see `EncodedImage` for the errors.
 
-        Args:
-            image: to bring to size.
-            box: the part of it that counts; cut to the image.
-            scaled: whether JPEG may be decoded at reduced scale.
-        Raises:
-            DamagedImageError: it cannot be decoded, or nothing of it is in the box.
+        `scaled` allows decoding JPEG at reduced scale.
         """
-        box = (0, 0, *image.size) if box is None else _within(box, image.size)
-        left, top, right, bottom = box
+        width, height = image.size
+        left, top, right, bottom = box or (0, 0, width, height)
+        left, top, right, bottom = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
+        if left >= right or top >= bottom:
+            raise DamagedImageError("missing_field", f"nothing of its {width} x {height} pixels is in the box {box}")
         shape = self.shape(right - left, bottom - top)
         if self.kind == "crop":
             inner = central_box(right - left, bottom - top)
-            box = (left + inner[0], top + inner[1], left + inner[2], top + inner[3])
-        return image.crop(box, shape, scaled)
+            left, top, right, bottom = left + inner[0], top + inner[1], left + inner[2], top + inner[3]
+        return image.crop((left, top, right, bottom), shape, scaled)
 
 
 class EncodedImages(Protocol):
     """Images by number, of shards (`Reader`) or of a folder (`ImageFolder`)."""
 
-    def encoded(self, sample: int) -> EncodedImage:
-        """The image before it is decoded; raises DamagedImageError if it cannot be read."""
-        ...
+    def encoded(self, sample: int) -> EncodedImage: ...
 
 
 Sized = tuple[int, Tensor | None, str]  # number and pixels (3, height, width) uint8; or None, and why
@@ -110,8 +110,6 @@ class SizedChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SizedImages(Dataset[Sized]):
-    """Images by number, each brought to size."""
-
     reader: EncodedImages
     sizing: Sizing
     boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others
@@ -126,28 +124,18 @@ class SizedImages(Dataset[Sized]):
 
 
 def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:
-    """The images of each request, in order.
-
-    Args:
-        images: to read.
-        requests: numbers of images that one worker reads and hands over at once.
-        workers: processes that read; 0 reads in this one.
-    """
+    """The images of each request, in order; one of the workers reads all of a request, or with 0 this process."""
     return handed_over(images, workers, PREFETCH, batch_sampler=requests, collate_fn=_chunk)
 
 
 def batches_of_one_shape(
     images: Iterable[tuple[int, Tensor]], most_pixels: int
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Images in batches of one shape: their numbers and pixels (n, 3, height, width).
+    """Images, given as number and (3, height, width), in batches of one shape: numbers and (n, 3, height, width).
 
-    A batch is given when no other image of its shape fits into it, and all are given at the end. When the images that
-    wait for others of their shape have more than HELD times `most_pixels`, the fullest batches are given early. The
-    batches depend on the images alone.
-
-    Args:
-        images: numbers and pixels (3, height, width); a view is copied if it has to wait.
-        most_pixels: of a batch, height times width of each summed up; a larger image is a batch alone.
+    A batch is given when no other image of its shape fits into its `most_pixels` (height times width, summed up), and
+    all are given at the end. When the images that wait for others of their shape have more than HELD times as many,
+    the fullest batches are given early. The batches depend on the images alone. A larger image is a batch alone.
     """
     waiting: dict[Shape, list[tuple[int, Tensor]]] = defaultdict(list)
 
@@ -169,14 +157,6 @@ def batches_of_one_shape(
         yield take(shape)
 
 
-def _within(box: Box, size: tuple[int, int]) -> Box:
-    width, height = size
-    left, top, right, bottom = max(box[0], 0), max(box[1], 0), min(box[2], width), min(box[3], height)
-    if left >= right or top >= bottom:
-        raise DamagedImageError("missing_field", f"nothing of its {width} x {height} pixels is in the box {box}")
-    return left, top, right, bottom
-
-
 def _chunk(sized: list[Sized]) -> SizedChunk:
     present = [(sample, pixels) for sample, pixels, _ in sized if pixels is not None]
     return SizedChunk(
@@ -185,3 +165,42 @@ def _chunk(sized: list[Sized]) -> SizedChunk:
         torch.cat([pixels.flatten() for _, pixels in present]) if present else torch.empty(0, dtype=torch.uint8),
         {sample: damage for sample, pixels, damage in sized if pixels is None},
     )
+
+
+class Thumbnails:
+    """JPEG files of a data set's images, scaled down to `longer_side` pixels; several threads may ask at once.
+
+    Args:
+        reader: reads the images; None if there is no data set, and so no thumbnail.
+        samples: (N,) the image of each row by its number in the data set, -1 for one that is not there.
+        longer_side: at most, pixels.
+    """
+
+    def __init__(self, reader: EncodedImages | None, samples: NDArray[np.int64], longer_side: int) -> None:
+        self._reader, self._samples, self._longer_side = reader, samples, longer_side
+        self._reading = threading.Lock()  # a reader of shards keeps files open for one thread
+        self._kept = lru_cache(KEPT)(self._made)
+
+    def jpeg(self, row: int) -> bytes | None:
+        """The thumbnail of a row; None if there is no such row or its image cannot be read."""
+        return self._kept(row) if 0 <= row < len(self._samples) else None
+
+    def _made(self, row: int) -> bytes | None:
+        sample = int(self._samples[row])
+        if self._reader is None or sample < 0:
+            return None
+        try:
+            with self._reading:
+                image = self._reader.encoded(sample)
+            return thumbnail(image, self._longer_side)
+        except (DamagedImageError, DistapError) as error:
+            logger.warning("no thumbnail of image %d: %s", sample, error)
+            return None
+
+
+def thumbnail(image: EncodedImage, longer_side: int) -> bytes:
+    """A JPEG file of the image, scaled down to `longer_side` pixels if it is larger."""
+    buffer = io.BytesIO()
+    pixels = Sizing("side", longer_side)(image).permute(1, 2, 0).numpy()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=QUALITY)
+    return buffer.getvalue()

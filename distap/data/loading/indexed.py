@@ -1,21 +1,90 @@
-"""Indexed reading: loader workers read, decode and augment the images that the plan of batches asks for."""
+"""Indexed reading: images by their offset in the shards, as the plan of batches asks for them."""
 
+import zlib
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.reading import Reader
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
+from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.training import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.plan import Classes, Plan
+from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index, load_index
 from distap.stopwatch import Stopwatch
+from distap.storage.files import storage_of
+from distap.storage.locations import Source, parse_source
+from distap.storage.remotes import RemoteSettings
+from distap.storage.traffic import Traffic
 from distap.world import World
+
+
+class Reader:
+    """Images of a data set, each by one positioned read; safe to copy into loader workers.
+
+    Args:
+        source: of the shards.
+        index: of the same data set.
+        max_pixels: images with more pixels (width times height) are refused without decoding.
+        remote: how a remote source is reached, and how often reading is tried.
+        cache: where shards are kept on this host's disk; none reads each image from its source.
+    """
+
+    def __init__(
+        self,
+        source: Source | Path | str,
+        index: Index,
+        max_pixels: int = MAX_PIXELS,
+        remote: RemoteSettings | None = None,
+        cache: CacheSettings | None = None,
+    ) -> None:
+        self.source, self.index, self.max_pixels = parse_source(source), index, max_pixels
+        remote = remote or RemoteSettings()
+        self.storage = storage_of(self.source.base, remote)
+        self.cache = ShardCache(cache, index, self.source.base, remote, self.storage.meter) if cache else None
+
+    def encoded(self, sample: int) -> EncodedImage:
+        """The image before it is decoded; raises DamagedImageError if its bytes have changed or are no image."""
+        return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
+
+    def data(self, sample: int) -> bytes:
+        """The image's encoded bytes, checked against the index."""
+        index, meter = self.index, self.storage.meter
+        shard, offset, size = int(index.shard[sample]), int(index.offset[sample]), int(index.size[sample])
+        if self.cache is not None:
+            kept = self.cache.read(shard, offset, size)
+            if kept is not None and not self._damage(sample, kept):
+                meter.add(Traffic(read_bytes=size, cache_hits=1))
+                return kept
+            if kept is not None:
+                self.cache.drop(shard)
+            meter.add(Traffic(cache_misses=1))
+        data = self.storage.read(str(index.shard_name[shard]), offset, size)
+        if self._damage(sample, data) and self.source.scheme:
+            # A network may have changed the bytes on their way: read them once more.
+            meter.add(Traffic(retries=1))
+            data = self.storage.read(str(index.shard_name[shard]), offset, size)
+        if damage := self._damage(sample, data):
+            raise damage
+        return data
+
+    def where(self, sample: int) -> str:
+        """Shard and key of a sample, for messages."""
+        shard, key = self.index.shard_name[self.index.shard[sample]], self.index.key[sample]
+        return key if self.source.is_folder_of_images else f"{shard}:{key}"
+
+    def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
+        size = int(self.index.size[sample])
+        if len(data) < size:
+            return DamagedImageError("truncated", f"{len(data)} bytes of {size}")
+        if int(self.index.crc32[sample]) not in (0, zlib.crc32(data)):
+            return DamagedImageError("crc_mismatch", "the bytes have changed since they were indexed")
+        return None
 
 
 @dataclass(frozen=True)
@@ -27,11 +96,7 @@ class IndexedSource:
 
 
 class IndexedImages:
-    """Images that the plan of batches asks for one by one.
-
-    Raises:
-        DistapError: the index cannot be read, or such batches cannot be taken from the data set.
-    """
+    """Images that the plan of batches asks for one by one."""
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         index = load_index(job.source, job.remote)
@@ -53,9 +118,8 @@ class IndexedImages:
                         yield [(step, slot, int(batch[slot])) for slot in slots[start : start + job.chunk]]
 
         def chunks(readings: int) -> Generator[Chunk]:
-            images, collate = SlotImages(job, self._reader, self.plan), partial(_collated, self._reader)
-            asked = requests(readings)
-            return handed_over(images, job.workers, job.prefetch, batch_sampler=asked, collate_fn=collate)
+            images, asked = SlotImages(job, self._reader, self.plan), requests(readings)
+            return handed_over(images, job.workers, job.prefetch, batch_sampler=asked, collate_fn=images.collated)
 
         return shares_of(job, self._world, self._stopwatch, steps, chunks)
 
@@ -95,7 +159,6 @@ class SlotImages(Dataset[tuple[Tensor, Loaded]]):
         yield sample
         yield from self.plan.stand_ins(step, slot).tolist()
 
-
-def _collated(reader: Reader, loaded: list[tuple[Tensor, Loaded]]) -> Chunk:
-    pixels, images = zip(*loaded, strict=True)
-    return Chunk(torch.stack(pixels), list(images), reader.take_traffic())
+    def collated(self, loaded: list[tuple[Tensor, Loaded]]) -> Chunk:
+        pixels, images = zip(*loaded, strict=True)
+        return Chunk(torch.stack(pixels), list(images), self.reader.storage.meter.take())

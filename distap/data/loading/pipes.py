@@ -26,7 +26,7 @@ MOST_SAID = 2000  # characters of a command's messages that are shown
 
 
 class FailedCommandError(DistapError):
-    """A command failed; starting again may help, as it may have read from a network."""
+    """A command failed, but may succeed when started again, as it may have read from a network."""
 
     status = FAILED
 
@@ -39,7 +39,6 @@ class Pipe:
         self._output, self._meter = output, meter
 
     def read(self, size: int) -> bytes:
-        """The next bytes; fewer only at the end."""
         data = self._output.read(size)
         self.ended |= len(data) < size
         self._meter.add(Traffic(read_bytes=len(data)))
@@ -48,9 +47,7 @@ class Pipe:
 
 @contextmanager
 def piped(command: str, meter: Meter) -> Iterator[Pipe]:
-    """The output of a shell command, which is killed if this context ends before it.
-
-    The command is run as it stands, so it has to come from someone who may run commands here.
+    """The output of a shell command, which is run as it stands, and killed if this context ends before it.
 
     Raises:
         FailedCommandError: the command has ended with a status other than 0; the message quotes what it wrote.
@@ -67,23 +64,17 @@ def piped(command: str, meter: Meter) -> Iterator[Pipe]:
     ):
         assert process.stdout is not None
         pipe = Pipe(process.stdout, meter)
+        damage = None
         try:
             yield pipe
-        except DamagedShardError:
-            if pipe.ended:  # a command that fails cuts its output short: tell the cause
-                _require_success(command, process, said)
-            raise
-        if pipe.ended:
-            _require_success(command, process, said)
-
-
-def _require_success(command: str, process: subprocess.Popen[bytes], said: IO[bytes]) -> None:
-    status = process.wait()
-    if status == 0:
-        return
-    said.seek(0)
-    text = " ".join(said.read().decode(errors="replace").split())
-    printable = "".join(sign for sign in text[-MOST_SAID:] if sign.isprintable())
-    raise FailedCommandError(
-        f"pipe:{command}: the command failed with status {status}, and said: {printable or 'nothing'}"
-    )
+        except DamagedShardError as error:  # a command that fails cuts its output short: tell the cause
+            damage = error
+        if pipe.ended and (status := process.wait()):
+            said.seek(0)
+            text = " ".join(said.read().decode(errors="replace").split())
+            printable = "".join(sign for sign in text[-MOST_SAID:] if sign.isprintable()) or "nothing"
+            raise FailedCommandError(
+                f"pipe:{command}: the command failed with status {status}, and said: {printable}"
+            )
+        if damage:
+            raise damage

@@ -26,9 +26,6 @@ def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) ->
     """Room for the pixels of `count` images of size x size; None if they are to be read again.
 
     If `pinned`, rows come back in page-locked memory, from which a GPU copies without waiting.
-
-    Raises:
-        DistapError: the spool file cannot be made, or its file system has too little space.
     """
     way = settings.way(3 * count * size * size)
     if way == "memory":
@@ -39,7 +36,7 @@ def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) ->
 
 
 class PixelsInMemory:
-    """Pixels that stay in memory; the arguments are those of `held_pixels`."""
+    """Pixels that stay in memory."""
 
     spool_size_bytes = spool_limit_bytes = 0
 
@@ -60,14 +57,7 @@ class PixelsInMemory:
 
 
 class Spool:
-    """Pixels that wait in a file without a name; arguments and methods are those of `PixelsInMemory`.
-
-    The space of the file is reserved before the first row is written. The rows written last are still in the page
-    cache when replay begins to read, as far as memory allows.
-
-    Raises:
-        DistapError: the folder cannot be written to, or its file system has too little space.
-    """
+    """Pixels that wait in a file without a name, whose space is reserved before the first row is written."""
 
     def __init__(self, count: int, size: int, folder: Path, pinned: bool) -> None:
         self._folder, self._shape, self._pinned = folder, (3, size, size), pinned
@@ -77,20 +67,18 @@ class Spool:
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed with this object
         except OSError as error:
             raise DistapError(
-                f"data.pixels.spool_folder: {folder}: no spool file can be made there: {error}; it has to be a "
-                "folder that this user may write to"
+                f"data.pixels.spool_folder: {folder}: no spool file can be made there: {error}"
             ) from error
         weakref.finalize(self, file.close)
         self._file = file.fileno()
-        with self._told():
-            # Ask first: a reservation that fails may have filled the disk for a moment.
+        with self._told():  # ask first: a reservation that fails may have filled the disk for a moment
             if self._free_bytes() < self.spool_size_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._file, 0, self.spool_size_bytes)
 
     @property
     def spool_limit_bytes(self) -> int:
-        """Bytes that the file could take: its size, and what its file system has left."""
+        """The file's own size, and what its file system has left."""
         return self.spool_size_bytes + self._free_bytes()
 
     def keep(self, start: int, pixels: Tensor) -> Tensor:
@@ -110,7 +98,6 @@ class Spool:
             self.keep(row, torch.zeros(1, *self._shape, dtype=torch.uint8))
 
     def _transfer(self, move: Callable[[int, list[memoryview], int], int], row: int, pixels: Tensor) -> None:
-        """Write all of these pixels to the file or read them from it, from the place of a row on."""
         data, offset = pixels.numpy().data.cast("B"), row * self._row_bytes
         with self._told():
             while data:
@@ -131,21 +118,17 @@ class Spool:
             if error.errno not in FULL:
                 raise DistapError(f"{self._folder}: the spool file cannot be used: {error}") from error
             raise DistapError(
-                f"{self._folder}: too little space for the pixels of a step: this rank's spool file takes "
-                f"{self.spool_size_bytes} bytes, {self._free_bytes()} are free; each rank of the host has one. "
-                "Make room, name another folder in data.pixels.spool_folder, set data.pixels.hold to reread, or "
-                "spread the batch over more hosts"
+                f"{self._folder}: too little space for pixels: this rank's spool file takes {self.spool_size_bytes} "
+                f"bytes, {self._free_bytes()} are free; each rank of the host has one. Make room, set another "
+                "data.pixels.spool_folder, set data.pixels.hold to reread, or spread the batch over more hosts"
             ) from error
 
 
 class Reread:
     """Pixels that are not kept: each image is read, decoded and augmented again, once and in order.
 
-    Only checksums are kept, so that no image that has changed meanwhile trains the network.
-
-    Args:
-        again: reads the next rows again, any number at once.
-        name: gives the shard and key of the image in a row.
+    `again` reads the next rows, any number at once; `name` gives the shard and key of a row. Only checksums are kept,
+    so that no image that has changed meanwhile trains the network.
     """
 
     spool_size_bytes = spool_limit_bytes = 0
@@ -162,11 +145,7 @@ class Reread:
         return pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
-        """Read the rows after those of the call before again. Row 0 may be asked for any number of times, as padding.
-
-        Raises:
-            DistapError: an image has changed, or was asked for before.
-        """
+        """Read the rows after those of the last call. Row 0 may be asked for any number of times, as padding."""
         numbers = _numbers(rows)
         while self._done <= numbers[-1]:
             self._next()

@@ -37,17 +37,7 @@ logger = logging.getLogger("distap")
 
 
 class ShardCache:
-    """The kept shards of one data set; safe to copy into other processes, for one thread of each.
-
-    Args:
-        settings: where, and how much.
-        index: of the data set.
-        base: where its shards come from.
-        remote: how that is reached.
-        meter: counts the traffic of downloads.
-    Raises:
-        DistapError: the folder cannot be used.
-    """
+    """The kept shards of the data set at `base`; safe to copy into other processes, for one thread of each."""
 
     def __init__(
         self, settings: CacheSettings, index: Index, base: str, remote: RemoteSettings, meter: Meter
@@ -188,7 +178,7 @@ class ShardCache:
         os.fsync(file)
 
     def _has_room(self, size: int) -> bool:
-        """Make room by removing data sets that nobody reads, the oldest first; return False if that is not enough."""
+        """Remove data sets that nobody reads, the oldest first, and return whether that makes enough room."""
         marks = list(self.root.glob(f"{'[0-9a-f]' * 32}/{IN_USE}"))  # other things in the folder are not ours
         used = sum(_used(mark.parent) for mark in marks)
         for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
@@ -227,7 +217,6 @@ def _release(file: int) -> None:
 
 
 def _used(folder: Path) -> int:
-    """Bytes of a folder's files, without those that are dropped meanwhile."""
     used = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):

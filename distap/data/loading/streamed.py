@@ -1,19 +1,14 @@
 """Streamed reading: shards from their first byte to their last, for pipes and for shards that have no index.
 
-It promises the same as indexed reading, as long as a shard has the same bytes each time it is read:
-- The global batch of a step, its augmented pixels and the order of its slots are a function of (shards, seed, step).
-  They do not depend on ranks, on loader workers or on the step at which a run was interrupted.
-- No image is in a batch twice, and a run that goes on neither loses nor repeats an image.
-- A damaged tar and a failed command are errors that name the shard. A damaged image is counted and named.
-
-It differs from indexed reading:
+It promises the same as indexed reading, as long as a shard has the same bytes each time it is read: the global batch
+of a step, its pixels and their order are a function of (shards, seed, step), no image is in a batch twice, and a run
+that goes on neither loses nor repeats one. It differs from indexed reading:
 - The number of ranks has to divide the number of streams.
 - A batch holds what stands together in the shards, whatever its classes, so write the shards in a random order.
 - The stream's next image takes the place of a damaged one and all others move up.
 - Images have no checksums, and only the names of its shards identify a data set.
 - The numbers of images and classes, the damage and the classes shared with validation are unknown before reading.
-- Each stream first fills the buffer that it shuffles, and a run that goes on reads the shards again that it was
-  in the midst of.
+- A run that goes on reads the shards again that it was in the midst of.
 """
 
 import json
@@ -64,11 +59,6 @@ class StreamedSource:
 
     @cached_property
     def classes(self) -> dict[str, Any] | None:
-        """The content of `label_map`.
-
-        Raises:
-            DistapError: it cannot be read.
-        """
         if self.label_map is None:
             return None
         try:
@@ -76,17 +66,12 @@ class StreamedSource:
         except (OSError, ValueError) as error:
             raise DistapError(f"data.reading.label_map: {self.label_map}: cannot be read: {error}") from error
         if not isinstance(classes, dict):
-            raise DistapError(
-                f'data.reading.label_map: {self.label_map}: expected a JSON object such as {{"cat": 0, "dog": 1}}'
-            )
+            expected = 'expected a JSON object such as {"cat": 0, "dog": 1}'
+            raise DistapError(f"data.reading.label_map: {self.label_map}: {expected}")
         return classes
 
     def labelled(self, key: str, members: Members) -> Members:
-        """The members of a sample with the number of its class in `cls`, as distap's own shards have it.
-
-        Raises:
-            DamagedImageError: with the reason `missing_field`, if it has no class.
-        """
+        """The members of a sample with the number of its class in `cls`, as distap's own shards have it."""
         if self == StreamedSource():
             return members
         try:
@@ -113,26 +98,17 @@ def _class_number(value: Any) -> int:
 
 
 class StreamedImages:
-    """The images of streams, each of which belongs to one rank.
-
-    Raises:
-        DistapError: there are too few shards, the ranks cannot own whole streams, or pixels were to be read twice.
-    """
+    """The images of streams, each of which belongs to one rank."""
 
     def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         if not isinstance(job.sampling, StreamsSampling):
-            raise DistapError(
-                "data.reading is streamed, which gives images in the order of shards: set sampling.name to streams"
-            )
+            raise DistapError("data.reading is streamed, in the order of shards: set sampling.name to streams")
         self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
         source.classes  # noqa: B018 - read it now, to tell mistakes at once and to give each worker a copy
         self._sampling, self._shards = job.sampling, StreamedShards(job.source, job.remote)
         self._sampling.require(len(self._shards.names), world.size)
         if job.pixels.hold == "reread":
-            raise DistapError(
-                "data.pixels.hold is reread, but streamed reading meets each image once; expected auto, memory or "
-                "spool"
-            )
+            raise DistapError("data.pixels.hold is reread, but streamed reading meets each image once; choose spool")
         self.size = self._sampling.size
         self.fingerprint = self._shards.fingerprint
         self._cursors = [Cursor()] * len(world.slots(self._sampling.streams))
@@ -156,16 +132,9 @@ class StreamedImages:
         return {"cursors": self._world.gather_rows(own, self._sampling.streams)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there, on any number of ranks.
-
-        Raises:
-            DistapError: it is the state of a run that was read otherwise.
-        """
         cursors = state.get("cursors")
         if cursors is None or cursors.shape != (self._sampling.streams, len(Cursor._fields)) or cursors.min() < 0:
-            raise DistapError(
-                "the checkpoint does not say where the streams of shards go on; choose another run folder"
-            )
+            raise DistapError("the checkpoint does not say where the streams of shards go on; choose another run")
         self._cursors = [Cursor(*row) for row in cursors[self._world.rank :: self._world.size].tolist()]
 
     def _chunks(self, first: int) -> Generator[Chunk]:
@@ -190,14 +159,14 @@ class StreamedImages:
 
 @dataclass(frozen=True)
 class StreamImages(IterableDataset[Chunk]):
-    """A rank's images from step `first` on, without end; each loader worker has whole streams of it."""
+    """A rank's images, without end; each loader worker has whole streams of it."""
 
     source: StreamedSource
     job: LoadingJob
     shards: StreamedShards
     slots: range  # of the rank
     cursors: list[Cursor]  # positions of its streams
-    first: int
+    first: int  # step
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
@@ -216,7 +185,7 @@ class StreamImages(IterableDataset[Chunk]):
                 loaded = [self._loaded(streams[row % len(streams)], step, slots[row]) for row in rows]
                 pixels, images = zip(*loaded, strict=True)
                 cursors: list[tuple[int, ...]] = [stream.cursor for stream in streams]
-                yield Chunk(torch.stack(pixels), list(images), self.shards.take_traffic(), cursors)
+                yield Chunk(torch.stack(pixels), list(images), self.shards.meter.take(), cursors)
 
     def _loaded(self, stream: Stream, step: int, slot: int) -> tuple[Tensor, Loaded]:
         failures: list[Failure] = []

@@ -1,8 +1,7 @@
 """The streams of streamed reading: each walks its shards in webdataset's pipeline, from any position on.
 
-webdataset chains the stages of a shard and shuffles its samples. distap replaces its opener and its tar expander:
-those lose samples without a word (at a changed bit in a tar header, a cut at a block's end, a command that fails),
-while ours retry what may pass and then raise.
+distap replaces webdataset's opener and tar expander, which lose samples without a word (at a changed bit in a tar
+header, a cut at a block's end, a command that fails); ours retry what may pass and then raise.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from distap.randomness import permutation, seed_for
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, shard_names
 from distap.storage.remotes import RemoteSettings
-from distap.storage.traffic import Meter, Traffic
+from distap.storage.traffic import Meter
 
 SHARDS, SHUFFLE = 18, 19  # first words of random keys; no two uses share one
 
@@ -36,19 +35,12 @@ def number_of(name: str) -> int:
 
 
 class StreamedShards:
-    """Shards that are read from their first byte to their last; safe to copy into loader workers.
-
-    Args:
-        source: of the shards; it may be a `pipe:` command.
-        remote: how a remote source is reached, and how often reading is tried.
-    Raises:
-        DistapError: there are no shards, or their pattern is wrong.
-    """
+    """Shards that are read from their first byte to their last; safe to copy into loader workers."""
 
     def __init__(self, source: Source, remote: RemoteSettings | None = None) -> None:
         self.source = source
         self._storage: Storage | None = None if source.scheme == "pipe" else storage_of(source.base, remote)
-        self._meter = Meter() if self._storage is None else self._storage.meter
+        self.meter = Meter() if self._storage is None else self._storage.meter
         self.names = shard_names(source, self._storage)
 
     @property
@@ -57,12 +49,7 @@ class StreamedShards:
         return hashlib.sha256("\0".join(self.names).encode(errors="backslashreplace")).hexdigest()
 
     def samples(self, shard: int, shuffle: int, seed: int) -> Iterator[Group]:
-        """The samples of a shard, key and members, shuffled by webdataset through a buffer of `shuffle` samples.
-
-        Raises:
-            DamagedShardError: the tar is damaged.
-            DistapError: it cannot be read.
-        """
+        """The samples of a shard, key and members, shuffled by webdataset through a buffer of `shuffle` samples."""
         shuffled = webdataset.shuffle(shuffle, initial=shuffle, rng=random.Random(seed))
         return iter(webdataset.DataPipeline([[shard], self._groups, shuffled]))
 
@@ -71,16 +58,12 @@ class StreamedShards:
         for shard in shards:
             name = self.names[shard]
             if self._storage is None:
-                with piped(name.removeprefix("pipe:"), self._meter) as pipe:
+                with piped(name.removeprefix("pipe:"), self.meter) as pipe:
                     yield from read_groups(pipe, None, name)
             else:
                 length = self._storage.about(name).size
                 with self._storage.open(name) as file:
                     yield from read_groups(file, length, self._storage.where(name))
-
-    def take_traffic(self) -> Traffic:
-        """The traffic of this process since the last call."""
-        return self._meter.take()
 
 
 class Cursor(NamedTuple):
@@ -106,11 +89,7 @@ class Stream:
         self._walked = self._walk(self.cursor)
 
     def candidates(self) -> Iterator[Found]:
-        """The next samples that the batch has not got yet, to be tried until one can be used.
-
-        Raises:
-            DistapError: a whole pass held no such sample, or a shard is damaged or cannot be read.
-        """
+        """The next samples that the batch has not got yet, to be tried until one can be used."""
         ends = 0  # of passes; between two of them lies a whole one
         while ends < 2:
             self.cursor, sample = next(self._walked)
@@ -140,8 +119,8 @@ class Stream:
                         yield Cursor(turn, place, number), (f"{names[shard]}:{key}", key, members)
                 if number < skip:
                     raise DistapError(
-                        f"{names[shard]}: it has {number} samples, but the run had already used {skip} of them; data "
-                        "must not change during a training"
+                        f"{names[shard]}: data must not change during a training: it has {number} samples, but the "
+                        f"run had already used {skip} of them"
                     )
                 skip = 0
             begin = 0

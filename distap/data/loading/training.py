@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -29,30 +29,20 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """The images that a training asks of a source (`data.reading`); safe to copy into loader workers.
-
-    Args:
-        image_size: width and height of the pixels.
-        chunk: images that a worker hands over at once; best as many as the network asks for at once.
-        workers: processes that read; 0 reads in the rank itself.
-        prefetch: chunks that each worker reads ahead.
-        pixels: where pixels wait for the replay.
-        max_pixels: images with more pixels (width times height) are refused without decoding.
-        cache: where shards are kept on this host's disk.
-    """
+    """The images that a training asks of a source (`data.reading`); safe to copy into loader workers."""
 
     source: Source
     sampling: Sampling
     seed: int
     transform: Transform
-    image_size: int
-    chunk: int = 16
-    workers: int = 0
-    prefetch: int = 2
-    pixels: PixelSettings = field(default_factory=PixelSettings)
-    max_pixels: int = MAX_PIXELS
+    image_size: int  # width and height of the pixels
+    chunk: int = 16  # images that a worker hands over at once; best as many as the network asks for at once
+    workers: int = 0  # processes that read; 0 reads in the rank itself
+    prefetch: int = 2  # chunks that each worker reads ahead
+    pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
+    max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
     remote: RemoteSettings | None = None
-    cache: CacheSettings | None = None
+    cache: CacheSettings | None = None  # of shards on this host's disk
 
     def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
         """(3, size, size) uint8: the image as a slot of a step gets it, a function of seed, step and slot alone."""
@@ -67,11 +57,7 @@ class TrainingImages(Protocol):
     index: Index | None  # of the data set; None without one
 
     def shares(self, steps: range) -> "Iterator[ShareOfBatch]":
-        """This rank's share of each step's global batch; use a share up before you take the next.
-
-        Raises:
-            DistapError: at once, if there is no room for the pixels.
-        """
+        """This rank's share of each step's global batch; use a share up before you take the next."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -108,32 +94,25 @@ class Chunk(NamedTuple):
     cursors: list[tuple[int, ...]] = []  # noqa: RUF012 - positions of the worker's streams behind them, if it has any
 
 
+@dataclass(eq=False)
 class ShareOfBatch:
-    """This rank's share of a global batch, read as it is asked for; its pixels wait for the replay.
+    """This rank's share of a global batch, read as it is asked for; its pixels wait for the replay."""
 
-    Args:
-        step: the number of the batch.
-        total: B, images of the global batch.
-        held: where the pixels wait; None reads them again, for which `chunks` has each share twice.
-        chunks: the images of this share; other shares may follow.
-        stopwatch: counts the seconds of waiting as `data_wait`.
-    """
+    step: int
+    total: int  # B, images of the global batch
+    room: InitVar[HeldPixels | None]  # where the pixels wait; None reads them again: `chunks` has each share twice
+    chunks: Iterator[Chunk]  # the images of this share; other shares may follow
+    stopwatch: Stopwatch  # counts the seconds of waiting as `data_wait`
 
-    def __init__(
-        self, step: int, total: int, held: HeldPixels | None, chunks: Iterator[Chunk], stopwatch: Stopwatch
-    ) -> None:
-        self.step = step
-        self.total = total
+    def __post_init__(self, room: HeldPixels | None) -> None:
         self.samples: list[int] = []
         self.names: list[str] = []  # shards and keys; of the damaged image if nothing stands in for it
         self.failures: list[Failure] = []
         self.traffic = Traffic()  # of what was read so far; workers read ahead
+        self.held: HeldPixels = room or Reread(self._read_again, self.names.__getitem__)
         self._labels: list[int] = []
-        self._chunks = chunks
         self._recent: list[tuple[int, Tensor]] = []  # first row and pixels of the chunks that were read last
         self._again = 0  # rows that have been read again
-        self.held: HeldPixels = held or Reread(self._read_again, self.names.__getitem__)
-        self._stopwatch = stopwatch
 
     @property
     def labels(self) -> Tensor:
@@ -148,10 +127,9 @@ class ShareOfBatch:
     def images(self, rows: slice | Tensor) -> Tensor:
         """(n, 3, size, size) uint8 pixels of some of the share's images, valid until others are asked for.
 
-        Args:
-            rows: from start to stop; or (n,) ascending, of rows that have been read.
+        `rows` are from start to stop; or (n,) ascending, of rows that have been read.
         """
-        with self._stopwatch.stage("data_wait"):
+        with self.stopwatch.stage("data_wait"):
             if not isinstance(rows, slice):
                 return self.held.rows(rows)
             self._recent = [part for part in self._recent if part[0] + len(part[1]) > rows.start]
@@ -160,11 +138,8 @@ class ShareOfBatch:
             if not self._recent or self._recent[0][0] > rows.start:
                 return self.held.rows(rows)
             # Describe reads row after row: what it asks for has just come from the workers.
-            parts = [
-                pixels[max(rows.start - first, 0) : rows.stop - first]
-                for first, pixels in self._recent
-                if first < rows.stop
-            ]
+            near = [part for part in self._recent if part[0] < rows.stop]
+            parts = [pixels[max(rows.start - first, 0) : rows.stop - first] for first, pixels in near]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def blank(self, rows: Tensor) -> None:
@@ -173,7 +148,7 @@ class ShareOfBatch:
         self.held.blank(rows.tolist())
 
     def _read(self) -> None:
-        chunk = next(self._chunks)
+        chunk = next(self.chunks)
         first = len(self.samples)
         self._recent.append((first, self.held.keep(first, chunk.pixels)))
         self.samples += [image.sample for image in chunk.images]
@@ -183,15 +158,14 @@ class ShareOfBatch:
         self.traffic = self.traffic.plus(chunk.traffic)
 
     def _read_again(self) -> Tensor:
-        chunk = next(self._chunks)
+        chunk = next(self.chunks)
         self.traffic = self.traffic.plus(chunk.traffic)
         for row, image in enumerate(chunk.images, self._again):
             if image.sample != self.samples[row]:
                 reasons = ", ".join(f"{failure.where}: {failure.reason}" for failure in image.failures)
                 raise DistapError(
                     f"{self.names[row]}: this image could be read for describe but cannot be read again for replay "
-                    f"({reasons or 'or the other way round'}); data must not change during a training. Mend its "
-                    "storage, or set data.pixels.hold to spool, which reads once"
+                    f"({reasons or 'or the other way round'}): mend its storage, or set data.pixels.hold to spool"
                 )
         self._again += len(chunk.images)
         return chunk.pixels
@@ -200,22 +174,17 @@ class ShareOfBatch:
 def shares_of(
     job: LoadingJob, world: World, stopwatch: Stopwatch, steps: range, chunks: Callable[[int], Generator[Chunk]]
 ) -> Iterator[ShareOfBatch]:
-    """A rank's shares of the global batches of these steps.
+    """A rank's shares of the global batches of these steps; a DistapError tells at once if there is no room.
 
-    Args:
-        job, world, stopwatch: as a source gets them.
-        steps: whose batches are wanted.
-        chunks: makes this rank's images of all these steps; it is told how often each share is to be read.
-    Raises:
-        DistapError: at once, if there is no room for the pixels.
+    `chunks` makes this rank's images of all these steps; it is told how often each share is to be read.
     """
-    share = len(world.slots(job.sampling.size))
-    held = held_pixels(job.pixels, share, job.image_size, pinned=world.device.type == "cuda")
+    count, pinned = len(world.slots(job.sampling.size)), world.device.type == "cuda"
+    room = held_pixels(job.pixels, count, job.image_size, pinned)
 
     def shares() -> Iterator[ShareOfBatch]:
-        with closing(chunks(1 if held is not None else 2)) as loaded:
+        with closing(chunks(1 if room else 2)) as loaded:
             for step in steps:
-                share = ShareOfBatch(step, job.sampling.size, held, loaded, stopwatch)
+                share = ShareOfBatch(step, job.sampling.size, room, loaded, stopwatch)
                 yield share
                 if isinstance(share.held, Reread):
                     share.held.finish()

@@ -21,19 +21,14 @@ from distap.processes.stopping import go_deaf
 
 
 class LostWorkerError(DistapError):
-    """A process that reads images has ended unasked; starting again may help."""
+    """A process that reads images has ended unasked."""
 
     status = FAILED
 
 
 def handed_over(images: Dataset[Any], workers: int, prefetch: int, **options: Any) -> Generator[Any]:
-    """Run a DataLoader over `images` in processes that end with this generator.
+    """Run torch's DataLoader over `images` in processes that end with this generator; 0 workers read in this one.
 
-    Args:
-        images: to read.
-        workers: processes; 0 reads in this one.
-        prefetch: batches that each makes ahead.
-        options: further arguments of torch's DataLoader.
     Raises:
         DistapError: a worker raised it.
         LostWorkerError: a worker was lost.
@@ -51,7 +46,9 @@ def handed_over(images: Dataset[Any], workers: int, prefetch: int, **options: An
     if started:
         # The end of Python would wait for a worker that is stuck in a slow read.
         Finalize(None, _kill, args=(started,), exitpriority=0)
-        _hush_torch()
+        theirs = signal.getsignal(signal.SIGCHLD)  # would otherwise raise in the midst of, say, a collective
+        if callable(theirs) and not isinstance(theirs, _WhileWaiting) and current_thread() is main_thread():
+            signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
     failure: DistapError | None = None
     try:
         while (chunk := _awaited(chunks, started)) is not None:
@@ -68,14 +65,11 @@ def handed_over(images: Dataset[Any], workers: int, prefetch: int, **options: An
 
 
 def _begin(rank: int, _: int) -> None:
-    """Make this worker end with its rank (a process id), and with nothing else.
-
-    The rank alone answers signals to the whole process group: it finishes its step, and needs its workers for that.
-    """
+    """Make this worker end with its rank (a process id), and with nothing else."""
     # Leave alone what the rank had: collecting one of its loaders here would end that loader's workers, and touching
     # shared memory would copy it.
     gc.freeze()
-    go_deaf()
+    go_deaf()  # to signals to the process group: the rank finishes its step, and needs its workers for that
     die_with_parent()
     if os.getppid() != rank:  # it ended before the line above
         os._exit(FAILED)
@@ -104,9 +98,9 @@ def _awaited(chunks: Iterator[Any], workers: list[BaseProcess]) -> Any:
 
 def _lost(cause: str) -> LostWorkerError:
     return LostWorkerError(
-        f"a process that reads images was lost: {cause}. Usual causes: the host's memory was used up (its kernel log "
-        "names the process then): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or /dev/shm "
-        "is too small: a container has 64 MB there unless its --shm-size, or a volume of medium Memory, says more"
+        f"a process that reads images was lost: {cause}. Usual causes: the host's memory was used up (see its kernel "
+        "log): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or /dev/shm is too small: a "
+        "container has 64 MB there unless its --shm-size, or a volume of medium Memory, says more"
     )
 
 
@@ -118,17 +112,8 @@ def _kill(workers: list[BaseProcess]) -> None:
     workers.clear()
 
 
-def _hush_torch() -> None:
-    theirs = signal.getsignal(signal.SIGCHLD)
-    if callable(theirs) and not isinstance(theirs, _WhileWaiting) and current_thread() is main_thread():
-        signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
-
-
 class _WhileWaiting:
-    """Let torch's handler of SIGCHLD, which raises when a worker is lost, speak only while the rank waits for one.
-
-    It would otherwise raise in the midst of whatever the rank does, a collective or the handling of another error.
-    """
+    """Let torch's handler of SIGCHLD, which raises when a worker is lost, do so only while the rank waits for one."""
 
     def __init__(self, theirs: Callable[[int, FrameType | None], Any]) -> None:
         self.theirs, self.waiting = theirs, False

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.plan import Classes
 from distap.data.shards.image_files import suffix_of
 from distap.data.shards.index import Index

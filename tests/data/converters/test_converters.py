@@ -9,7 +9,7 @@ from dataset_trees import TREES, dump, photo
 
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.converters.dataset import Count
-from distap.data.loading.reading import Reader
+from distap.data.loading.indexed import Reader
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
