@@ -171,10 +171,8 @@ def shard_names(source: Source, storage: "Storage | None") -> list[str]:
     if storage is None:
         return [f"{_PIPE}{command}" for command in _expanded(source)]
     if source.pattern is None and source.scheme not in LISTABLE:
-        example = f"{source.base}/{{000..009}}.tar"
-        raise DistapError(
-            f"{source}: a web server cannot list its files; name the shards by a brace pattern: {example}"
-        )
+        url = f"{source.base}/{{000..009}}.tar"
+        raise DistapError(f"{source}: a web server cannot list its files; name the shards by a brace pattern: {url}")
     names: list[str] = []
     for pattern in ["*.tar"] if source.pattern is None else _expanded(source):
         safe_name(pattern, str(source))
@@ -209,7 +207,5 @@ def _choices(group: str) -> int:
 def safe_name(name: str, where: str) -> str:
     """Return the name of a shard if it stays below its folder; a DistapError says `where` another one stands."""
     if {"", ".", ".."} & set(name.split("/")) or not name.isprintable() or "\\" in name:
-        raise DistapError(
-            f"{where}: {name!r} is no name of a shard in the data set's folder, such as part/000000.tar"
-        )
+        raise DistapError(f"{where}: {name!r} is no name of a shard in the data set's folder, such as part/00.tar")
     return name

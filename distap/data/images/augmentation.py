@@ -19,7 +19,6 @@ class Croppable(Protocol):
 
     def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
         """(3, height, width) uint8: a part of the image, scaled; `scaled` allows decoding at reduced scale."""
-        ...
 
 
 Transform = Callable[[Croppable], Tensor]

@@ -206,9 +206,7 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
         except MemoryError as error:
             if not allowed:
                 raise DamagedImageError("decode_error", "MemoryError") from error
-            raise OutOfMemoryError(
-                f"{allowed} ran out of memory: set data.workers or data.prefetch lower, or give the host more memory"
-            ) from error
+            raise OutOfMemoryError(f"{allowed} ran out of memory: set data.workers or data.prefetch lower") from error
         except Exception as error:  # each decoder of Pillow raises its own
             reason: Reason = "truncated" if "truncated" in str(error).lower() or _is_cut(data) else "decode_error"
             detail = str(error) or type(error).__name__

@@ -79,9 +79,7 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
     except OSError as error:
         raise DistapError(f"{error.filename or folder}: cannot be listed: {error.strerror or error}") from error
     if not found:
-        raise DistapError(
-            f"{folder}: no image in it, nor shards; expected files that end in {', '.join(sorted(IMAGE_SUFFIXES))}"
-        )
+        raise DistapError(f"{folder}: no image in it, nor shards; expected {', '.join(sorted(IMAGE_SUFFIXES))} files")
     found.sort()
     described = "".join(f"{name}\0{size}\0{modified}\n" for name, size, modified in found)
     fingerprint, names = hashlib.sha256(described.encode()).hexdigest(), tuple(name for name, *_ in found)

@@ -44,9 +44,8 @@ class Reader:
         cache: CacheSettings | None = None,
     ) -> None:
         self.source, self.index, self.max_pixels = parse_source(source), index, max_pixels
-        remote = remote or RemoteSettings()
         self.storage = storage_of(self.source.base, remote)
-        self.cache = ShardCache(cache, index, self.source.base, remote, self.storage.meter) if cache else None
+        self.cache = ShardCache(cache, index, self.storage) if cache else None
 
     def encoded(self, sample: int) -> EncodedImage:
         """The image before it is decoded; raises DamagedImageError if its bytes have changed or are no image."""

@@ -73,8 +73,6 @@ def piped(command: str, meter: Meter) -> Iterator[Pipe]:
             said.seek(0)
             text = " ".join(said.read().decode(errors="replace").split())
             printable = "".join(sign for sign in text[-MOST_SAID:] if sign.isprintable()) or "nothing"
-            raise FailedCommandError(
-                f"pipe:{command}: the command failed with status {status}, and said: {printable}"
-            )
+            raise FailedCommandError(f"pipe:{command}: failed with status {status}, and said: {printable}")
         if damage:
             raise damage

@@ -66,9 +66,7 @@ class Spool:
         try:
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed with this object
         except OSError as error:
-            raise DistapError(
-                f"data.pixels.spool_folder: {folder}: no spool file can be made there: {error}"
-            ) from error
+            raise DistapError(f"data.pixels.spool_folder: {folder}: no spool file can be made: {error}") from error
         weakref.finalize(self, file.close)
         self._file = file.fileno()
         with self._told():  # ask first: a reservation that fails may have filled the disk for a moment

@@ -28,8 +28,6 @@ from distap.errors import DistapError
 from distap.storage.files import BLOCK, Storage, storage_of
 from distap.storage.hashing import Hashed
 from distap.storage.open_files import OpenFiles
-from distap.storage.remotes import RemoteSettings
-from distap.storage.traffic import Meter
 
 LOCK, IN_USE, SAID = "lock", "in-use", "said"
 THREAD = "distap-shard-cache"  # name of the thread that fetches
@@ -37,16 +35,13 @@ logger = logging.getLogger("distap")
 
 
 class ShardCache:
-    """The kept shards of the data set at `base`; safe to copy into other processes, for one thread of each."""
+    """The kept shards of the data set in a storage; safe to copy into other processes, for one thread of each."""
 
-    def __init__(
-        self, settings: CacheSettings, index: Index, base: str, remote: RemoteSettings, meter: Meter
-    ) -> None:
-        self._arguments = settings, index, base, remote, meter
-        self.root = Path(settings.folder)
+    def __init__(self, settings: CacheSettings, index: Index, source: Storage) -> None:
+        self._arguments = settings, index, source
+        self._source = source
+        self.root, self.max_bytes = Path(settings.folder), settings.max_bytes
         self.folder = self.root / index.fingerprint[:32]
-        self.max_bytes = settings.max_bytes
-        self._base, self._remote, self._meter = base, remote, meter
         self._names: list[str] = index.shard_name.tolist()
         self._sizes: list[int] = index.shard_size.tolist()
         self._digests: list[str] = index.shard_sha256.tolist()
@@ -57,7 +52,9 @@ class ShardCache:
         self._is_full = False
         self._enter()
         if sum(self._sizes) > self.max_bytes:
-            logger.info("%s: data.cache.max_bytes holds a part of %s only; the rest is not kept", self.root, base)
+            logger.info(
+                "%s: data.cache.max_bytes holds only a part of %s; the rest is not kept", self.root, source.base
+            )
 
     def __reduce__(self) -> tuple[type["ShardCache"], tuple[Any, ...]]:
         return ShardCache, self._arguments
@@ -125,8 +122,8 @@ class ShardCache:
             self._thread.start()
 
     def _fetch_all(self) -> None:
-        storage = storage_of(self._base, self._remote)
-        storage.meter = self._meter
+        storage = storage_of(self._source.base, self._source.settings)
+        storage.meter = self._source.meter
         while self._queue and not self._is_full:
             try:
                 self._fetch(self._queue.popleft(), storage)
@@ -195,7 +192,7 @@ class ShardCache:
         """Warn in the log of one process of the host only."""
         with suppress(OSError):
             os.close(os.open(self.folder / SAID, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            logger.warning("%s; the other shards are read from %s", message, self._base)
+            logger.warning("%s; the other shards are read from %s", message, self._source.base)
 
 
 def _opened(path: Path) -> int:

@@ -58,15 +58,12 @@ class TrainingImages(Protocol):
 
     def shares(self, steps: range) -> "Iterator[ShareOfBatch]":
         """This rank's share of each step's global batch; use a share up before you take the next."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state after the last step but for its number, the same on every rank; all ranks call it."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from such a state."""
-        ...
 
 
 class Failure(NamedTuple):
