@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.engine.updating import TorchEngine
+from distap.engine.base import Engine
 
 # Buffers are frozen, or each rank has its own. torch 2.15 renames the option that turns their broadcast off.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -33,11 +33,10 @@ class DDPSettings:
     bucket_megabytes: PositiveFloat | None = None
 
     def build(self, *parts: Any, **more: Any) -> "DDPEngine":
-        """Build the engine; the arguments are those of `TorchEngine`."""
         return DDPEngine(*parts, **more, settings=self)
 
 
-class DDPEngine(TorchEngine):
+class DDPEngine(Engine):
     """One whole copy of the network on each rank."""
 
     reduce_seconds = 0.0
@@ -81,8 +80,7 @@ class DDPEngine(TorchEngine):
 class _PassThrough(nn.Module):
     """The module that DDP wraps; DDP reduces only in a backward pass that follows a forward pass through it.
 
-    Only the descriptors of the last micro-batch go through it, and their graph may have been kept since stage one.
-    If the network itself went through DDP, its last forward pass would have to be the one before the reduction.
+    Only the descriptors of the last micro-batch go through it, since their graph may be kept from stage one.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -97,8 +95,7 @@ class _PassThrough(nn.Module):
 class _SumOverRanks:
     """DDP's communication hook, without DDP's division by W.
 
-    It holds no reference to the engine: DDP keeps its hook where Python's garbage collector cannot look, so a cycle
-    through it would keep the network and the process group for ever.
+    It holds no reference to the engine: Python's garbage collector does not see DDP's hook, nor a cycle through it.
     """
 
     group: dist.ProcessGroup | None

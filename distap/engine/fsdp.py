@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from distap.engine.updating import TorchEngine
+from distap.engine.base import Engine
 from distap.errors import DistapError
 
 SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth messages of its own
@@ -32,9 +32,8 @@ class FSDPSettings:
         units: what is gathered and reduced together. `network` takes the fewest messages, one of each kind a step;
             with `blocks`, the messages of one block overlap with the arithmetic of the next. None means `blocks`
             with `reshard` and `network` without.
-        reshard: in stage three, keep a block's parameters only while it computes, at the price of messages in every
-            micro-batch. It is for networks whose parameters and gradients leave too little memory. In stage one,
-            which has neither gradients nor graphs, all parameters are whole.
+        reshard: in stage three, keep a block's parameters only while it computes. That saves memory, but takes
+            messages in every micro-batch.
     """
 
     units: Literal["network", "blocks"] | None = None
@@ -45,16 +44,11 @@ class FSDPSettings:
             raise ValueError("reshard frees a unit while others compute, so it needs units: blocks")
 
     def build(self, *parts: Any, **more: Any) -> "FSDPEngine":
-        """Build the engine; the arguments are those of `TorchEngine`."""
         return FSDPEngine(*parts, **more, settings=self)
 
 
-class FSDPEngine(TorchEngine):
-    """A share of every parameter on each rank; a single rank keeps the network as it is.
-
-    Raises:
-        DistapError: trained parameters have several dtypes.
-    """
+class FSDPEngine(Engine):
+    """A share of every parameter on each rank; a single rank keeps the network as it is."""
 
     def _spread(self, settings: FSDPSettings | None) -> None:
         settings, world = settings or FSDPSettings(), self.world
@@ -74,8 +68,10 @@ class FSDPEngine(TorchEngine):
         mesh = DeviceMesh.from_group(group, world.device.type)
         by_block = settings.reshard if settings.units is None else settings.units == "blocks"
         # Each unit holds the parameters which no earlier one holds.
-        for module in [*(blocks(self.network) if by_block else ()), self.network]:
-            unit = fully_shard(module, mesh=mesh)
+        smallest = SMALLEST_UNIT * _count(self.network)
+        blocks = [block for block in _members(self.network) if _count(block) > smallest] if by_block else []
+        for module in [*blocks, self.network]:
+            unit: Any = fully_shard(module, mesh=mesh)
             # Sum over ranks: stage two has divided by the global number of queries already.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -178,10 +174,9 @@ class FSDPEngine(TorchEngine):
             unit.set_modules_to_backward_prefetch([] if reshards else [unit])
 
     def _leave_backward(self) -> None:
-        """Reset FSDP's state after a backward pass that failed, for example because memory ran out.
+        """Reset FSDP's state after a backward pass that failed, in which torch's callback does not run.
 
-        torch resets it in a callback that a failed pass does not reach. Its own remedy, reset_iter_state, would make
-        the other ranks wait for this one to gather.
+        torch's own remedy, reset_iter_state, would make the other ranks wait for this one to gather.
         """
         if self._units and not self._reduces:
             state = self._units[-1]._get_fsdp_state()
@@ -189,16 +184,8 @@ class FSDPEngine(TorchEngine):
                 state._root_post_backward_final_callback()
 
 
-def blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the parts that a network calls one by one, such as residual blocks: the members of its module lists.
-
-    Blocks with less than a hundredth of the parameters are left out.
-    """
-    enough = SMALLEST_UNIT * _count(network)
-    return [block for block in _members(network) if _count(block) > enough]
-
-
 def _members(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts that a network calls one by one, such as residual blocks: the members of its module lists."""
     lists = (nn.Sequential, nn.ModuleList)
     for child in module.children():
         if isinstance(module, lists) and not isinstance(child, lists):
@@ -230,8 +217,8 @@ def _make_shardable(network: nn.Module) -> set[str]:
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Restore the memory layout of a unit's inputs, which FSDP replaces by views in passes with a graph.
 
-    The view of a single channels-last image no longer counts as channels-last. Convolutions would continue in
-    another layout, and dropout, which draws in memory order, would drop other elements than in stage one.
+    The view of a single channels-last image no longer counts as channels-last, and dropout, which draws in memory
+    order, would drop other elements than in stage one.
     """
 
     def kept(one: Any) -> Any:

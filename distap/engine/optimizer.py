@@ -53,10 +53,8 @@ def parameter_groups(parts: dict[str, tuple[nn.Module, GroupSettings]]) -> list[
     groups: list[dict[str, Any]] = []
     for part, (module, settings) in parts.items():
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for name, decay, chosen in (
-            (part, settings.weight_decay, [p for p in trained if p.ndim > 1]),
-            (f"{part}.vectors", 0.0, [p for p in trained if p.ndim <= 1]),
-        ):
+        kernels, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+        for name, decay, chosen in ((part, settings.weight_decay, kernels), (f"{part}.vectors", 0.0, vectors)):
             if chosen:
                 groups.append({"name": name, "params": chosen, "factor": settings.factor, "weight_decay": decay})
     return groups

@@ -16,7 +16,7 @@ GROWS_AFTER = 2000  # finite steps in a row, as in torch's GradScaler
 def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractContextManager[None]:
     """A new region in which convolutions and matrix products have this dtype; `float32` changes nothing.
 
-    It must not be entered twice: a region caches casts of weights, which are stale after the next update.
+    Do not enter it twice: it caches casts of weights, which are stale after the next update.
     """
     dtype = None if precision == "float32" else DTYPES[precision]  # a float64 network stays float64
     return torch.autocast(device_type, dtype, enabled=dtype is not None)
@@ -31,8 +31,7 @@ class LossScale:
     """
 
     precision: PrecisionName
-    # torch starts at 65536, and half of the first steps would be skipped while it searches; the descriptor gradients
-    # of a batch of thousands are about 1e-4 long.
+    # From torch's 65536, the first steps would be skipped: gradients of descriptors are about 1e-4 long.
     scale: float = 1024.0
     growth: int = 0
 
@@ -41,7 +40,6 @@ class LossScale:
             self.scale = 1.0
 
     def update(self, is_finite: bool) -> None:
-        """Halve the scale after a step that was not finite, double it after many that were."""
         if self.precision != "fp16":
             return
         self.growth = self.growth + 1 if is_finite else 0
@@ -57,6 +55,5 @@ class LossScale:
         return {"scaler.scale": scale, "scaler.growth": torch.tensor(self.growth)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the scale of a checkpoint; a checkpoint of another precision has none."""
-        if self.precision == "fp16" and "scaler.scale" in state:
+        if self.precision == "fp16" and "scaler.scale" in state:  # not in a checkpoint of another precision
             self.scale, self.growth = float(state["scaler.scale"]), int(state["scaler.growth"])

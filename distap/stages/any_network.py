@@ -1,7 +1,7 @@
 """A network of a loop of one's own, whoever wrapped it, as the three stages use it."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from distap.engine.base import Replica
 from distap.errors import DistapError
 from distap.ranking.loss import Gathered
 from distap.ranking.rank import Ranking
@@ -20,19 +21,17 @@ from distap.stages.micro_batches import is_out_of_memory
 from distap.world import World
 
 
-class AnyNetwork:
+class AnyNetwork(Replica):
     """The caller's network as the three stages use it.
 
     Gradients of micro-batches are summed beside the parameters, where no hook of a wrapper sees them, and given to
     autograd once, as if the whole batch had been one pass.
     """
 
-    lockstep, keeps_graphs, reduce_seconds = False, True, 0.0
-
     def __init__(
         self, outer: nn.Module, trained: list[nn.Parameter], world: World, normalise: bool, syncs: bool, sums: bool
     ) -> None:
-        self.network: nn.Module = outer.module if isinstance(outer, DistributedDataParallel) else outer
+        self.network = outer.module if isinstance(outer, DistributedDataParallel) else outer
         self._trained = trained
         self._gradients: list[Tensor | None] = [None] * len(trained)
         self._world, self._normalise, self._syncs = world, normalise, syncs
@@ -61,13 +60,6 @@ class AnyNetwork:
             for module in trains:
                 module.training = True
 
-    def describing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def describe(self, images: Any) -> Tensor:
-        with torch.no_grad():
-            return self.forward(images)
-
     def forward(self, images: Any) -> Tensor:
         kind, dtype, is_enabled = self._autocast
         # Without a cache: one that was filled without a graph would lose the parameters' gradients.
@@ -81,7 +73,6 @@ class AnyNetwork:
         return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
 
     def without_other(self, rows: Tensor) -> Tensor:
-        """The descriptors alone."""
         return rows[:, : self._width]
 
     def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,9 +83,6 @@ class AnyNetwork:
         others = taking_part.expand(-1, rows.shape[1] - self._width)
         mean = self._world.sum((others * torch.where(others > 0, rows[:, self._width :], 0)).sum())
         return (ranking.loss + mean).to(rows.dtype), torch.cat([ranking.gradient, others], dim=1)
-
-    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
         found = torch.autograd.grad(descriptors, self._trained, gradient, allow_unused=True)
@@ -136,11 +124,9 @@ class AnyShardedNetwork(AnyNetwork):
         try:
             return super().describe(images)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise DistapError(
-                    "out of memory, and ranks under FSDP cannot go on alone: lower micro_batch"
-                ) from error
-            raise
+            if not is_out_of_memory(error):
+                raise
+            raise DistapError("out of memory, and ranks under FSDP cannot go on alone: lower micro_batch") from error
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
@@ -170,7 +156,6 @@ def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
 
 
 def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks over which the network's wrapper averages gradients; None is all."""
     if isinstance(network, DistributedDataParallel):
         return network.process_group
     sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from distap.engine.protocol import Engine
+from distap.engine.base import Engine
 from distap.errors import DistapError
 from distap.stages.micro_batches import is_out_of_memory
 from distap.world import World

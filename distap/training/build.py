@@ -13,10 +13,9 @@ from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.training import LoadingJob, TrainingImages
+from distap.engine.base import Engine, without_prefix
 from distap.engine.optimizer import parameter_groups
 from distap.engine.precision import DTYPES
-from distap.engine.protocol import Engine
-from distap.engine.updating import without_prefix
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber

@@ -15,8 +15,7 @@ from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
-from distap.engine.protocol import Engine
-from distap.engine.updating import without_prefix
+from distap.engine.base import Engine, without_prefix
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.ranking.memory import CrossBatchMemory

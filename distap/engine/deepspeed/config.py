@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from distap.engine.protocol import Engine
+from distap.engine.base import Engine
 from distap.errors import DistapError
 from distap.registry import suggestion
 

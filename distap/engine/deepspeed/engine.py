@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from distap.engine.base import Engine
 from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.engine.deepspeed.state import PREFIX, load_zero_state, zero_state
-from distap.engine.updating import TorchEngine
 from distap.errors import DistapError
 
 # Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of many tensors.
@@ -30,13 +30,15 @@ WHOLE_TENSORS = (timm.optim.Lamb, timm.optim.Lars, timm.optim.Adafactor)
 logger = logging.getLogger("distap")
 
 
-class DeepSpeedEngine(TorchEngine):
+class DeepSpeedEngine(Engine):
     """The network under DeepSpeed; it has to have the same parameters on every rank.
 
     Raises:
         DistapError: DeepSpeed is not installed or refuses its configuration, a parameter is not float32, or the
             optimiser needs whole tensors.
     """
+
+    reduce_seconds = 0.0
 
     def __init__(self, *parts: Any, settings: DeepSpeedSettings | None = None, **more: Any) -> None:
         settings = settings or DeepSpeedSettings()
@@ -58,7 +60,6 @@ class DeepSpeedEngine(TorchEngine):
     def _spread(self, settings: DeepSpeedSettings) -> None:
         self.lockstep = self._shares_parameters = settings.stage == 3
         self.keeps_graphs = not self._shares_parameters
-        self.reduce_seconds = 0.0
         self._scalars = {name for name, parameter in self.network.named_parameters() if parameter.ndim == 0}
         for name, parameter in self.network.named_parameters():
             if parameter.dtype != torch.float32:

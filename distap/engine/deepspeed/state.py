@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distap.engine.updating import without_prefix
+from distap.engine.base import without_prefix
 
 PREFIX = "optimizer.state."
 Named = Mapping[str, Tensor]

@@ -1,6 +1,7 @@
-"""What the engines share: precision, clipping, the optimiser step, and its state."""
+"""What the three stages ask of a network on many ranks, and what the engines that spread it share."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,34 +14,78 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from distap.engine.precision import LossScale, autocast
-from distap.engine.protocol import BuildOptimizer
 from distap.engine.settings import PrecisionName
 from distap.world import World
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class TorchEngine:
-    """A network and a torch optimiser; subclasses add the reduction of gradients.
+class Replica(ABC):
+    """A network on this rank as the three stages use it: it describes, and it sends gradients back."""
+
+    network: nn.Module
+    lockstep = False  # each micro-batch communicates, so all ranks must replay the same number of them
+    keeps_graphs = True  # `forward` may be called several times before the backward passes
+
+    @property
+    def reduce_seconds(self) -> float:
+        """Seconds that this rank has waited for other ranks' parameters and gradients so far."""
+        return 0.0
+
+    def describing(self) -> AbstractContextManager[None]:
+        """Enclose stage one or an evaluation: parameters are whole inside, so each rank describes on its own."""
+        return nullcontext()
+
+    def describe(self, images: Any) -> Tensor:
+        """Return descriptors (n, C), float32 or wider, without a graph; call it inside `describing`."""
+        with torch.no_grad():
+            return self.forward(images)
+
+    @abstractmethod
+    def forward(self, images: Any) -> Tensor:
+        """Return descriptors (n, C), float32 or wider, with a graph.
+
+        Call it inside `accumulating`; an engine that keeps graphs also allows it inside `describing`.
+        """
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Enclose the forward and backward pass of a micro-batch, or the backward pass of a kept graph.
+
+        Ranks reduce gradients only in the last one of a step, unless they work in lockstep.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
+        """Add the parameter gradients that follow from dL/d descriptors, `gradient` (n, C)."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Clear the gradients, because the step is skipped or its replay starts again."""
+
+
+class Engine(Replica):
+    """A network spread over the ranks, and its optimiser; subclasses add the reduction of gradients.
+
+    Parameters move along the sum over ranks of what `backward` was given, because stage two has already divided by
+    the global number of queries.
 
     Args:
         network: on its device already; ranks take the parameters of rank 0.
         build_optimizer: returns the optimiser over the network's parameters, which FSDP has replaced by shards then;
             `factor` of a group multiplies its learning rate.
-        world: the ranks.
         clip_norm: greatest norm of the whole gradient; None never clips.
         precision: dtype of the network's arithmetic.
         settings: of the subclass; None takes the defaults.
     """
 
-    lockstep, keeps_graphs = False, True
-
     def __init__(
         self,
         network: nn.Module,
-        build_optimizer: BuildOptimizer,
+        build_optimizer: Callable[[], Optimizer],
         world: World,
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
@@ -54,22 +99,19 @@ class TorchEngine:
         self._spread(settings)
         self._optimizer = build_optimizer()
 
+    @abstractmethod
     def _spread(self, settings: Any) -> None:
         """Prepare the network for the ranks."""
-        raise NotImplementedError
-
-    def describing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def describe(self, images: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.forward(images)
 
     def forward(self, images: Tensor) -> Tensor:
         with self._autocast():
             return self.network(images)
 
     def update(self, learning_rate: float) -> float:
+        """Move the parameters and clear the gradients.
+
+        Returns the norm of the whole gradient before clipping. If it is not finite, nothing has moved.
+        """
         trained = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if self._scale.scale != 1:
@@ -93,6 +135,7 @@ class TorchEngine:
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Return tensors `network.*`, `optimizer.*` and `scaler.*`, named the same by every engine."""
         state = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
         if self._optimizer.state:  # empty before the first update
             optimizer: dict[str, Any] = dict(get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT))
@@ -103,6 +146,7 @@ class TorchEngine:
         return state | self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from whole tensors, the `state_dict` of any engine on any number of ranks."""
         present = self.network.state_dict()
         given: dict[str, Any] = {n: _like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
         self.network.load_state_dict(given)
@@ -123,9 +167,7 @@ def _like(present: Any, given: Tensor) -> Tensor | int:
     """Return this rank's shard of a whole tensor if `present` is a shard, a number if it is one."""
     if isinstance(present, int):
         return int(given)
-    if not isinstance(present, DTensor) or isinstance(given, DTensor):
+    if not isinstance(present, DTensor):
         return given
-    if given.ndim == 0:
-        given = given.reshape(present.shape)
-    on_device = given.to(present.device)
-    return distribute_tensor(on_device, present.device_mesh, present.placements, src_data_rank=None)
+    whole = given.reshape(present.shape) if given.ndim == 0 else given
+    return distribute_tensor(whole.to(present.device), present.device_mesh, present.placements, src_data_rank=None)
