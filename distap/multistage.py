@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distap.errors import DistapError
 from distap.ranking.checks import check_arguments, label_problem
+from distap.ranking.listwise import KnownGradient
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
@@ -147,8 +148,7 @@ class Multistage(nn.Module):
             return replica.gradients()
 
         def connect(value: Tensor) -> Tensor:
-            connected: Tensor = _Replay.apply(value, replay, *replica.inputs)
-            return connected
+            return KnownGradient.apply(value, replay, True, *replica.inputs)
 
         if isinstance(self.network, DistributedDataParallel):
             return _through(self.network, connect, value)
@@ -173,7 +173,7 @@ class Multistage(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.memory.load_state_dict(state)
 
-    def _batch(self, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> "tuple[AnyBatch, World]":
+    def _batch(self, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> tuple[AnyBatch, World]:
         """Check what all ranks were given, and cut this rank's images along their rows."""
         world, problem, parts, known = world_of(self.network, self.group), "", list[Any](), torch.empty(0)
         try:
@@ -190,24 +190,6 @@ class Multistage(nn.Module):
         self._calls += 1
         share = max(map(int, said))
         return AnyBatch(parts, known.cpu().long(), samples, share, world, self._calls - 1), world
-
-
-class _Replay(torch.autograd.Function):
-    """Ties the loss to the parameters: its backward pass is the replay, once."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, replay: Callable[[Tensor], Sequence[Tensor | None]], *_: Tensor) -> Tensor:
-        ctx.replay = replay
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # as it is under create_graph=True
-            raise RuntimeError("listwise losses are differentiable once: their second derivative is not known")
-        if ctx.replay is None:
-            raise RuntimeError("this loss was sent back already; call multistage again")
-        replay, ctx.replay = ctx.replay, None
-        return None, None, *replay(upstream[0])
 
 
 class _Passage(nn.Module):
@@ -227,7 +209,6 @@ def _through(replicas: DistributedDataParallel, connect: Callable[[Tensor], Tens
     network = replicas.module
     replicas.module = _Passage(network, connect)
     try:
-        loss: Tensor = replicas(value)
-        return loss
+        return replicas(value)
     finally:
         replicas.module = network

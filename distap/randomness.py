@@ -9,10 +9,7 @@ def seed_for(*key: int) -> int:
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """Return a random order of range(count), (count,) int64, as a pure function of the key.
-
-    Sorting raw output of the counter-based Philox generator, whose stream numpy guarantees to keep, makes it
-    the same with every numpy version, which `Generator.permutation` does not promise.
-    """
+    """Return a random order of range(count), (count,) int64, as a pure function of the key."""
+    # numpy guarantees Philox's stream for every version, but not what `Generator.permutation` makes of it.
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(raw, kind="stable")

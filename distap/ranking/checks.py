@@ -12,12 +12,7 @@ LARGEST_LABEL = torch.iinfo(torch.int64).max
 
 
 def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> None:
-    """Check what each rank hands to `rank`.
-
-    Raises:
-        DistapError: on all ranks, if shapes or dtypes of any are wrong, a label is no class number, or a descriptor
-            is not finite or not of length 1.
-    """
+    """Raise a DistapError on all ranks if any handed `rank` what cannot be ranked."""
     kind = f"(b, {', '.join(map(str, descriptors.shape[1:]))}) of {descriptors.dtype}"
     said = world.gather_texts([kind, _problem(descriptors, labels) or ""], 2 * world.size)
     kinds, problems = said[: world.size], said[world.size :]
@@ -33,8 +28,7 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
     if descriptors.ndim != 2 or not descriptors.is_floating_point():
         shape = tuple(descriptors.shape)
         return f"descriptors are {shape} of {descriptors.dtype}; (b, C) of a floating-point type is expected"
-    problem = label_problem(labels, len(descriptors))
-    if problem is not None:
+    if problem := label_problem(labels, len(descriptors)):
         return problem
     lengths = torch.linalg.vector_norm(descriptors.double(), dim=1)
     wrong = ~lengths.isfinite()

@@ -22,10 +22,7 @@ Function = Callable[..., Any]
 def compiled(function: Function, by_hand: Function | None = None) -> Function:
     """A function of tensors and numbers as torch.compile makes it, or as it is if that fails.
 
-    The choice is made at the first call, for the arguments of that call. What fails is not used again.
-
-    Args:
-        by_hand: a kernel that does the same, used if it is faster than the compiled function.
+    `by_hand` does the same and is used if it is faster. The choice is made for the arguments of the first call.
     """
     chosen: list[Function] = []
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph

@@ -23,10 +23,8 @@ class Gathering:
 
         | label | image | takes part |  d_1 ... d_C  |     facts: int64 bits in the descriptors' dtype
 
-    Args:
-        world: the ranks; each holds the slots rank, rank + W, ...
-        slots: number of rows of all ranks together.
-        counter: takes the rows that have arrived, some chunks at a time.
+    Of the `slots` rows, each rank holds the slots rank, rank + W, ... `counter` takes the rows that have arrived,
+    some chunks at a time.
     """
 
     def __init__(self, world: World, slots: int, counter: Counter | None = None) -> None:
@@ -48,11 +46,7 @@ class Gathering:
     ) -> None:
         """Take this rank's next rows; a row whose descriptor is not finite takes no part either.
 
-        Labels, taking_part and images may be on the CPU: they cross to the descriptors' device together. By the
-        numbers of `images` a cross-batch memory knows them again.
-
-        Raises:
-            CollectiveError: a rank or the network failed.
+        Labels, taking_part and images may be on the CPU: they cross to the descriptors' device together.
         """
         own_rows, filled = len(self.world.slots(self.slots)), self._filled + len(descriptors)
         known = torch.full_like(labels, -1) if images is None else images
@@ -73,7 +67,7 @@ class Gathering:
             self._receive()
 
     def _receive(self) -> None:
-        """Take in the chunk that was sent first, or wait for it."""
+        """Wait for the chunk that was sent first, and take it in."""
         rows = self._on_the_way.popleft().rows()[: self.slots - self.arrived]
         width = FACTS_BYTES // rows.element_size()
         facts = rows[:, :width].contiguous().view(torch.int64)
@@ -94,12 +88,7 @@ class Gathering:
 
     @torch.no_grad()
     def finish(self) -> Gathered:
-        """Wait for what is on its way and return the batch.
-
-        Raises:
-            ValueError: rows are missing, or too many.
-            CollectiveError: a rank or the network failed.
-        """
+        """Wait for what is on its way and return the batch; a ValueError if rows are missing, or too many."""
         own_rows = len(self.world.slots(self.slots))
         if self._filled != own_rows or self._packed is None:
             raise ValueError(f"rank {self.world.rank} added {self._filled} of its {own_rows} rows")

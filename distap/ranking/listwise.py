@@ -1,5 +1,6 @@
 """The losses as a PyTorch module, for a training loop of one's own."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn.functional import normalize
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
+
+Gradients = Callable[[Tensor], Sequence[Tensor | None]]
 
 
 class ListwiseLoss(nn.Module):
@@ -52,8 +55,19 @@ class ListwiseLoss(nn.Module):
             images: (b,) numbers by which the memory knows images again.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
-            wide = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-            return _RankingFunction.apply(normalize(wide), labels, images, self)
+            descriptors = normalize(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)))
+            ranking = rank(
+                descriptors.detach(),
+                labels,
+                self.loss,
+                group=self.group,
+                mode=self.mode,
+                memory=self.memory if self.memory.size and self.training else None,
+                images=images,
+                memory_bytes=self.memory_bytes,
+            )
+            value = ranking.loss.to(descriptors.dtype)
+            return KnownGradient.apply(value, lambda upstream: [ranking.gradient * upstream], False, descriptors)
 
     def extra_repr(self) -> str:
         return repr(self.loss)
@@ -65,26 +79,21 @@ class ListwiseLoss(nn.Module):
         self.memory.load_state_dict(state)
 
 
-class _RankingFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, descriptors: Tensor, labels: Tensor, images: Tensor | None, module: ListwiseLoss) -> Tensor:
-        memory = module.memory if module.memory.size and module.training else None
-        ranking = rank(
-            descriptors,
-            labels,
-            module.loss,
-            group=module.group,
-            mode=module.mode,
-            memory=memory,
-            images=images,
-            memory_bytes=module.memory_bytes,
-        )
-        ctx.save_for_backward(ranking.gradient)
-        return ranking.loss.to(descriptors.dtype)
+class KnownGradient(torch.autograd.Function):
+    """Ties a loss to tensors: `gradients` gives theirs from the loss's own, once if `only_once`."""
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def forward(ctx: Any, value: Tensor, gradients: Gradients, only_once: bool, *_: Tensor) -> Tensor:
+        ctx.gradients, ctx.only_once = gradients, only_once
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # as it is under create_graph=True
             raise RuntimeError("listwise losses are differentiable once: their second derivative is not known")
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0], None, None, None
+        if ctx.gradients is None:
+            raise RuntimeError("this loss was sent back already; call multistage again")
+        gradients = ctx.gradients
+        if ctx.only_once:
+            ctx.gradients = None
+        return None, None, None, *gradients(upstream[0])

@@ -53,7 +53,7 @@ class Gathered:
 
     @cached_property
     def class_sizes(self) -> Int64[Tensor, " N"]:
-        """For each gallery image, the number of gallery images of its class."""
+        """The number of gallery images of each image's class."""
         _, classes, counts = torch.unique(self.gallery_labels, return_inverse=True, return_counts=True)
         return counts[classes]
 
@@ -108,7 +108,7 @@ class Budget:
 
 @cache
 def _free_at_first(device: torch.device) -> int:
-    """Bytes that were free on a GPU at the first call: later ones give the same, so that tiles stay the same."""
+    """Bytes that were free on a GPU at the first call; later ones give the same, so that tiles stay the same."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -158,19 +158,14 @@ class Loss(ABC):
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         """The loss of the whole batch, and its gradient by this rank's descriptors.
 
-        Every rank calls this, without autograd and outside autocast.
-
-        Args:
-            gathered: the batch; its dtype is the precision of similarities and gradients.
-            budget: the memory to use beside the descriptors.
+        Every rank calls this, without autograd and outside autocast. The dtype of the descriptors is the precision of
+        similarities and gradients.
         """
 
     def counter(self, pairs: int, budget: Budget) -> Counter | None:
         """A counter to begin with before the batch is complete; None if this loss needs all of it at once.
 
-        Args:
-            pairs: about how many pairs of an own query and a gallery image there will be.
-            budget: the memory to use beside the descriptors.
+        There will be about `pairs` pairs of an own query and a gallery image.
         """
         return None
 
@@ -179,13 +174,8 @@ AnyLoss = str | Loss | Callable[..., Any]  # a name, a loss, a class of losses, 
 
 
 def build_loss(loss: AnyLoss, weights: str = "uniform", **options: Any) -> Loss:
-    """A loss from its name, its class or a function.
+    """A loss from its name ("package.module:Class" for one of your own), its class or a function; see `rank`.
 
-    Args:
-        loss: a name of `distap.registry`, or "package.module:Class"; a class of losses; a function of (descriptors,
-            labels), such as a loss of pytorch-metric-learning, that gives a scalar; a Loss is returned as it is.
-        weights: of the queries: `uniform`, or `class` so that each class weighs the same.
-        options: other fields of the loss; or `preset`, the name of one of its presets, which options override.
     Raises:
         DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with options.
     """
@@ -208,8 +198,7 @@ def build_loss(loss: AnyLoss, weights: str = "uniform", **options: Any) -> Loss:
 def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossValue:
     """Let rank 0 rank the whole batch like a single process, then give each rank its part.
 
-    Raises:
-        Exception: on rank 0 the loss's own error, on the others a DistapError.
+    If the loss fails, rank 0 raises its error, and the others a DistapError.
     """
     world, batch = gathered.world, len(gathered.images)
     value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)

@@ -101,11 +101,7 @@ def rank(
 
 
 def check_mode(mode: str) -> Mode:
-    """Return a mode that exists.
-
-    Raises:
-        DistapError: it does not.
-    """
+    """Return the mode, or raise a DistapError if there is no such mode."""
     if mode not in get_args(Mode):
         raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
     return cast(Mode, mode)
@@ -114,10 +110,7 @@ def check_mode(mode: str) -> Mode:
 def start_gathering(
     loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
 ) -> Gathering:
-    """Begin to gather a batch, and to count its pairs while it arrives if the loss can do that.
-
-    When it is complete, `rank_descriptors` takes the gathering's counter.
-    """
+    """Begin to gather a batch, and to count its pairs for `rank_descriptors` while it arrives if the loss can."""
     counter = None
     if mode == "sharded" or world.size == 1:
         counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
@@ -134,13 +127,9 @@ def rank_descriptors(
 ) -> Ranking:
     """Loss and descriptor gradients of a global batch (Revaud et al. 2019, section 3.2, second stage).
 
-    Args:
-        gathered: the batch; its dtype is the precision of similarities and gradients.
-        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all and scatters the rows.
-        memory_bytes: bytes to use beside the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
-        counter: of the gathering of this batch, with the pairs that were counted already.
-    Returns:
-        A Ranking with a row for each slot of this rank; a slot that takes no part has gradient zero and loss NaN.
+    Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has a row for each
+    slot of this rank; a slot that takes no part has gradient zero and loss NaN.
+
     Raises:
         DistapError: no query has a positive, or all images are of one class; raised on every rank.
     """

@@ -47,11 +47,9 @@ class AnyBatch:
 def cut_along_rows(images: Any, labels: Tensor | None) -> tuple[list[Any], Tensor]:
     """Cut into nestings of tensors that can be cut along their first dimension."""
     if isinstance(images, Iterable) and not isinstance(images, Tensor | list | tuple | Mapping):
-        items = list(images)
-        if labels is None and items:
-            images, labels = [item[0] for item in items], torch.cat([torch.as_tensor(item[1]) for item in items])
-            return images, labels
-        parts = items
+        parts = list(images)
+        if labels is None and parts:
+            return [each[0] for each in parts], torch.cat([torch.as_tensor(each[1]) for each in parts])
     elif isinstance(images, list) and images and all(isinstance(image, Tensor) for image in images):
         alike = len({image.shape for image in images}) == 1
         parts = [torch.stack(images)] if alike else [image[None] for image in images]

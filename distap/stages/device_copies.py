@@ -24,7 +24,6 @@ class DeviceCopies:
         self._begun: deque[torch.cuda.Event] = deque()  # when the device reached each micro-batch
 
     def __call__(self, images: Any) -> Any:
-        """Return the images, tensors in any nesting, on the device; pinned ones are copied while the device works."""
         if len(self._begun) == AHEAD:
             self._begun.popleft().synchronize()
         computing = torch.cuda.current_stream(self._device)
@@ -45,5 +44,4 @@ def mover(device: torch.device) -> Callable[[Any], Any]:
 
 
 def copied(images: Any) -> Any:
-    """Return images with memory of their own."""
     return tree_map_only(Tensor, Tensor.clone, images)

@@ -13,7 +13,7 @@ from distap.world import World
 
 Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, ascending
 logger = logging.getLogger("distap")
-OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")
+OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")  # the second is oneDNN's
 
 
 @dataclass
@@ -31,12 +31,7 @@ class MicroBatchSizes:
     keep: int = 0
 
     def check(self, mixing: str | None, keeps_graphs: bool) -> None:
-        """Refuse sizes that the network or the engine does not allow.
-
-        Args:
-            mixing: why a descriptor depends on its micro-batch, as `mixes_images` says.
-            keeps_graphs: whether the engine can hold the graphs of several micro-batches.
-        """
+        """Refuse sizes that the network (`mixing` is what `mixes_images` says) or the engine does not allow."""
         if mixing and self.describe not in (None, self.replay):
             raise DistapError(
                 f"describe and replay need the same micro-batch with this network, not {self.describe} and "
@@ -53,17 +48,10 @@ class MicroBatchSizes:
         return max(-(-share // self.replay) - self.keep, 0) * self.replay if self.keep else share
 
     def halve(self, stage: str, size: int, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
-        """Halve what a stage holds in memory at once.
+        """Halve what a stage holds in memory at once, because `error` came with a micro-batch of `size` images.
 
-        Args:
-            stage: `describe` or `replay`.
-            size: images of the micro-batch that did not fit.
-            keeps: whether it was to keep its graph; then fewer are kept.
-            error: what torch raised.
-            obstacle: why micro-batches cannot be halved now, if they cannot.
-        Raises:
-            RuntimeError: `error` has another cause than memory.
-            DistapError: no smaller size is possible.
+        If that was to keep its graph, fewer are kept. `error` is raised again if it has another cause than memory,
+        and a DistapError if no smaller size is possible, such as for the reason `obstacle`.
         """
         if not is_out_of_memory(error):
             raise error
@@ -100,12 +88,10 @@ class BackwardPass:
 
 
 def cut(start: int, stop: int, size: int) -> list[slice]:
-    """Cut rows start to stop - 1 into micro-batches of `size`; the last one may be shorter."""
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def first_of(rows: Rows) -> int:
-    """Return the number of the first row."""
     return int(rows.start if isinstance(rows, slice) else rows[0])
 
 
@@ -124,8 +110,6 @@ def backward_passes(
     Args:
         gradient: dL/d descriptors of the rank's share.
         kept: descriptors of the micro-batches that kept their graph, by their first row.
-        size: images in a micro-batch.
-        limit: smallest norm of a gradient that is worth a replay.
         regroup: fill gaps that left-out images leave with images of the next micro-batch. Otherwise a micro-batch
             stays as stage one cut it, and is left out only if none of its images has a gradient.
         lockstep: the ranks, if they communicate in every pass and so need the same number of them.
@@ -152,10 +136,7 @@ def backward_passes(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether torch ran out of memory. On the CPU it has no error class for that.
-
-    oneDNN reports it as a convolution's primitive that could not be created.
-    """
+    """Tell whether torch ran out of memory, for which it has no error class on the CPU."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_CPU_MEMORY)
 
 

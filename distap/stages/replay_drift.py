@@ -8,11 +8,7 @@ from distap.errors import DistapError
 
 
 def mixes_images(network: nn.Module) -> str | None:
-    """Say why an image's descriptor depends on its micro-batch in this network; None if it does not.
-
-    Raises:
-        DistapError: no replay can give the same descriptors.
-    """
+    """Say why an image's descriptor depends on its micro-batch in this network; None if it does not."""
     for name, module in network.named_modules():
         if not module.training:
             continue
@@ -27,11 +23,9 @@ def mixes_images(network: nn.Module) -> str | None:
 
 
 def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:
-    """Return the greatest difference between two descriptors of an image.
-
-    An image whose first descriptor was not finite has been blanked since, and does not count.
-    """
+    """Return the greatest difference between two descriptors of an image."""
     difference = (again - before).abs().amax(dim=1)
+    # An image whose first descriptor was not finite has been blanked since.
     return torch.where(before.isfinite().all(dim=1), difference, 0).max().double()
 
 

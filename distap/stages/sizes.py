@@ -27,14 +27,7 @@ logger = logging.getLogger("distap")
 
 
 class Fitting:
-    """Tries micro-batches of random images, in the same order on every rank.
-
-    Args:
-        image_size: width and height, pixels.
-        share: most images of a rank in a step.
-    Raises:
-        DistapError: ranks communicate in every micro-batch, so one rank alone cannot run out of memory and go on.
-    """
+    """Tries micro-batches of up to `share` random images, in the same order on every rank."""
 
     def __init__(self, engine: Engine, world: World, image_size: int, share: int) -> None:
         if engine.lockstep:
@@ -50,10 +43,7 @@ class Fitting:
             return self._fastest("replay", partial(_there_and_back, self._engine))
 
     def describe_size(self, describe: Callable[[Tensor], Tensor] | None = None) -> int:
-        """Return the micro-batch size with the fewest seconds per image without a graph.
-
-        `describe` replaces the engine's own forward pass.
-        """
+        """Return the same for passes without a graph; `describe` replaces the engine's own."""
         with self._engine.describing(), torch.no_grad():
             return self._fastest("describe", describe or self._engine.describe)
 
@@ -83,7 +73,7 @@ class Fitting:
             if seconds * ENOUGH_FASTER > best_seconds or math.isinf(seconds):
                 break
             best, best_seconds = size, seconds
-            if size >= self._share:
+            if size == self._share:
                 break
             size = min(2 * size, self._share)
         if best == 0:
@@ -146,10 +136,7 @@ class SavedBytes(saved_tensors_hooks):
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes this rank may take beyond its peak so far.
-
-    On a CPU the ranks of a host share what the kernel or the container's limit leaves.
-    """
+    """Return how many bytes this rank may take beyond its peak so far; a host's ranks share what its CPU has left."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))

@@ -65,10 +65,7 @@ def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
 
 
 def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
-    """Build a cheaper describer for stage one if the recipe asks for one; None leaves it to the engine.
-
-    It takes the network before an engine does, and raises a DistapError if BatchNorm cannot be folded.
-    """
+    """Build a cheaper describer for stage one, before the engine takes the network, if the recipe asks for one."""
     describe = recipe.describe
     if describe.precision in (None, recipe.precision) and not describe.fold_batchnorm:
         return None
@@ -88,11 +85,7 @@ def describing_of(
 ) -> Describing:
     """Return how evaluations describe images with a recipe's network, whose parameters have to be whole.
 
-    Args:
-        sizing: how images are brought to size; None crops them to the recipe's image size.
-        scales, power: see `ImageDescriber`; kept_in, shown: see `Describing`.
-    Raises:
-        DistapError: the network does not take such images.
+    `sizing` None crops images to the recipe's size; see `ImageDescriber` and `Describing` for the rest.
     """
     data = recipe.data
     describer = ImageDescriber(
@@ -114,9 +107,6 @@ def evaluations_of(
 
     Beside each is a function that says how to describe its images. It is called at each evaluation, since the mean
     over scales takes the power that GeM has learned by then.
-
-    Raises:
-        DistapError: a set is missing, or the network does not take its images.
     """
     data = recipe.data
     if not recipe.evaluation.every or data.validation_source is None:
@@ -136,11 +126,7 @@ def evaluations_of(
 
 
 def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
-    """Build the recipe's engine over a network, with its optimiser.
-
-    Raises:
-        DistapError: the engine cannot do what the recipe asks for.
-    """
+    """Build the recipe's engine over a network, with its optimiser."""
     optimizer = recipe.optimizer
 
     def build() -> Any:
@@ -165,11 +151,7 @@ def step_of(
     memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> ThreeStageStep:
-    """Build the recipe's step for global batches of `batch` images; micro-batch sizes that are `auto` are measured.
-
-    Raises:
-        DistapError: the network or the engine does not allow the recipe's micro-batches.
-    """
+    """Build the recipe's step for global batches of `batch` images, and measure micro-batch sizes that are `auto`."""
     replay, describe = recipe.replay.size, recipe.describe.size
     if replay == "auto":
         replay = fitting_of(recipe, engine, world, batch).replay_size()
@@ -203,11 +185,7 @@ def step_of(
 
 
 def trained_network(path: Path | str, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
-    """Load the recipe and the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
-
-    Raises:
-        DistapError: there is no checkpoint, or it is damaged.
-    """
+    """Load the recipe and the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL."""
     with opened_checkpoint(path, best) as checkpoint:
         logger.info("the network of %s", checkpoint.where)
         recipe = recipe_from(checkpoint.state("recipe")["recipe"], checkpoint.where)
@@ -217,7 +195,5 @@ def trained_network(path: Path | str, world: World, best: bool = False) -> tuple
     try:
         network.load_state_dict(without_prefix("network.", tensors))
     except RuntimeError as error:
-        raise DistapError(
-            f"{checkpoint.where}: its tensors are not those of its recipe's network: {error}"
-        ) from error
+        raise DistapError(f"{checkpoint.where}: its tensors are not its recipe's network's: {error}") from error
     return recipe, network

@@ -154,12 +154,9 @@ class RunReport:
     def _open_loggers(self, step: int) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
         recipe, section = self.recipe, self.recipe.loggers
         run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
-        lost = self.metrics.lost_lines
-        for name in section.chosen:
-            lost.labels(name)
-        return opened_loggers(
-            section.chosen, run, section.lines, section.close_seconds, lambda name: lost.labels(name).inc()
-        )
+        lost = {name: self.metrics.lost_lines.labels(name) for name in section.chosen}
+        limits = section.lines, section.close_seconds
+        return opened_loggers(section.chosen, run, *limits, lambda name: lost[name].inc())
 
     def _write(self, step: int, **entry: Any) -> None:
         entry = {"step": step, "time": time.time(), **entry}

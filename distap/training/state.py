@@ -36,8 +36,7 @@ class RunState:
     def __init__(
         self, recipe: Recipe, world: World, images: TrainingImages, engine: Engine, memory: CrossBatchMemory
     ) -> None:
-        self.recipe, self.world, self.images = recipe, world, images
-        self.engine = engine
+        self.recipe, self.world, self.images, self.engine = recipe, world, images, engine
         # Other parts with a state, by the prefix of its tensors' names.
         self._parts: dict[str, CrossBatchMemory | TrainingImages] = {"memory": memory, "streams": images}
         self._settings = recipe.model_dump(mode="json")
@@ -56,11 +55,7 @@ class RunState:
         )
 
     def resume(self) -> int:
-        """Load the newest undamaged checkpoint, if there is one; return the number of steps that it has done.
-
-        Raises:
-            DistapError: it belongs to another training, the ranks see different ones, or all are damaged.
-        """
+        """Load the newest undamaged checkpoint, if there is one; return the number of steps that it has done."""
         if self._stored is not None:
             probe(self._stored, self.world)
         with newest_checkpoint(self.folder, self.world, self._stored) as found:
@@ -126,7 +121,7 @@ class RunState:
             self._stored.by(until).send_beside(self.recipe.run)
 
     def is_best(self, score: float | None) -> bool:
-        """Return whether a state with this validation mAP is the best so far and is to be kept."""
+        """Tell whether a state with this validation mAP is the best so far and is to be kept."""
         return score is not None and self.recipe.checkpoint.keep_best and score > self.best
 
     def poll(self) -> Written | None:
@@ -169,7 +164,6 @@ class RunState:
         recipe = self._settings
         reading = recipe["data"]["reading"]
         return {
-            # Without the key for `indexed`, the usual case.
             **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
             "data.train": self.images.fingerprint,
             "seed": recipe["seed"],

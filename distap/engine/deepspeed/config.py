@@ -36,16 +36,11 @@ _REASONS = {
     "set `step.compile`": ("compile",),
     "set `checkpoint`": ("checkpoint", "load_universal_checkpoint"),
     "the gradient would not be that of the batch": (
-        "gradient_allreduce_op",
-        "prescale_gradients",
-        "gradient_predivide_factor",
+        *("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
         "zero_optimization.zero_quantized_gradients",
     ),
     "ranks share out the images, not the network's layers": (
-        "pipeline",
-        "tensor_parallel",
-        "expert_parallel",
-        "sequence_parallel_size",
+        *("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size"),
     ),
     "checkpoints would not hold all of the state": (
         "zero_optimization.offload_optimizer.ratio",
@@ -82,11 +77,7 @@ class DeepSpeedSettings:
 
 
 def merged_config(settings: DeepSpeedSettings, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed; `numel` trained parameters are reduced as one bucket up to a bound.
-
-    Raises:
-        DistapError: the JSON cannot be read, or sets a key that distap sets itself.
-    """
+    """Return the configuration for DeepSpeed; `numel` trained parameters are reduced as one bucket up to a bound."""
     bucket = min(numel + numel % 2, GREATEST_BUCKET)
     ours: dict[str, Any] = {
         "train_batch_size": ranks,

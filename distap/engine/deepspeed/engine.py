@@ -31,17 +31,11 @@ logger = logging.getLogger("distap")
 
 
 class DeepSpeedEngine(Engine):
-    """The network under DeepSpeed; it has to have the same parameters on every rank.
-
-    Raises:
-        DistapError: DeepSpeed is not installed or refuses its configuration, a parameter is not float32, or the
-            optimiser needs whole tensors.
-    """
+    """The network under DeepSpeed; it has to have the same parameters on every rank."""
 
     reduce_seconds = 0.0
 
-    def __init__(self, *parts: Any, settings: DeepSpeedSettings | None = None, **more: Any) -> None:
-        settings = settings or DeepSpeedSettings()
+    def __init__(self, *parts: Any, settings: DeepSpeedSettings, **more: Any) -> None:
         super().__init__(*parts, **more, settings=settings)
         optimizer = self._optimizer
         if isinstance(optimizer, WHOLE_TENSORS):
@@ -58,8 +52,7 @@ class DeepSpeedEngine(Engine):
         weakref.finalize(self, _forget, self._engine, is_alone)
 
     def _spread(self, settings: DeepSpeedSettings) -> None:
-        self.lockstep = self._shares_parameters = settings.stage == 3
-        self.keeps_graphs = not self._shares_parameters
+        self.lockstep, self.keeps_graphs = settings.stage == 3, settings.stage < 3
         self._scalars = {name for name, parameter in self.network.named_parameters() if parameter.ndim == 0}
         for name, parameter in self.network.named_parameters():
             if parameter.dtype != torch.float32:
@@ -107,7 +100,7 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def describing(self) -> Iterator[None]:
         """Enclose forward passes of one rank alone: stage 3 gathers all parameters for them."""
-        if not self._shares_parameters or self._is_whole:
+        if not self.lockstep or self._is_whole:
             yield
             return
         import deepspeed
@@ -170,14 +163,13 @@ class DeepSpeedEngine(Engine):
         self._zero.zero_grad()
         while self._zero._backward_active_depth:  # left over from a backward pass that failed
             self._zero.exit_backward()
-        if not self._shares_parameters:  # otherwise an offloaded gradient would be added to the next one
+        if not self.lockstep:  # otherwise an offloaded gradient would be added to the next one
             self._zero.micro_step_id = -1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return whole tensors, the same on every rank."""
         with self.describing():
             state = {f"network.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}
-            if self._shares_parameters:
+            if self.lockstep:
                 state = {name: tensor.clone() for name, tensor in state.items()}
         with self.world.collective("gathering of the optimizer's state"):
             state |= zero_state(self._zero, self._trained)
@@ -199,7 +191,7 @@ class DeepSpeedEngine(Engine):
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:
         """Enclose communication that only stage 3 has."""
-        return self.world.collective(name) if self._shares_parameters else nullcontext()
+        return self.world.collective(name) if self.lockstep else nullcontext()
 
 
 class _InPrecision(nn.Module):

@@ -60,12 +60,10 @@ class HistogramLoss(Loss):
 
     @property
     def centres(self) -> int:
-        """Number of bin centres M."""
         return self.bins
 
     @property
     def width(self) -> float:
-        """Similarity between two neighbouring bin centres."""
         return (self.high - self.low) / (self.centres - 1)
 
     @abstractmethod
@@ -89,7 +87,7 @@ class Passes:
     """Counts the pairs of this rank's queries, and turns the counts into the loss and its gradient.
 
     Images are added a part of the gallery at a time, as they arrive from the other ranks. The order of the tiles
-    depends on the parts alone, so that a run that is repeated gives the same bits. It compiles for many `pairs`.
+    depends on the parts alone, so that a run that is repeated gives the same bits.
     """
 
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
@@ -106,11 +104,7 @@ class Passes:
         self._counts = torch.zeros(2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device)
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
-        """Count the pairs of the gallery's next images, with each other and with those before.
-
-        Args:
-            labels, is_own: on the CPU; which are this rank's, its next queries.
-        """
+        """Count the pairs of the gallery's next images, with each other and with those before."""
         own = Images.of(descriptors, labels, is_own, self.seen, self._counts.shape[1])
         rest = Images.of(descriptors, labels, ~is_own, self.seen)
         self._counts = pad(self._counts, (0, 0, 0, len(own.labels)))
@@ -136,8 +130,7 @@ class Passes:
             yield from rectangle(earlier, rest, self.budget, mirrored=False)  # d
 
     def _count(self, tile: Tile) -> None:
-        similarities = tile.similarities()
-        codes = None
+        similarities, codes = tile.similarities(), None
         if self._kept_bytes + similarities.numel() <= self.budget.half:
             codes = self._codes(tile, similarities)
             self._kept_bytes += similarities.numel()
@@ -157,10 +150,9 @@ class Passes:
         same_class = tile.same_class()
         if same_class is not None:
             columns, is_real = same_class
+            is_counted = is_real
             if tile.is_diagonal and not self.loss.self_pair:
                 is_counted = is_real & (columns != torch.arange(len(columns), device=columns.device)[:, None])
-            else:
-                is_counted = is_real
             # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
             # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
             of_positives = similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
@@ -228,13 +220,10 @@ class Passes:
 
 
 def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) -> Float[Tensor, "codes N"]:
-    """Slopes of all ranks by code and column: those of negatives by bin, 0, those of positives by bin, 0.
-
-    A remembered image is no query, so its slopes are zero.
-    """
+    """Slopes of all ranks by code and column: those of negatives by bin, 0, those of positives by bin, 0."""
     shared = gathered.share(slopes.to(gathered.gallery.dtype))
     bins = shared.shape[1] // 2
-    table = shared.new_zeros(2 * bins + 2, len(gathered.gallery))
+    table = shared.new_zeros(2 * bins + 2, len(gathered.gallery))  # a remembered image is no query: its slopes are 0
     table[:bins, : len(shared)] = shared[:, :bins].t()
     table[bins + 1 : -1, : len(shared)] = shared[:, bins:].t()
     return table

@@ -32,7 +32,7 @@ class Images:
         first_position: int,
         first_row: int = 0,
     ) -> "Images":
-        """The chosen of some images, which lie in the gallery from `first_position`; labels are on the CPU."""
+        """The chosen of some images, which lie in the gallery from `first_position`."""
         numbers = chosen.nonzero().flatten()
         order = numbers[labels[numbers].argsort(stable=True)]
         on_device = order.to(descriptors.device)

@@ -44,7 +44,7 @@ class Rows:
 
     @cached_property
     def negatives(self) -> Float[Tensor, "r N"]:
-        """The similarities, with -inf in place of those within the query's class."""
+        """The similarities, with -inf within the query's class."""
         return self.similarities.scatter(1, self.same_class, -torch.inf)
 
     @cached_property
@@ -54,17 +54,15 @@ class Rows:
 
     @cached_property
     def counted_positives(self) -> Float[Tensor, "r P"]:
-        """The similarities of the columns `same_class`, with -inf in place of those that are no positives."""
+        """Of the same columns, those that are positives; -inf for the others."""
         return self.positives.masked_fill(~self.is_positive, -torch.inf)
 
     @cached_property
     def positive_count(self) -> Float[Tensor, "r 1"]:
-        """Number of positives of each query, at least 1."""
         return self.is_positive.sum(1, keepdim=True).clamp(min=1).to(self.similarities.dtype)
 
     @cached_property
     def positive_columns(self) -> Bool[Tensor, "r N"]:
-        """Which columns are positives."""
         # A sum, since padding names the query's column again.
         times = torch.zeros(self.similarities.shape, dtype=torch.int32, device=self.queries.device)
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
@@ -109,12 +107,9 @@ class SimilarityLoss(Loss):
         raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        """The loss of each query, and the derivative of their weighted sum by each similarity.
+        """The loss of each query, (r,) float64, and the derivative of their weighted sum by each similarity, (r, N).
 
-        Args:
-            totals: what `totals` gave, summed over all queries of all ranks.
-        Returns:
-            (r,) float64 and (r, N).
+        `totals` are what the method `totals` gave, summed over all queries of all ranks.
         """
         negative = torch.ones_like(rows.positive_columns).scatter_(1, rows.same_class, False)
         with torch.inference_mode(False), torch.enable_grad():
@@ -156,10 +151,7 @@ class SimilarityLoss(Loss):
     def _blocks(
         self, gathered: Gathered, weights: Float64[Tensor, " B"], budget: Budget
     ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
-        """This rank's queries, some at a time, and which of `own` they are.
-
-        Queries of classes of similar size come together, so that there is little padding.
-        """
+        """This rank's queries, some at a time and by the size of their class, and which of `own` they are."""
         gallery, labels, own = gathered.gallery, gathered.gallery_labels, gathered.own
         by_class = labels.argsort(stable=True)
         first = torch.searchsorted(labels[by_class], labels[own])

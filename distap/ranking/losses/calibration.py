@@ -64,9 +64,6 @@ class Roadmap(SupAP, Calibration):
     """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from one row of similarities.
 
     `self_pair` concerns SupAP alone: in calibration a query is no positive of its own.
-
-    Args:
-        lam: share of the calibration loss, 0 to 1.
     """
 
     lam: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -49,13 +49,9 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
 
 @dataclass(frozen=True)
 class FunctionLoss(DescriptorLoss):
-    """Any function of descriptors (B, C) and labels (B,) that gives a scalar; rank 0 calls it for all.
+    """Any function of descriptors (B, C) and labels (B,) that gives a scalar; rank 0 calls it for all."""
 
-    Raises:
-        DistapError: it is a module with parameters, which nothing here would train.
-    """
-
-    function: Callable[[Tensor, Tensor], Tensor]
+    function: Callable[..., Tensor]
 
     def __post_init__(self) -> None:
         if isinstance(self.function, nn.Module) and any(True for _ in self.function.parameters()):
@@ -65,16 +61,14 @@ class FunctionLoss(DescriptorLoss):
             )
 
     def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
-        _refuse_memory(self.function, descriptors, gallery)
-        return self.function(descriptors, labels)
+        return _of_batch(self.function, descriptors, labels, gallery)
 
 
 class _OfDescriptors(DescriptorLoss):
     function: ClassVar[Callable[..., Tensor]]
 
     def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
-        _refuse_memory(self.function, descriptors, gallery)
-        return self.function(descriptors, labels, **_settings(self))
+        return _of_batch(self.function, descriptors, labels, gallery, **_settings(self))
 
 
 @dataclass(frozen=True)
@@ -84,9 +78,8 @@ class _OfSimilarities(SimilarityLoss):
 
     def loss(self, similarities: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         others = positive | negative  # all columns but the query's own
-        shape = len(similarities), -1
-        settings = _settings(self)
-        return self.function(similarities[others].view(shape), positive[others].view(shape), **settings)
+        columns = (each[others].view(len(each), -1) for each in (similarities, positive))
+        return self.function(*columns, **_settings(self))
 
 
 def _settings(made: Loss) -> dict[str, Any]:
@@ -95,7 +88,10 @@ def _settings(made: Loss) -> dict[str, Any]:
     return {one.name: getattr(made, one.name) for one in fields(made) if one.name not in inherited}
 
 
-def _refuse_memory(function: Callable[..., Tensor], descriptors: Tensor, gallery: Tensor) -> None:
+def _of_batch(
+    function: Callable[..., Tensor], descriptors: Tensor, labels: Tensor, gallery: Tensor, **settings: Any
+) -> Tensor:
     if len(gallery) > len(descriptors):
         name = getattr(function, "__name__", type(function).__name__)
         raise DistapError(f"{name} takes (descriptors, labels), so it cannot rank against a memory")
+    return function(descriptors, labels, **settings)

@@ -23,10 +23,6 @@ class MetricLearning(DescriptorLoss):
         options: arguments of its constructor, such as {margin: 0.1}.
         miner: class of a miner that chooses pairs or triplets, such as `MultiSimilarityMiner`.
         miner_options: arguments of the miner's constructor.
-    Raises:
-        DistapError: the package is not installed.
-        ValueError: there is no such loss or miner, it does not take these options, or it has parameters of its own,
-            which nothing here would train.
     """
 
     function: str
@@ -47,11 +43,7 @@ class MetricLearning(DescriptorLoss):
         return function, _instance(package.miners, "miner", self.miner, self.miner_options)
 
     def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
-        """The loss of the batch; what a memory remembers serves as references.
-
-        Raises:
-            DistapError: this loss cannot take references.
-        """
+        """The loss of the batch; what a memory remembers serves as references."""
         function, miner = self._built()
         if len(gallery) == len(descriptors):
             return function(descriptors, labels, None if miner is None else miner(descriptors, labels))
@@ -63,8 +55,7 @@ class MetricLearning(DescriptorLoss):
             pairs = package.utils.loss_and_miner_utils.get_all_pairs_indices(labels, gallery_labels)
         else:
             pairs = miner(descriptors, labels, gallery, gallery_labels)
-        value = function(descriptors, labels, _without_self(pairs), gallery, gallery_labels)
-        return value
+        return function(descriptors, labels, _without_self(pairs), gallery, gallery_labels)
 
 
 def _without_self(pairs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -62,13 +62,9 @@ def tie_width(similarities: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SmoothAP(SimilarityLoss):
-    """Smooth-AP (Brown et al. 2020, eq. 5 to 8): a sigmoid as the step.
+    """Smooth-AP (Brown et al. 2020, eq. 5 to 8): a sigmoid as the step."""
 
-    Args:
-        tau: temperature of the sigmoid, in units of similarity.
-    """
-
-    tau: PositiveFloat = 0.01
+    tau: PositiveFloat = 0.01  # temperature of the sigmoid, in units of similarity
     is_ap: ClassVar[bool] = True
     step_functions: ClassVar[tuple[Function, Function]] = (sigmoid_counts, sigmoid_slopes)
 
@@ -95,7 +91,7 @@ class SmoothAP(SimilarityLoss):
         return 1 - precision[:, 0].double(), rows.with_positives(by_negative, by_positive)
 
     def negative_step(self) -> tuple[float, ...]:
-        """The numbers behind `positive` in the arguments of `step_functions`."""
+        """The last arguments of `step_functions`."""
         return (self.tau,)
 
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
