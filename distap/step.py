@@ -28,9 +28,8 @@ from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
-from distap.stages.batch import Batch
 from distap.stages.device_copies import copied, mover
-from distap.stages.micro_batches import BackwardPass, MicroBatchSizes, Rows, backward_passes, first_of
+from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes, first_of
 from distap.stages.replay_drift import drift, drift_error, mixes_images
 from distap.stopwatch import Stopwatch
 from distap.world import World

@@ -9,14 +9,8 @@ from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRSchedu
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-# Name -> the options that it takes beside `warmup`.
-_OPTIONS: dict[str, set[str]] = {
-    "constant": set(),
-    "linear": set(),
-    "cosine": set(),
-    "step": {"every", "decay"},
-    "multistep": {"milestones", "decay"},
-}
+# Name -> the option that it needs beside `warmup`; with one it takes `decay` as well.
+_NEEDS = {"constant": None, "linear": None, "cosine": None, "step": "every", "multistep": "milestones"}
 
 
 @dataclass(frozen=True)
@@ -39,14 +33,14 @@ class TimmSchedule:
     decay: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in _OPTIONS:
-            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(_OPTIONS)}")
+        if self.name not in _NEEDS:
+            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(_NEEDS)}")
+        needed = _NEEDS[self.name]
         for option in ("every", "milestones", "decay"):
-            given, known = getattr(self, option) is not None, option in _OPTIONS[self.name]
-            if given and not known:
+            if getattr(self, option) is not None and (needed is None or option not in (needed, "decay")):
                 raise ValueError(f"{option} is set, but the schedule {self.name} does not use it")
-            if known and not given and option != "decay":
-                raise ValueError(f"the schedule {self.name} needs {option}")
+        if needed is not None and getattr(self, needed) is None:
+            raise ValueError(f"the schedule {self.name} needs {needed}")
         if list(self.milestones or ()) != sorted(self.milestones or ()):
             raise ValueError(f"milestones are {list(self.milestones or ())}; expected them in ascending order")
 

@@ -167,7 +167,6 @@ def refuse_batchnorm(network: nn.Module) -> None:
     for name, module in network.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise DistapError(
-                f"{name} is a BatchNorm layer in training mode: a descriptor would depend on its micro-batch, and "
-                "describe and replay would both move its statistics; pass freeze_batchnorm=True, or set it to "
-                "evaluation mode (module.eval())"
+                f"{name} is a BatchNorm layer in training mode, so a descriptor would depend on its micro-batch; "
+                "pass freeze_batchnorm=True, or set it to evaluation mode (module.eval())"
             )

@@ -1,11 +1,12 @@
-"""Cut a rank's share of a batch into micro-batches, and halve them when memory runs out."""
+"""A rank's share of a global batch, cut into micro-batches that are halved when memory runs out."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distap.errors import DistapError
@@ -14,6 +15,37 @@ from distap.world import World
 Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, ascending
 logger = logging.getLogger("distap")
 OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")  # the second is oneDNN's
+
+
+@runtime_checkable
+class Batch(Protocol):
+    """This rank's share of a global batch: the slots rank, rank + W, ... of `total`."""
+
+    step: int
+    total: int
+
+    @property
+    def labels(self) -> Int64[Tensor, " b"]:
+        """Classes of the images; complete once every image was asked for, like `samples`."""
+        ...
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """Numbers of the images in the data set."""
+        ...
+
+    @property
+    def present(self) -> Bool[Tensor, " b"]:
+        """False for an image that could not be read."""
+        ...
+
+    def images(self, rows: Rows) -> Any:
+        """Return what the network takes for these rows, such as pixels (n, ...); wait while they are being read."""
+        ...
+
+    def blank(self, rows: Tensor) -> None:
+        """Replace the pixels of these images, which the network cannot describe, by zeros."""
+        ...
 
 
 @dataclass
@@ -33,15 +65,10 @@ class MicroBatchSizes:
     def check(self, mixing: str | None, keeps_graphs: bool) -> None:
         """Refuse sizes that the network (`mixing` is what `mixes_images` says) or the engine does not allow."""
         if mixing and self.describe not in (None, self.replay):
-            raise DistapError(
-                f"describe and replay need the same micro-batch with this network, not {self.describe} and "
-                f"{self.replay}: {mixing}"
-            )
+            both = f"{self.describe} and {self.replay}"
+            raise DistapError(f"describe and replay need micro-batches of the same size, not {both}: {mixing}")
         if self.keep and not keeps_graphs:
-            raise DistapError(
-                f"replay.keep is {self.keep}, but this engine can have the graph of one micro-batch only, since its "
-                "parameters come and go with each; set it to 0"
-            )
+            raise DistapError(f"replay.keep is {self.keep}, but this engine holds one graph at a time; set it to 0")
 
     def first_kept(self, share: int) -> int:
         """The first row of a share that keeps its graph: the last micro-batches do, to hold memory the shortest."""

@@ -32,8 +32,8 @@ class Fitting:
     def __init__(self, engine: Engine, world: World, image_size: int, share: int) -> None:
         if engine.lockstep:
             raise DistapError(
-                "describe.size or replay.size is auto, but with this engine ranks communicate in every micro-batch, "
-                "so that none can run out of memory by itself; set both to numbers"
+                "describe.size and replay.size cannot be auto with this engine: its ranks communicate in every "
+                "micro-batch, so none may run out of memory by itself"
             )
         self._engine, self._world, self._image_size, self._share = engine, world, image_size, share
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distap.checkpoint import writer
-from distap.stages.batch import Batch
+from distap.stages.micro_batches import Batch
 from distap.step import Described, StepResult, ThreeStageStep
 from distap.train import main
 from distap.trainer import Trainer

@@ -141,8 +141,6 @@ def _merge(ours: dict[str, Any], theirs: dict[str, Any], path: Path, parents: tu
         elif isinstance(ours.get(name), dict):
             raise DistapError(f"{path}: {key} is {json.dumps(value)}; expected an object of keys")
         elif name == "device" and value == "nvme":
-            raise DistapError(
-                f'{path}: {key} is "nvme", but checkpoints do not hold a state on NVMe; set it to "cpu"'
-            )
+            raise DistapError(f'{path}: {key} is "nvme", which checkpoints do not hold; set it to "cpu"')
         else:
             ours[name] = value

@@ -70,9 +70,7 @@ class DeepSpeedEngine(Engine):
         try:
             import deepspeed
         except ImportError as error:
-            raise DistapError(
-                f"engine: deepspeed needs the package of that name: pip install 'distap[deepspeed]' ({error})"
-            ) from error
+            raise DistapError(f"engine: deepspeed is missing: pip install 'distap[deepspeed]' ({error})") from error
         if self.world.device.type == "cpu":
             # DeepSpeed would compile collectives for inference, which takes a minute and a compiler.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -71,9 +71,7 @@ def _package() -> ModuleType:
             import_module(f"pytorch_metric_learning.{part}")
         return import_module("pytorch_metric_learning")
     except ImportError as error:
-        raise DistapError(
-            "losses of pytorch-metric-learning need that package: pip install 'distap[metric-learning]'"
-        ) from error
+        raise DistapError("pytorch-metric-learning is missing: pip install 'distap[metric-learning]'") from error
 
 
 def _instance(module: ModuleType, kind: str, name: str, options: Mapping[str, Any]) -> nn.Module:
