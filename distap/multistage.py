@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from distap.engine.base import OtherForward
 from distap.errors import DistapError
 from distap.ranking.checks import check_arguments, label_problem
 from distap.ranking.listwise import KnownGradient
@@ -192,22 +193,10 @@ class Multistage(nn.Module):
         return AnyBatch(parts, known.cpu().long(), samples, share, world, self._calls - 1), world
 
 
-class _Passage(nn.Module):
-    """Stands in for the network while DistributedDataParallel prepares for a backward pass."""
-
-    def __init__(self, network: nn.Module, connect: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.network = network  # DDP looks for buffers here
-        self._connect = connect
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self._connect(value)
-
-
 def _through(replicas: DistributedDataParallel, connect: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     """Connect the loss to the parameters inside a forward pass of DDP, which then awaits their gradients."""
     network = replicas.module
-    replicas.module = _Passage(network, connect)
+    replicas.module = OtherForward(network, connect)
     try:
         return replicas(value)
     finally:

@@ -158,6 +158,17 @@ class Engine(Replica):
         self._scale.load_state_dict(state)
 
 
+class OtherForward(nn.Module):
+    """A network with another forward pass, for a wrapper that looks for parameters, buffers and `forward` in one."""
+
+    def __init__(self, network: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.network, self._other = network, other
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self._other(value)
+
+
 def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries whose name starts with `prefix`, by the rest of their name."""
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import PositiveFloat
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.engine.base import Engine
+from distap.engine.base import Engine, OtherForward
 
 # Buffers are frozen, or each rank has its own. torch 2.15 renames the option that turns their broadcast off.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -23,13 +23,10 @@ _BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "
 
 @dataclass(frozen=True)
 class DDPSettings:
-    """DistributedDataParallel.
+    """DistributedDataParallel."""
 
-    Args:
-        bucket_megabytes: all-reduce gradients in parts of about this size, each as soon as the last backward pass
-            has computed it; None reduces all of them in one message after that pass.
-    """
-
+    # All-reduce gradients in parts of about this size, each as soon as the last backward pass has computed it; None
+    # reduces all of them in one message after that pass.
     bucket_megabytes: PositiveFloat | None = None
 
     def build(self, *parts: Any, **more: Any) -> "DDPEngine":
@@ -54,7 +51,9 @@ class DDPEngine(Engine):
             _BUFFER_SYNC: False,
         }
         with self.world.collective("broadcast of the parameters"):
-            module = _PassThrough(self.network)
+            # DDP reduces only in a backward pass that follows a forward pass through it. The descriptors of the last
+            # micro-batch pass through it unchanged, since their graph may be kept from stage one.
+            module = OtherForward(self.network, lambda descriptors: descriptors)
             self._replicas = DistributedDataParallel(module, process_group=self.world.group, **options)
         self._replicas.register_comm_hook(None, self._sum.all_reduce)
 
@@ -75,20 +74,6 @@ class DDPEngine(Engine):
             torch.autograd.backward(self._replicas(descriptors), gradient)
         # When the last all-reduce started, this rank had computed all its gradients.
         self.reduce_seconds += time.perf_counter() - self._sum.last_started
-
-
-class _PassThrough(nn.Module):
-    """The module that DDP wraps; DDP reduces only in a backward pass that follows a forward pass through it.
-
-    Only the descriptors of the last micro-batch go through it, since their graph may be kept from stage one.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, descriptors: Tensor) -> Tensor:
-        return descriptors
 
 
 @dataclass

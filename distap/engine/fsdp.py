@@ -26,18 +26,12 @@ SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth me
 
 @dataclass(frozen=True)
 class FSDPSettings:
-    """FSDP2.
+    """FSDP2."""
 
-    Args:
-        units: what is gathered and reduced together. `network` takes the fewest messages, one of each kind a step;
-            with `blocks`, the messages of one block overlap with the arithmetic of the next. None means `blocks`
-            with `reshard` and `network` without.
-        reshard: in stage three, keep a block's parameters only while it computes. That saves memory, but takes
-            messages in every micro-batch.
-    """
-
+    # What is gathered and reduced together. `network` takes the fewest messages, one of each kind a step; with
+    # `blocks`, the messages of one block overlap with the arithmetic of the next. None chooses by `reshard`.
     units: Literal["network", "blocks"] | None = None
-    reshard: bool = False
+    reshard: bool = False  # in stage three, keep a block's parameters only while it computes, to save memory
 
     def __post_init__(self) -> None:
         if self.reshard and self.units == "network":
@@ -68,10 +62,8 @@ class FSDPEngine(Engine):
         mesh = DeviceMesh.from_group(group, world.device.type)
         by_block = settings.reshard if settings.units is None else settings.units == "blocks"
         # Each unit holds the parameters which no earlier one holds.
-        smallest = SMALLEST_UNIT * _count(self.network)
-        blocks = [block for block in _members(self.network) if _count(block) > smallest] if by_block else []
-        for module in [*blocks, self.network]:
-            unit: Any = fully_shard(module, mesh=mesh)
+        for module in [*(blocks(self.network) if by_block else ()), self.network]:
+            unit = fully_shard(module, mesh=mesh)
             # Sum over ranks: stage two has divided by the global number of queries already.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -184,8 +176,13 @@ class FSDPEngine(Engine):
                 state._root_post_backward_final_callback()
 
 
+def blocks(network: nn.Module) -> list[nn.Module]:
+    """The larger parts that a network calls one by one, such as residual blocks: the members of its module lists."""
+    enough = SMALLEST_UNIT * _count(network)
+    return [block for block in _members(network) if _count(block) > enough]
+
+
 def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts that a network calls one by one, such as residual blocks: the members of its module lists."""
     lists = (nn.Sequential, nn.ModuleList)
     for child in module.children():
         if isinstance(module, lists) and not isinstance(child, lists):

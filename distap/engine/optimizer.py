@@ -12,19 +12,12 @@ from distap.engine.settings import GroupSettings
 
 @dataclass(frozen=True)
 class TimmOptimizer:
-    """An optimiser of timm; None leaves an option at the optimiser's own default.
+    """An optimiser of timm; None leaves an option at the optimiser's own default."""
 
-    Args:
-        name: timm's name of it: `adam`, `adamw`, `sgd` (with Nesterov's momentum), `lion` and so on.
-        betas: decay rates of the running averages.
-        momentum: of `sgd`, `momentum`, `rmsprop` and `lars`; timm's default is 0.9.
-        eps: added to denominators.
-    """
-
-    name: str = "adam"
-    betas: tuple[float, float] | None = None
-    momentum: float | None = None
-    eps: float | None = None
+    name: str = "adam"  # timm's name: `adam`, `adamw`, `sgd` (with Nesterov's momentum), `lion` and so on
+    betas: tuple[float, float] | None = None  # decay rates of the running averages
+    momentum: float | None = None  # of `sgd`, `momentum`, `rmsprop` and `lars`; timm's default is 0.9
+    eps: float | None = None  # added to denominators
 
     def __post_init__(self) -> None:
         about = get_optimizer_info(self.name)

@@ -8,14 +8,9 @@ PrecisionName = Literal["float32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How one part of the network learns.
+    """How one part of the network learns."""
 
-    Args:
-        factor: multiplies the learning rate; 0 keeps the part as it is.
-        weight_decay: applies to matrices and kernels; biases, scales and the pooling's power never decay.
-    """
-
-    factor: float = 1.0
-    weight_decay: float = 0.0
+    factor: float = 1.0  # multiplies the learning rate; 0 keeps the part as it is
+    weight_decay: float = 0.0  # of matrices and kernels; biases, scales and the pooling's power never decay
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - pydantic reads it when this is a section of a recipe

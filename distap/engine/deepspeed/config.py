@@ -60,15 +60,10 @@ _REFUSED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """DeepSpeed ZeRO.
+    """DeepSpeed ZeRO."""
 
-    Args:
-        stage: ranks share out the optimiser's state (1), gradients as well (2), parameters as well (3).
-        config: a DeepSpeed JSON file for options that distap does not set, such as offloading or bucket sizes.
-    """
-
-    stage: Literal[1, 2, 3] = 2
-    config: Path | None = None
+    stage: Literal[1, 2, 3] = 2  # ranks share out the optimiser's state (1), gradients too (2), parameters too (3)
+    config: Path | None = None  # a DeepSpeed JSON file for options that distap does not set, such as offloading
 
     def build(self, *parts: Any, **more: Any) -> Engine:
         from distap.engine.deepspeed.engine import DeepSpeedEngine

@@ -10,17 +10,17 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import timm.optim
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from distap.engine.base import Engine
+from distap.engine.base import Engine, OtherForward
 from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.engine.deepspeed.state import PREFIX, load_zero_state, zero_state
 from distap.errors import DistapError
@@ -78,8 +78,14 @@ class DeepSpeedEngine(Engine):
         if is_alone:  # DeepSpeed does not work without a process group
             backend = "nccl" if self.world.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        network, autocast = self.network, self._autocast
+
+        def forward(images: Tensor) -> Tensor:  # holds no reference to this engine
+            with autocast():  # DeepSpeed leaves any around it
+                return network(images)
+
         try:
-            wrapped = _InPrecision(self.network, self._autocast)
+            wrapped = OtherForward(network, forward)
             with self.world.collective("set-up of DeepSpeed"):
                 parts = {"model": wrapped, "optimizer": self._optimizer, "config": config}
                 engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)
@@ -190,18 +196,6 @@ class DeepSpeedEngine(Engine):
     def _sharing(self, name: str) -> AbstractContextManager[None]:
         """Enclose communication that only stage 3 has."""
         return self.world.collective(name) if self.lockstep else nullcontext()
-
-
-class _InPrecision(nn.Module):
-    """The module that DeepSpeed wraps; the autocast is inside, because DeepSpeed leaves any around it."""
-
-    def __init__(self, network: nn.Module, autocast: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__()
-        self.network, self._autocast = network, autocast
-
-    def forward(self, images: Tensor) -> Tensor:
-        with self._autocast():
-            return self.network(images)
 
 
 class _NothingToFetch:

@@ -35,19 +35,13 @@ class HistogramLoss(Loss):
     """1 - a function of each query's soft counts in bins of similarity, the mean over queries.
 
     A subclass writes `average_precision`, and autograd differentiates it by the counts.
-
-    Args:
-        bins: number of bin centres M, 2 to 128.
-        low, high: similarities of the last and the first bin centre; the end bins are flat outside them.
-        self_pair: a query counts itself among its positives, like in the papers' code.
-        weights: `uniform`, or `class` so that each class weighs the same.
     """
 
-    bins: int = 20
-    low: float = -1.0
-    high: float = 1.0
-    self_pair: bool = True
-    weights: QueryWeights = "uniform"
+    bins: int = 20  # number of bin centres M, 2 to 128
+    low: float = -1.0  # similarity of the last bin centre; the end bins are flat outside
+    high: float = 1.0  # similarity of the first bin centre
+    self_pair: bool = True  # a query counts itself among its positives, like in the papers' code
+    weights: QueryWeights = "uniform"  # of the queries; with `class` each class weighs the same
     is_ap: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

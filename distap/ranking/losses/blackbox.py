@@ -20,15 +20,12 @@ class BlackBoxAP(SimilarityLoss):
     So the gradient is not that of the value, but of a piecewise linear interpolation of it.
 
     Images of equal similarity rank in the order of the batch, or as rounding has it; the gradient depends on that.
-
-    Args:
-        lam: how far the scores move, λ; more is smoother.
-        margin: the paper's margin α, in units of similarity: before ranking, positives are lowered and negatives
-            raised by half of it. (The paper's code draws the margin of each pair at random.)
     """
 
     self_pair: bool = False
-    lam: PositiveFloat = 4.0
+    lam: PositiveFloat = 4.0  # how far the scores move, λ; more is smoother
+    # The paper's margin α, in units of similarity: before ranking, positives are lowered and negatives raised by half
+    # of it. (The paper's code draws the margin of each pair at random.)
     margin: float = 0.02
     is_ap: ClassVar[bool] = True
 

@@ -17,12 +17,8 @@ from distap.ranking.losses.smooth import SupAP
 class Calibration(SimilarityLoss):
     """Positives are to be more similar than alpha, negatives less than beta (Ramzi et al. 2021, eq. 7).
 
-    Args:
-        alpha: similarity below which a positive is pulled.
-        beta: similarity above which a negative is pushed.
-        form: `all`, the mean over a query's positives plus that over its negatives; or `violating`, the mean over
-            all pairs of the batch on the wrong side of alpha plus that over those on the wrong side of beta, like the
-            authors' code.
+    The form `all` is the mean over a query's positives plus that over its negatives; `violating`, like the authors'
+    code, the mean over all pairs of the batch on the wrong side of alpha plus that over those on that of beta.
     """
 
     self_pair: bool = False

@@ -14,20 +14,11 @@ from distap.ranking.losses.base import DescriptorLoss
 
 @dataclass(frozen=True)
 class MetricLearning(DescriptorLoss):
-    """A loss of pytorch-metric-learning, by autograd, computed on rank 0 for all.
+    """A loss of pytorch-metric-learning, computed on rank 0 for all; it takes B x B values of memory at least."""
 
-    It takes the memory that the package's loss takes, B x B values at least.
-
-    Args:
-        function: the loss's class, such as `TripletMarginLoss`.
-        options: arguments of its constructor, such as {margin: 0.1}.
-        miner: class of a miner that chooses pairs or triplets, such as `MultiSimilarityMiner`.
-        miner_options: arguments of the miner's constructor.
-    """
-
-    function: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    miner: str | None = None
+    function: str  # class of the loss, such as `TripletMarginLoss`
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor, such as {margin: 0.1}
+    miner: str | None = None  # class that chooses pairs or triplets, such as `MultiSimilarityMiner`
     miner_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -28,13 +28,9 @@ class QuantizedAP(HistogramLoss):
 
 @dataclass(frozen=True)
 class FastAP(QuantizedAP):
-    """FastAP (Cakir et al. 2019, eq. 9): AP_Q over intervals, so with one centre more, and without the self pair.
+    """FastAP (Cakir et al. 2019, eq. 9): AP_Q over intervals, so with one centre more, and without the self pair."""
 
-    Args:
-        bins: number of intervals between bin centres, 1 to 127.
-    """
-
-    bins: int = 10
+    bins: int = 10  # number of intervals between bin centres, 1 to 127
     self_pair: bool = False
     presets: ClassVar[Presets] = {}
 
@@ -45,13 +41,10 @@ class FastAP(QuantizedAP):
 
 @dataclass(frozen=True)
 class TieAwareAP(HistogramLoss):
-    """AP_T: the mean of AP over all orders of the images within a bin (He et al. 2018).
+    """AP_T: the mean of AP over all orders of the images within a bin (He et al. 2018)."""
 
-    Args:
-        form: `simplified` (Revaud et al. 2019, eq. 13), or `full`, the integral over a bin, with the bounds of Revaud
-            et al.'s code for bins of less than one image.
-    """
-
+    # `simplified` (Revaud et al. 2019, eq. 13), or `full`, the integral over a bin, with the bounds of their code for
+    # bins of less than one image.
     form: Literal["simplified", "full"] = "simplified"
     presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full"}}
 

@@ -123,16 +123,11 @@ class SupAP(SmoothAP):
     1 - AP <= SupAP holds if no negative ties with a positive: at t = 0 a negative counts half, whereas an AP that
     breaks ties against the query counts it whole. Similarities that rounding may have parted count as a tie, so that
     duplicates are one whatever the size of the tiles.
-
-    Args:
-        rho: slope of the line, per unit of similarity.
-        delta: where the line begins, in units of similarity; None takes tau ln 99, where the sigmoid is 0.99.
-        offset: the line is rho t + offset; None continues the step at delta without a jump.
     """
 
-    rho: NonNegativeFloat = 100.0
-    delta: NonNegativeFloat | None = None
-    offset: float | None = None
+    rho: NonNegativeFloat = 100.0  # slope of the line, per unit of similarity
+    delta: NonNegativeFloat | None = None  # where the line begins; None takes tau ln 99, where the sigmoid is 0.99
+    offset: float | None = None  # the line is rho t + offset; None continues the step at delta without a jump
     presets: ClassVar[Presets] = {"released": {"offset": 1.44, "delta": 0.05}}
     step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)
 
