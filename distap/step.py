@@ -29,7 +29,7 @@ from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.stages.device_copies import copied, mover
-from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes, first_of
+from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes
 from distap.stages.replay_drift import drift, drift_error, mixes_images
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -199,7 +199,7 @@ class ThreeStages:
         """Describe a micro-batch; (seed, step, slot) seeds its dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
         images = copied(images) if keeps else images  # the graph may need pixels that the batch has overwritten since
-        slot = self.world.slots(batch.total)[first_of(rows)]
+        slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
             return forward(images)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distap.errors import DistapError
-from distap.stages.micro_batches import Rows
+from distap.stages.micro_batches import Rows, as_rows
 from distap.world import World
 
 
@@ -35,7 +35,7 @@ class AnyBatch:
         for part, (start, stop) in zip(self._parts, pairwise(self._starts), strict=True):
             inside = wanted[(wanted >= start) & (wanted < stop)] - start
             if len(inside):
-                pieces.append(tree_map_only(Tensor, partial(_picked, inside), part))
+                pieces.append(tree_map_only(Tensor, partial(_picked, as_rows(inside)), part))
         images = pieces[0] if len(pieces) == 1 else tree_map(lambda *tensors: torch.cat(tensors), *pieces)
         blank = self._is_blank[rows]
         return tree_map_only(Tensor, partial(_blanked, blank), images) if blank.any() else images
@@ -68,10 +68,8 @@ def rows_of(part: Any) -> int:
     return counts.pop()
 
 
-def _picked(rows: Tensor, tensor: Tensor) -> Tensor:
-    first, last = int(rows[0]), int(rows[-1])
-    is_run = last - first + 1 == len(rows)  # a slice needs no copy
-    return tensor[first : last + 1] if is_run else tensor[rows.to(tensor.device)]
+def _picked(rows: Rows, tensor: Tensor) -> Tensor:
+    return tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)]
 
 
 def _blanked(blank: Tensor, tensor: Tensor) -> Tensor:

@@ -86,16 +86,12 @@ class AnyNetwork(Replica):
 
     def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
         found = torch.autograd.grad(descriptors, self._trained, gradient, allow_unused=True)
-        sums, new = list[Tensor](), list[Tensor]()
-        for number, (old, one) in enumerate(zip(self._gradients, found, strict=True)):
-            if old is None:
-                # A copy to add to: autograd may give one tensor to several parameters, or one that repeats a number.
-                self._gradients[number] = None if one is None else one.clone()
-            elif one is not None:
-                sums.append(old)
-                new.append(one)
-        if sums:
-            torch._foreach_add_(sums, new)
+        pairs = list(zip(self._gradients, found, strict=True))
+        both = [(old, new) for old, new in pairs if old is not None and new is not None]
+        if both:
+            torch._foreach_add_([old for old, _ in both], [new for _, new in both])
+        # A copy to add to: autograd may give one tensor to several parameters, or one that repeats a number.
+        self._gradients = [new.clone() if old is None and new is not None else old for old, new in pairs]
 
     def discard(self) -> None:
         self._gradients = [None] * len(self._trained)

@@ -118,10 +118,6 @@ def cut(start: int, stop: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
-def first_of(rows: Rows) -> int:
-    return int(rows.start if isinstance(rows, slice) else rows[0])
-
-
 def backward_passes(
     gradient: Float[Tensor, "b C"],
     kept: Mapping[int, Tensor],
@@ -150,7 +146,7 @@ def backward_passes(
         if longer[rows].any():
             passes.append(BackwardPass(rows, gradient[rows], with_graph))
     if regroup:
-        again = [_as_rows(numbers) for numbers in rest.nonzero().flatten().split(size) if len(numbers)]
+        again = [as_rows(numbers) for numbers in rest.nonzero().flatten().split(size) if len(numbers)]
     else:
         again = [rows for rows in cut(0, len(gradient), size) if rest[rows].any()]
     passes += [BackwardPass(rows, gradient[rows]) for rows in again]
@@ -167,7 +163,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_CPU_MEMORY)
 
 
-def _as_rows(numbers: Tensor) -> Rows:
+def as_rows(numbers: Tensor) -> Rows:
     """Turn consecutive row numbers into a slice, so that their pixels need no copy."""
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
