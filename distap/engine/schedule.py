@@ -17,20 +17,15 @@ _NEEDS = {"constant": None, "linear": None, "cosine": None, "step": "every", "mu
 class TimmSchedule:
     """How the learning rate changes over a training: it rises over the warm-up, then follows the schedule `name`.
 
-    Args:
-        name: `constant`; `linear` (to zero at the end, as Revaud et al. train); `cosine` (half a wave to zero);
-            `step` (times `decay` after every so many steps); `multistep` (times `decay` at each milestone).
-        warmup: steps of a linear rise, in which step 1 has 1/warmup of the rate. Later options count from its end.
-        every: of `step`, the number of steps at one rate.
-        milestones: of `multistep`, the numbers of the first steps with a lower rate, counted from 1.
-        decay: of `step` and `multistep`, the factor each time; 0.1 by default.
+    That is `constant`; `linear` (to zero at the end, as Revaud et al. train); `cosine` (half a wave to zero); `step`
+    (times `decay` after every so many steps); or `multistep` (times `decay` at each milestone).
     """
 
     name: str = "linear"
-    warmup: NonNegativeInt = 0
-    every: PositiveInt | None = None
-    milestones: tuple[int, ...] | None = None
-    decay: float | None = None
+    warmup: NonNegativeInt = 0  # steps of a linear rise, from 1/warmup of the rate; the rest counts from its end
+    every: PositiveInt | None = None  # of `step`, the number of steps at one rate
+    milestones: tuple[int, ...] | None = None  # of `multistep`, the first steps with a lower rate, counted from 1
+    decay: float | None = None  # of `step` and `multistep`, the factor each time; 0.1 by default
 
     def __post_init__(self) -> None:
         if self.name not in _NEEDS:

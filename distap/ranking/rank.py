@@ -128,10 +128,8 @@ def rank_descriptors(
     """Loss and descriptor gradients of a global batch (Revaud et al. 2019, section 3.2, second stage).
 
     Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has a row for each
-    slot of this rank; a slot that takes no part has gradient zero and loss NaN.
-
-    Raises:
-        DistapError: no query has a positive, or all images are of one class; raised on every rank.
+    slot of this rank; a slot that takes no part has gradient zero and loss NaN. If no query has a positive, or all
+    images are of one class, every rank raises a DistapError.
     """
     batch = len(gathered.images)
     queries = int((gathered.class_sizes[:batch] > 1).sum())

@@ -48,10 +48,7 @@ class Fitting:
             return self._fastest("describe", describe or self._engine.describe)
 
     def kept_graphs(self, size: int) -> int:
-        """Return how many micro-batches of `size` images can keep their graph on this rank.
-
-        Call it after a step, when the allocator knows how much memory a step takes.
-        """
+        """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made."""
         size = min(size, self._share)
         try:
             graph = self._bytes_of_graph(size)
