@@ -169,6 +169,14 @@ class OtherForward(nn.Module):
         return self._other(value)
 
 
+def make_contiguous(network: nn.Module) -> set[str]:
+    """Make every parameter contiguous and at least one-dimensional; return the names of those without dimensions."""
+    scalars = {name for name, parameter in network.named_parameters() if parameter.ndim == 0}
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.reshape(-1).view(1 if name in scalars else parameter.shape)
+    return scalars
+
+
 def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries whose name starts with `prefix`, by the rest of their name."""
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from distap.engine.base import Engine
+from distap.engine.base import Engine, make_contiguous
 from distap.errors import DistapError
 
 SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth messages of its own
@@ -53,7 +53,10 @@ class FSDPEngine(Engine):
         self._scalars: set[str] = set()
         if world.size == 1:
             return
-        self._scalars = _make_shardable(self.network)
+        trained = {parameter.dtype for parameter in self.network.parameters() if parameter.requires_grad}
+        if len(trained) > 1:
+            raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype")
+        self._scalars = make_contiguous(self.network)
         with world.collective("broadcast of the parameters"):
             for tensor in (*self.network.parameters(), *self.network.buffers()):
                 dist.broadcast(tensor.data, group=world.group, group_src=0)
@@ -193,22 +196,6 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _make_shardable(network: nn.Module) -> set[str]:
-    """Make every parameter contiguous and at least one-dimensional; return the names of those without dimensions."""
-    trained = {parameter.dtype for parameter in network.parameters() if parameter.requires_grad}
-    if len(trained) > 1:
-        raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces those of one dtype")
-    scalars = set()
-    for path, module in network.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim == 0:
-                scalars.add(f"{path}.{name}" if path else name)
-                setattr(module, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
-            else:  # kernels of a channels-last network
-                parameter.data = parameter.data.contiguous()
-    return scalars
 
 
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

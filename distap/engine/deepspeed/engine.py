@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from distap.engine.base import Engine, OtherForward
+from distap.engine.base import Engine, OtherForward, make_contiguous
 from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.engine.deepspeed.state import PREFIX, load_zero_state, zero_state
 from distap.errors import DistapError
@@ -53,12 +53,10 @@ class DeepSpeedEngine(Engine):
 
     def _spread(self, settings: DeepSpeedSettings) -> None:
         self.lockstep, self.keeps_graphs = settings.stage == 3, settings.stage < 3
-        self._scalars = {name for name, parameter in self.network.named_parameters() if parameter.ndim == 0}
         for name, parameter in self.network.named_parameters():
             if parameter.dtype != torch.float32:
                 raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
-            # DeepSpeed reads elements in contiguous order, even of 1 x 1 kernels, and takes no scalars.
-            parameter.data = parameter.data.reshape(-1).view(1 if name in self._scalars else parameter.shape)
+        self._scalars = make_contiguous(self.network)  # DeepSpeed ignores strides, even of 1 x 1 kernels
 
     def _initialized(self, settings: DeepSpeedSettings) -> tuple[Any, bool]:
         """Return DeepSpeed's own engine, and whether a process group was made for it."""
