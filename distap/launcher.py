@@ -21,31 +21,22 @@ from functools import partial
 from pathlib import Path
 
 from distap.errors import DistapError
-from distap.processes.exit_statuses import FOLDER, LAUNCHER
-from distap.processes.startup import STARTED, process_started
+from distap.processes.lifetime import FOLDER, LAUNCHER, STARTED, process_started
 from distap.processes.stopping import MARGIN_SECONDS, TRACE_SIGNAL, end_when_asked, go_deaf
 
 LONGEST_LINGER_SECONDS = 60.0
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
-    """Start this host's ranks of a training and wait for them; return the exit status.
-
-    Args:
-        options: options of torchrun, such as ["--nnodes=2", "--nproc-per-node=8"].
-        config, overrides: the recipe and changes to it.
-    Raises:
-        DistapError: the recipe is wrong, or does not fit the options; no rank was started.
-    """
+    """Start this host's ranks with torchrun's `options`, such as --nnodes=2, and wait; return the exit status."""
     from distap.config.reading import load_recipe
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
     set_up_early_logging(overrides, rank=None)
     recipe = load_recipe(config, overrides)
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank=None)
-    return launch(
-        options, "distap.train", [str(config), *overrides], recipe.stop.grace_seconds, recipe.timeout_seconds
-    )
+    arguments = [str(config), *overrides]
+    return launch(options, "distap.train", arguments, recipe.stop.grace_seconds, recipe.timeout_seconds)
 
 
 def launch(
@@ -53,13 +44,8 @@ def launch(
 ) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    Afterwards this process ignores signals: all that is left to do is to leave with that status.
-
-    Args:
-        options: options of torchrun.
-        module: a module that calls `exit_statuses.record_outcome`.
-        grace_seconds: time that ranks have to leave after a signal.
-        timeout_seconds: limit for a collective.
+    The module calls `lifetime.record_outcome`. Ranks have `grace_seconds` to leave after a signal, and a collective
+    takes `timeout_seconds` at most. Afterwards this process ignores signals: all that is left to do is to leave.
     """
     from torch.distributed import run as torchrun
 
@@ -75,10 +61,9 @@ def launch(
     if settings.shutdown_timeout is None:
         settings.shutdown_timeout = needed
     elif settings.shutdown_timeout < grace_seconds:
-        raise DistapError(
-            f"--shutdown-timeout {settings.shutdown_timeout}: ranks would be killed in their grace time of "
-            f"{grace_seconds:g} s (stop.grace_seconds); give at least {needed}"
-        )
+        grace = f"their grace time of {grace_seconds:g} s (stop.grace_seconds)"
+        given = f"--shutdown-timeout {settings.shutdown_timeout}"
+        raise DistapError(f"{given}: ranks would be killed in {grace}; give at least {needed}")
     with _outcomes() as outcomes:
         return run_ranks(settings, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS))
 
@@ -87,7 +72,7 @@ def launch(
 def _outcomes() -> Iterator[Path]:
     """Make a folder for the ranks' exit statuses, and name it in their environment.
 
-    Until torch handles signals, when it starts the ranks, a signal ends this process: there is nothing to lose yet.
+    Until torch handles signals, a signal ends this process: there is nothing to lose yet.
     """
     folder = Path(tempfile.mkdtemp(prefix="distap-outcomes-"))
     ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), STARTED: str(process_started())}

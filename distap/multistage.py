@@ -184,13 +184,12 @@ class Multistage(nn.Module):
                 refuse_batchnorm(self.network)
         except DistapError as error:
             problem = str(error)
-        said = world.gather_texts([problem or str(len(known))], world.size)
-        problems = [f"rank {rank}: {each}" for rank, each in enumerate(said) if not each.isdecimal()]
-        if problems:
-            raise DistapError("; ".join(problems) if world.size > 1 else said[0])
+        lengths, problems = zip(*world.gather_values([len(known), problem]), strict=True)
+        if any(problems):
+            by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
+            raise DistapError("; ".join(by_rank) if world.size > 1 else problem)
         self._calls += 1
-        share = max(map(int, said))
-        return AnyBatch(parts, known.cpu().long(), samples, share, world, self._calls - 1), world
+        return AnyBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1), world
 
 
 def _through(replicas: DistributedDataParallel, connect: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:

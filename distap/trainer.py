@@ -5,6 +5,7 @@
 
 import time
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 
@@ -14,7 +15,7 @@ from distap.data.shards.index import load_index
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
 from distap.evaluation.protocols import refuse_seen_classes
-from distap.processes.startup import Startup
+from distap.processes.lifetime import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory
 from distap.step import StepResult
@@ -134,7 +135,7 @@ class Trainer:
         data, images = self.recipe.data, self.images
         if images.size < self.world.size:
             raise DistapError(f"sampling gives {images.size} images a batch, fewer than the {self.world.size} ranks")
-        if not self.world.all_same(int(images.fingerprint[:12], 16)):
+        if len(set(self.world.gather_values(images.fingerprint))) > 1:
             own = f"rank {self.world.rank} has fingerprint {images.fingerprint[:12]}"
             raise DistapError(f"{data.train}: the ranks see different data; {own}")
         if data.validation_source is not None:
@@ -186,7 +187,8 @@ class Trainer:
             return
         self.not_finite += 1
         read = [name if present else "" for name, present in zip(share.names, share.present.tolist(), strict=True)]
-        keys = [name for name in self.world.gather_texts(read, share.total) if name]
+        by_slot = zip_longest(*self.world.gather_values(read))
+        keys = [name for names in by_slot for name in names if name]
         self.report.not_finite(self.done, result.skipped, keys)
         if self.not_finite >= self.recipe.step.max_not_finite:
             self.state.send_beside()

@@ -6,12 +6,15 @@ slot order, so that nothing computed from them depends on the number of ranks.
 
 import ctypes
 import gc
+import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from distap.errors import DistapError
-from distap.processes.exit_statuses import end_with_launcher
-from distap.processes.roll_call import join
+from distap.processes.lifetime import end_with_launcher
+from distap.processes.meeting import join
 from distap.processes.watchdog import Watchdog
 
 # The process group waits this much longer than the watchdog, which can say which rank is missing.
@@ -42,16 +45,12 @@ class World:
     watchdog: Watchdog | None = None
 
     def note(self, activity: str) -> None:
-        """Tell the watchdog what this rank does from now on, such as `describe of step 12`, for its messages."""
+        """Tell the watchdog what this rank does from now on, such as `describe of step 12`."""
         if self.watchdog is not None:
             self.watchdog.note(activity)
 
     def collective(self, name: str) -> AbstractContextManager[None]:
-        """Enclose a collective of all ranks, so that its failure names the rank that is missing.
-
-        Raises:
-            CollectiveError: a rank or the network failed.
-        """
+        """Enclose a collective of all ranks; a CollectiveError then names the rank that is missing."""
         if self.watchdog is None:
             return nullcontext()
         channel = "" if self.group is None else self.group.group_name
@@ -62,25 +61,14 @@ class World:
         return range(self.rank, total, self.size)
 
     def gather_rows(self, rows: Tensor, total: int) -> Tensor:
-        """Return all ranks' rows in slot order.
-
-        Args:
-            rows: (b, ...) one for each slot of this rank.
-            total: B, the number of slots of all ranks.
-        Returns:
-            (B, ...), the same on every rank.
-        """
+        """Return the (B, ...) rows of all ranks in slot order; each gives (b, ...), for its slots of `total` B."""
         if self.size == 1:
             return rows
         # Only the last row of a rank can be padding, so all padding comes after the last slot.
         return self.start_gather(_padded(rows, self._share(total))).rows()[:total]
 
     def start_gather(self, rows: Tensor) -> "Arrival":
-        """Begin to gather rows while the caller goes on.
-
-        Args:
-            rows: (n, ...) with the same n on every rank; not to be changed before they have arrived.
-        """
+        """Begin to gather rows, (n, ...) with the same n on every rank, which must not change before they arrive."""
         if self.size == 1:
             return Arrival(self, rows, rows)
         received = rows.new_empty(self.size * len(rows), *rows.shape[1:])
@@ -88,23 +76,17 @@ class World:
             work = dist.all_gather_into_tensor(received, rows, group=self.group, async_op=True)
         return Arrival(self, rows, received, work)
 
-    def gather_texts(self, texts: Sequence[str], total: int) -> list[str]:
-        """Return all ranks' texts in slot order; each rank gives one for each of its slots, `total` in all."""
-        data = [text.encode(errors="backslashreplace") for text in texts]
-        longest = int(self.maximum(max(map(len, data), default=1))) or 1
-        rows = torch.tensor([list(row.ljust(longest, b"\0")) for row in data], dtype=torch.uint8, device=self.device)
-        gathered = self.gather_rows(rows.view(len(data), longest), total)
-        return [bytes(row).rstrip(b"\0").decode() for row in gathered.tolist()]
+    def gather_values(self, value: Any) -> list[Any]:
+        """Return each rank's value, which JSON can hold."""
+        text = json.dumps(value).encode()
+        text = text.ljust(int(self.maximum(len(text))))
+        row = torch.tensor([list(text)], dtype=torch.uint8, device=self.device)
+        return [json.loads(bytes(each)) for each in self.gather_rows(row, self.size).tolist()]
 
     def scatter_rows(self, rows: Tensor | None, like: Tensor, total: int) -> Tensor:
-        """Send each rank the rows of its slots.
+        """Send each rank the (b, ...) rows of its slots, from rank 0's (B, ...) `rows` in slot order; `total` is B.
 
-        Args:
-            rows: (B, ...) in slot order on rank 0, ignored on other ranks.
-            like: a tensor with the dtype, device and trailing shape of `rows`.
-            total: B.
-        Returns:
-            (b, ...) the rows of this rank's slots.
+        `like` is a tensor with the dtype, device and trailing shape of `rows`.
         """
         if self.size == 1:
             assert rows is not None
@@ -119,13 +101,7 @@ class World:
         return received[: len(self.slots(total))]
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
-        """Sum the tables of all ranks and return the rows of this rank's slots.
-
-        Args:
-            rows: (B, ...) in slot order, one addend on every rank.
-        Returns:
-            (b, ...)
-        """
+        """Sum the (B, ...) rows of all ranks, in slot order, and return the (b, ...) rows of this rank's slots."""
         if self.size == 1:
             return rows
         share = self._share(len(rows))
@@ -153,9 +129,7 @@ class World:
 
     def maximum(self, value: float) -> float:
         """Return the greatest of the ranks' values, or infinity if any of them is not a number."""
-        worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(
-            nan=float("inf"), posinf=float("inf")
-        )
+        worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(math.inf, math.inf)
         if self.size > 1:
             with self.collective("all_reduce of a maximum"):
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.group)
@@ -164,10 +138,6 @@ class World:
     def all_agree(self, holds: bool) -> bool:
         """Return, on every rank, whether it holds on all ranks."""
         return self.maximum(0.0 if holds else 1.0) == 0.0
-
-    def all_same(self, value: int) -> bool:
-        """Return, on every rank, whether all ranks have the same value."""
-        return self.all_agree(self.maximum(value) == value)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -216,18 +186,16 @@ def lone_world() -> World:
 def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
     """Join the ranks that torchrun's environment describes, and leave them at the end; without torchrun, be alone.
 
-    Args:
-        timeout_seconds: for all ranks to join, and for each collective.
+    All ranks have `timeout_seconds` to join, and for each collective.
+
     Raises:
-        DistapError: the environment is incomplete.
         CollectiveError: a rank is missing or lost, or the network is broken, also while the caller uses the world.
             If a collective holds this rank's main thread, the process ends with status 1 instead.
     """
-    is_alone = "RANK" not in os.environ
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    is_alone = names[0] not in os.environ
     try:
-        rank, size, local_rank = (
-            (0, 1, 0) if is_alone else (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        )
+        rank, size, local_rank = (0, 1, 0) if is_alone else [int(os.environ[name]) for name in names]
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = _device(local_rank)
@@ -243,7 +211,7 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     party = join(rank, size, timeout_seconds)
-    watchdog = Watchdog(party, timeout_seconds).start()
+    watchdog = Watchdog(party, timeout_seconds)
     farewell = "finished"
     try:
         with watchdog.collective("connecting of the ranks"):
@@ -279,10 +247,8 @@ def _device(local_rank: int) -> torch.device:
         torch.set_flush_denormal(True)
         return CPU
     if local_rank >= torch.cuda.device_count():
-        raise DistapError(
-            f"local rank {local_rank} has no GPU of its own: this host has {torch.cuda.device_count()}; "
-            "start that many ranks a host at most"
-        )
+        problem = f"local rank {local_rank} has no GPU of its own: this host has {torch.cuda.device_count()}"
+        raise DistapError(f"{problem}; start that many ranks a host at most")
     return torch.device("cuda", local_rank)
 
 

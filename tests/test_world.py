@@ -22,17 +22,17 @@ def exchange(world):
     back = world.scatter_rows(rows if world.rank == 0 else None, mine, TOTAL)
     agreement = world.all_agree(True), world.all_agree(world.rank != 1)
     greatest = world.maximum(world.rank), world.maximum(float("nan") if world.rank == 1 else 0.0)
-    same = world.all_same(5), world.all_same(world.rank)
-    return same, everything, flags, torch.equal(back, mine), agreement, greatest, world.sum(torch.tensor(1)).item()
+    said = world.gather_values(["é" * world.rank, world.rank])
+    return said, everything, flags, torch.equal(back, mine), agreement, greatest, world.sum(torch.tensor(1)).item()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rows_are_gathered_and_scattered_in_slot_order(size):
-    for same, everything, flags, is_back, agreement, greatest, ranks in on_ranks(size, exchange):
+    for said, everything, flags, is_back, agreement, greatest, ranks in on_ranks(size, exchange):
         assert torch.equal(everything, torch.arange(TOTAL * 2.0).view(TOTAL, 2))
         assert flags.tolist() == [2 * slot > 6 for slot in range(TOTAL)]
         assert is_back
-        assert same == (True, size == 1)
+        assert said == [["é" * rank, rank] for rank in range(size)]
         assert agreement == (True, size == 1)
         assert greatest == (size - 1, 0.0 if size == 1 else float("inf"))
         assert ranks == size

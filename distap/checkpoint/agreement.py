@@ -1,13 +1,12 @@
 """Let some ranks work while the others wait, and raise on all ranks if the work fails on any."""
 
-import json
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.errors import FAILED, DistapError
-from distap.processes.roll_call import in_daemon
+from distap.processes.meeting import in_daemon
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
@@ -17,15 +16,11 @@ _KINDS = (RuntimeError, DistapError, UnreachableError, DamagedCheckpointError)
 
 
 def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any]:
-    """Do the work on the ranks for which `mine` is true, and return all ranks' results, None for the others.
+    """Do the work on the ranks for which `mine` is true; return all ranks' results, None for the others.
 
-    The work may take any time: it has a thread of its own, and the ranks meet in short collectives meanwhile, so that
-    none of these times out.
+    The work returns a value that JSON can hold, and may take any time: it has a thread of its own, and the ranks meet
+    in short collectives meanwhile, so that none of these times out.
 
-    Args:
-        world: the ranks, which all call this.
-        work: returns a value that JSON can hold.
-        mine: whether this rank does the work.
     Raises:
         DistapError: it failed on some ranks; UnreachableError if starting again may help each of them, and
             DamagedCheckpointError if each has found damage.
@@ -37,7 +32,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
         pass
     problem = done.exception()
     told = [None, [_kind(problem), str(problem) or type(problem).__name__]] if problem else [done.result(), None]
-    answers = [json.loads(text) for text in world.gather_texts([json.dumps(told)], world.size)]
+    answers = world.gather_values(told)
     failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
     if failures:
         if problem is not None and _kind(problem) == 0:

@@ -9,19 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.folder import (
-    FOLDER,
-    NAME,
-    UNFINISHED,
-    Checkpoint,
-    best_checkpoint,
-    list_checkpoints,
-    step_in_name,
-)
-from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest, verify_files
+from distap.checkpoint.folder import FOLDER, NAME, STEP, UNFINISHED, Checkpoint, best_checkpoint, list_checkpoints
+from distap.checkpoint.manifest import DamagedCheckpointError, damaged_files, read_manifest
 from distap.checkpoint.stored import StoredRun
 from distap.errors import DistapError
 from distap.storage.files import storage_of
@@ -58,105 +50,78 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     Raises:
         DistapError: there is none, the named one is damaged, or the store cannot be read.
     """
-    if not scheme_of(str(where)):
-        yield find_checkpoint(Path(where), best)
-        return
-    url = str(where).rstrip("/")
-    base, _, name = url.rpartition(f"/{FOLDER}/")
-    is_named = "." in name and NAME.fullmatch(name) is not None
-    stored = StoredRun(storage_of(parse_store(base if is_named else url), key=None), beside=beside)
-    names = [name] if is_named else stored.names() if not best else [stored.best()]
-    if not any(names):
-        expected = "has been evaluated; evaluation.every does that" if best else "is there; expected the URL of a run"
-        raise DistapError(f"{stored.store.base}: no checkpoint {expected}")
+    url, stored = str(where).rstrip("/"), None
+    candidates: list[Any]
+    if scheme_of(url):
+        base, _, name = url.rpartition(f"/{FOLDER}/")
+        is_named = "." in name and NAME.fullmatch(name) is not None
+        stored = StoredRun(storage_of(parse_store(base if is_named else url), key=None), beside=beside)
+        candidates = [name] if is_named else [stored.best()[1]] if best else stored.names()
+    else:
+        path, folder = Path(where), Path(where, FOLDER)
+        is_named = NAME.fullmatch(path.name) is not None
+        named = list(path.parent.glob(path.name))  # empty if there is none
+        candidates = named if is_named else [best_checkpoint(folder)[1]] if best else list_checkpoints(folder)
+    if not any(candidates):
+        lacking = " has been evaluated; evaluation.every does that" if best else "; expected a run or its checkpoint"
+        raise DistapError(f"{url}: no checkpoint there{lacking}")
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
-        run = Path(temporary)
 
-        def fetched(name: str) -> Checkpoint:
-            folder = run / FOLDER / f"step-{step_in_name(name):08d}"
-            folder.mkdir(parents=True)
-            return stored.fetch(name, folder)
+        def check(candidate: Any) -> Checkpoint:
+            if stored is None:
+                return _verified(candidate, World(), True)
+            download = Path(temporary, FOLDER, candidate)
+            download.mkdir(parents=True)
+            return stored.fetch(candidate, download)
 
-        newest = _newest(url, [name for name in names if name], fetched)
-        assert newest is not None
-        stored.fetch_beside(run)
-        yield newest[0]
-
-
-def find_checkpoint(path: Path, best: bool = False) -> Checkpoint:
-    """Return the checkpoint that a path means: itself, or the newest good one of a run folder, or its best.
-
-    Raises:
-        DistapError: there is none, or the named one is damaged.
-    """
-    if NAME.fullmatch(path.name):
-        if not path.is_dir():
-            raise DistapError(f"{path}: no such checkpoint")
-        manifest = read_manifest(path)
-        verify_files(path, manifest, manifest.files)
-        return Checkpoint(path, manifest)
-    if best:
-        if (chosen := best_checkpoint(path / FOLDER)) is None:
-            raise DistapError(f"{path}: no checkpoint there has been evaluated; evaluation.every does that")
-        return find_checkpoint(chosen)
-    with newest_checkpoint(path / FOLDER, World()) as found:
-        if found is None:
-            raise DistapError(
-                f"{path}: no checkpoint there; expected a run's folder or one of its step-NNNNNNNN folders"
-            )
-        return found.checkpoint
+        checkpoint = check(candidates[0]) if is_named or best else _newest(url, candidates, check)[0]
+        if stored is not None:
+            stored.fetch_beside(Path(temporary))
+        yield checkpoint
 
 
 @contextmanager
 def newest_checkpoint(folder: Path, world: World, stored: StoredRun | None = None) -> Iterator[Found | None]:
-    """Find the newest checkpoint that all ranks see undamaged.
+    """Find the newest checkpoint of a run's `folder`, or of its store, that all ranks see undamaged.
 
-    Without a store the ranks share the verification. With one, the first rank of each host downloads or verifies a
-    checkpoint for its host; what was downloaded is removed when all ranks leave.
-
-    Args:
-        folder: of the run's checkpoints; all hosts share it unless there is a store.
-        world: the ranks.
-        stored: the run in a store, whose checkpoints count as well as those on the disks of all hosts.
-    Raises:
-        DistapError: the ranks see different checkpoints, the store cannot be read, or all checkpoints are damaged.
+    Without a store all hosts share the folder, and the ranks share the verification. With one, the first rank of each
+    host downloads or verifies a checkpoint for its host, and downloads are removed when all ranks leave. That all
+    checkpoints are damaged, or that the ranks see different ones, is an error.
     """
     if stored is None:
-        names = _seen_by_all(folder, world)
-        newest = _newest(folder, names, lambda name: _verified(folder / name, world, True), world.rank)
-        yield None if newest is None else Found(newest[0], None, newest[2])
+        shared = _seen_by_all(folder, world)
+        newest = shared and _newest(folder, shared, lambda name: _verified(folder / name, world, True), world.rank)
+        yield Found(newest[0], None, newest[2]) if newest else None
         return
     names, attempt = on_all(world, lambda: [stored.names(), uuid.uuid4().hex[:8]], mine=world.rank == 0)[0]
     seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
     local = set[str]().union(*seen).intersection(*seen)
     # At equal steps the store's, which every host can have.
-    candidates = sorted([(step_in_name(n), True, n) for n in names] + [(step_in_name(n), False, n) for n in local])
+    candidates = sorted(
+        [(name[:STEP], True, name) for name in names] + [(name[:STEP], False, name) for name in local]
+    )
     # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
     download = folder / f"{UNFINISHED}fetched-{attempt}-{world.rank - world.local_rank}"
 
-    def checked(candidate: tuple[int, bool, str]) -> Checkpoint:
+    def checked(candidate: tuple[str, bool, str]) -> Checkpoint:
         _, is_stored, name = candidate
         return _fetched(stored, name, download, world) if is_stored else _verified(folder / name, world, False)
 
+    if not candidates:
+        yield None
+        return
     try:
-        chosen = _newest(f"{KEY}: {stored.store.base} and {folder}", candidates, checked, world.rank)
-        if chosen is None:
-            yield None
-        else:
-            checkpoint, (_, is_stored, name), passed_over = chosen
-            yield Found(checkpoint, name if is_stored else None, [name for _, stored, name in passed_over if stored])
-            world.barrier()  # the other ranks of this host may still read
+        where = f"{KEY}: {stored.store.base} and {folder}"
+        checkpoint, (_, is_stored, name), passed_over = _newest(where, candidates, checked, world.rank)
+        yield Found(checkpoint, name if is_stored else None, [name for _, stored, name in passed_over if stored])
+        world.barrier()  # the other ranks of this host may still read
     finally:
         if world.local_rank == 0:
             shutil.rmtree(download, ignore_errors=True)
 
 
 def probe(stored: StoredRun, world: World) -> None:
-    """Check that every rank can write to the store, see the files of the others, and remove its own.
-
-    Raises:
-        DistapError: a rank cannot; on all ranks.
-    """
+    """Check that every rank can write to the store, see the files of the others, and remove its own."""
     store = stored.store
     attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
     names = [f"{PROBES}/{attempt}-{rank}" for rank in range(world.size)]
@@ -165,9 +130,7 @@ def probe(stored: StoredRun, world: World) -> None:
         present = store.sizes(PROBES)
         missing = [str(rank) for rank, name in enumerate(names) if name not in present]
         if missing:
-            raise DistapError(
-                f"a file that rank {', '.join(missing)} wrote there is not seen: all hosts need the same store"
-            )
+            raise DistapError(f"a file that rank {', '.join(missing)} wrote there is not seen: hosts need one store")
 
     def tidy() -> None:
         others = store.sizes(PROBES).keys() - names if world.rank == 0 else ()
@@ -178,20 +141,15 @@ def probe(stored: StoredRun, world: World) -> None:
         for work in (lambda: store.write(names[world.rank], b"distap"), see, tidy):
             on_all(world, work)
     except DistapError as error:
-        problem = "checkpoints cannot be kept there"
-        if isinstance(error.__cause__, MissingFileError):
-            problem = "its bucket does not exist"
+        is_missing = isinstance(error.__cause__, MissingFileError)
+        problem = "its bucket does not exist" if is_missing else "checkpoints cannot be kept there"
         raise type(error)(f"{KEY}: {store.base}: {problem}: {error}") from error
 
 
 def _newest(
     where: Path | str, candidates: list[C], check: Callable[[C], Checkpoint], rank: int = 0
-) -> tuple[Checkpoint, C, list[C]] | None:
-    """Check candidates, of which the oldest is the first, from the last one on until one is undamaged.
-
-    Returns:
-        The checkpoint, its candidate, and the candidates after it; None if there are no candidates.
-    """
+) -> tuple[Checkpoint, C, list[C]]:
+    """Return the last candidate that is undamaged: the checkpoint, its candidate, and the candidates after it."""
     problems: list[str] = []
     for candidate in reversed(candidates):
         try:
@@ -200,12 +158,8 @@ def _newest(
             problems.append(str(error))
         if rank == 0:
             logger.warning("%s; trying the one before", problems[-1])
-    if problems:
-        raise DistapError(
-            f"{where}: none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}. "
-            "To train anew, remove them"
-        )
-    return None
+    reason = f"none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}"
+    raise DistapError(f"{where}: {reason}. To train anew, remove them")
 
 
 def _seen_by_all(folder: Path, world: World) -> list[str]:
@@ -217,25 +171,20 @@ def _seen_by_all(folder: Path, world: World) -> list[str]:
         if other is None:
             return seen[0]
         if world.maximum(time.monotonic() - deadline) >= 0:
-            newest = [f"rank {rank} has {seen[rank][-1] if seen[rank] else 'none'}" for rank in (0, other)]
-            raise DistapError(
-                f"{folder}: the ranks see different checkpoints ({', '.join(newest)}). The run folder "
-                "has to be one that all hosts share"
-            )
+            newest = ", ".join(f"rank {rank} has {max(seen[rank], default='none')}" for rank in (0, other))
+            seen_by = f"the ranks see different checkpoints ({newest})"
+            raise DistapError(f"{folder}: {seen_by}. All hosts have to share the run folder")
         time.sleep(1)
 
 
 def _verified(path: Path, world: World, is_shared: bool) -> Checkpoint:
-    """Verify a checkpoint on disk on all ranks; a damaged one is an error on all of them.
-
-    If all ranks see the same files (`is_shared`), they share the work. Otherwise the first rank of each host verifies
-    all files, and the hosts must have the same ones.
-    """
+    """Verify a checkpoint on disk: all ranks share the work, or the first rank of each host verifies all files."""
 
     def verify() -> str:
         manifest = read_manifest(path)
         names = sorted(manifest.files)
-        verify_files(path, manifest, names[world.rank :: world.size] if is_shared else names)
+        for _, damage in damaged_files(path, manifest, names[world.rank :: world.size] if is_shared else names):
+            raise DamagedCheckpointError(path, damage)
         return manifest.text()
 
     texts = set(on_all(world, verify, mine=is_shared or world.local_rank == 0)) - {None}

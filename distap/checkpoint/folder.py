@@ -19,7 +19,8 @@ from distap.storage.atomic import sync_path
 
 FOLDER = "checkpoints"  # within the folder of a run
 # In a store each attempt at a step has an ending of its own; on disk a name has one while it replaces another.
-NAME = re.compile(r"step-(\d{8})(\.[0-9a-f]{8})?")
+NAME = re.compile(r"step-\d{8}(\.[0-9a-f]{8})?")
+STEP = len("step-00000000")  # characters of a name that tell the step
 UNFINISHED, DAMAGED = ".step-", "damaged-"
 
 
@@ -42,11 +43,7 @@ class Checkpoint:
         return self.manifest.step
 
     def state(self, *names: str) -> dict[str, Any]:
-        """Return what was saved beside the tensors.
-
-        Raises:
-            DamagedCheckpointError: one of `names` is missing or is no dictionary.
-        """
+        """Return what was saved beside the tensors; each of `names` in it is a dictionary, or the file is damaged."""
         try:
             state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -61,19 +58,13 @@ class Checkpoint:
         return read_tensors(self.path, self.manifest.files, prefix)
 
 
-def step_in_name(name: str) -> int:
-    match = NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1])
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first, damaged ones included."""
     return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
 
 
-def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest validation mAP, of several the newest; None if none was evaluated."""
+def best_checkpoint(folder: Path) -> tuple[float, Path] | tuple[None, None]:
+    """Return the highest validation mAP of a checkpoint, and the newest such checkpoint."""
     return best_of(list_checkpoints(folder), read_manifest)
 
 
@@ -90,16 +81,25 @@ def put_in_place(written: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_old(folder: Path, keep: int, keep_best: bool) -> None:
-    """Remove all checkpoints but the newest `keep` and, if asked, the best."""
-    stays = list_checkpoints(folder)[-keep:]
-    best = best_checkpoint(folder) if keep_best else None
-    for path in list_checkpoints(folder):
-        if path not in stays and path != best:
-            shutil.rmtree(_hide(path), ignore_errors=True)
+def remove_old(newest: Path, keep: int, keep_best: bool) -> None:
+    """Remove the checkpoints that a new one replaces."""
+    names = [path.name for path in list_checkpoints(newest.parent)]
+    best = best_checkpoint(newest.parent)[1] if keep_best else None
+    for name in replaced(names, newest.name, keep, best.name if best else None):
+        shutil.rmtree(_hide(newest.with_name(name)), ignore_errors=True)
 
 
-def remove_unfinished(folder: Path, but: Path | None = None) -> None:
+def replaced(names: list[str], newest: str, keep: int, best: str | None) -> set[str]:
+    """Return those of a run's checkpoints, oldest first, that are not among the `keep` up to `newest`, nor the best.
+
+    Checkpoints of later steps stay: the run went back behind them, which only a person can judge.
+    """
+    past = [name for name in names if name[:STEP] <= newest[:STEP]]
+    earlier = [name for name in past if name[:STEP] < newest[:STEP]]
+    return set(past) - {newest, best, *earlier[::-1][: keep - 1]}
+
+
+def remove_unfinished(folder: Path, but: Path) -> None:
     """Remove what interrupted writing has left, apart from `but`."""
     for path in folder.glob(f"{UNFINISHED}*"):
         if path != but:

@@ -20,11 +20,12 @@ from distap.storage.hashing import FileIdentity, file_identity
 MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
 SHARE = re.compile(r"__\d+_\d+\.distcp")  # a rank's file of torch.distributed.checkpoint
 FORMAT = 2
+_GO_ON = "go on with the version of distap that wrote it, or move this checkpoint elsewhere"
 T = TypeVar("T", str, Path)
 
 
 class DamagedCheckpointError(DistapError):
-    """The files of a checkpoint are not those that were written; made of its place and the damage, or of a text."""
+    """The files of a checkpoint are not those that were written; takes its place and the damage, or one text."""
 
     def __init__(self, *parts: object) -> None:
         super().__init__(": damaged checkpoint: ".join(map(str, parts)))
@@ -54,22 +55,20 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: it is missing or not the one that was written.
-        DistapError: another version of distap wrote it, or reading it is forbidden.
+        DistapError: another version of distap wrote it, or reading it is forbidden, so that it may be a good one.
     """
     if (folder / "state.pt").exists():
-        raise DistapError(f"{folder}: an earlier version of distap wrote this checkpoint; this one cannot read it")
+        raise DistapError(f"{folder}: an earlier version of distap wrote this checkpoint: {_GO_ON}")
     try:
-        data = (folder / MANIFEST_FILE).read_bytes()
+        return parse_manifest((folder / MANIFEST_FILE).read_bytes(), folder)
+    except PermissionError as error:
+        raise DistapError(f"{folder}: {error}; allow reading it, or move this checkpoint elsewhere") from error
     except OSError as error:
-        detail = f"{MANIFEST_FILE}: {type(error).__name__}: {error}"
-        if isinstance(error, PermissionError):
-            raise DistapError(f"{folder}: {detail}") from error
-        raise DamagedCheckpointError(folder, detail) from error
-    return parse_manifest(data, folder)
+        raise DamagedCheckpointError(folder, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
 
 
 def parse_manifest(data: bytes, where: Path | str) -> Manifest:
-    """Parse and verify a manifest, as `read_manifest` does; `where` names its checkpoint in messages."""
+    """Parse and verify a manifest; `where` names its checkpoint in messages."""
     try:
         text = data.decode()
         content = json.loads(text)
@@ -78,7 +77,7 @@ def parse_manifest(data: bytes, where: Path | str) -> Manifest:
         if _text(content, written) != text:  # any other byte is damage, in white space as well
             raise DamagedCheckpointError(where, f"{MANIFEST_FILE} is not the file that was written")
         if written != FORMAT:
-            raise DistapError(f"{where}: format {written!r} of checkpoints, expected {FORMAT}: another distap's")
+            raise DistapError(f"{where}: format {written!r} of checkpoints, expected {FORMAT}: {_GO_ON}")
         files = {name: FileIdentity(**identity) for name, identity in content.pop("files").items()}
         foreign = sorted(name for name in files.keys() - {STATE_FILE, METADATA_FILE} if not SHARE.fullmatch(name))
         if foreign or not files.keys() >= {STATE_FILE, METADATA_FILE}:
@@ -86,12 +85,6 @@ def parse_manifest(data: bytes, where: Path | str) -> Manifest:
         return Manifest(files=files, **content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
-
-
-def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise a DamagedCheckpointError if one of the files is missing, unreadable or not the one in the manifest."""
-    for _, detail in damaged_files(folder, manifest, names):
-        raise DamagedCheckpointError(folder, detail)
 
 
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -110,19 +103,15 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Ite
             yield name, f"{name} is not the file that was written (size or SHA-256 differ)"
 
 
-def best_of(checkpoints: Iterable[T], read: Callable[[T], Manifest]) -> T | None:
-    """Return the checkpoint with the highest validation mAP, of several the newest; None if none was evaluated.
-
-    Raises:
-        DistapError: a manifest cannot be read and is not damaged, so that its checkpoint might be the best.
-    """
+def best_of(checkpoints: Iterable[T], read: Callable[[T], Manifest]) -> tuple[float, T] | tuple[None, None]:
+    """Return the highest validation mAP of a checkpoint, and the newest such one; damaged ones do not count."""
     scores = []
     for checkpoint in checkpoints:
         with suppress(DamagedCheckpointError):
             score = read(checkpoint).score
             if score is not None:
                 scores.append((score, checkpoint))
-    return max(scores)[1] if scores else None
+    return max(scores) if scores else (None, None)
 
 
 def _text(content: dict[str, Any], written: Any) -> str:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distap.checkpoint.folder import FOLDER, NAME, Checkpoint, step_in_name
+from distap.checkpoint.folder import FOLDER, NAME, Checkpoint, replaced
 from distap.checkpoint.manifest import (
     MANIFEST_FILE,
     DamagedCheckpointError,
@@ -37,21 +37,11 @@ logger = logging.getLogger("distap")
 
 @dataclass
 class StoredRun:
-    """A run's folder in a store, as one process sees it.
-
-    Args:
-        store: of the run.
-        keep: number of newest checkpoints that stay.
-        keep_best: keep the one with the highest validation mAP as well.
-        beside: patterns of the files beside the checkpoints that go to the store too.
-        merged: one of these files, a log whose lines only this host may have; they are kept.
-    """
+    """A run's folder in a store, as one process sees it."""
 
     store: Storage
-    keep: int = 1
-    keep_best: bool = True
-    beside: tuple[str, ...] = ()
-    merged: str = ""
+    beside: tuple[str, ...] = ()  # patterns of the files beside the checkpoints that go to the store too
+    merged: str = ""  # one of these files, a log whose lines only this host may have; they are kept
     _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # versions of the files beside, as sent
 
     def where(self, name: str) -> str:
@@ -63,19 +53,15 @@ class StoredRun:
         return [name for name, files in self._listed().items() if MANIFEST_FILE in files]
 
     def manifest(self, name: str) -> Manifest:
-        """Return the manifest of a checkpoint, verified.
-
-        Raises:
-            DamagedCheckpointError: it is missing or damaged.
-        """
+        """Return the manifest of a checkpoint, verified; if it is missing, the checkpoint is damaged."""
         try:
             data = self.store.read_whole(f"{FOLDER}/{name}/{MANIFEST_FILE}")
         except MissingFileError as error:
             raise DamagedCheckpointError(self.where(name), f"{MANIFEST_FILE} is not there") from error
         return parse_manifest(data, self.where(name))
 
-    def best(self) -> str | None:
-        """Return the checkpoint with the highest validation mAP, or None if none was evaluated."""
+    def best(self) -> tuple[float, str] | tuple[None, None]:
+        """Return the highest validation mAP of a checkpoint, and the newest such checkpoint."""
         return best_of(self.names(), self.manifest)
 
     def by(self, deadline: float) -> "StoredRun":
@@ -88,20 +74,14 @@ class StoredRun:
             self.store.upload(f"{FOLDER}/{name}/{file}", folder / file)
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """Make a checkpoint exist after all its files were sent.
-
-        Raises:
-            DistapError: files are missing from the store or differ in size, or it cannot be written to.
-        """
+        """Make a checkpoint exist after all its files were sent, and are seen in the store with their sizes."""
         present = self.store.sizes(f"{FOLDER}/{name}")
         for file, identity in sorted(manifest.files.items()):
             size = present.get(f"{FOLDER}/{name}/{file}")
             if size != identity.bytes:
                 found = "is not there" if size is None else f"has {size:,} bytes"
-                raise UnreachableError(
-                    f"{self.where(name)}: {file} was sent, {identity.bytes:,} bytes, and {found}; "
-                    "do all hosts write to the same store?"
-                )
+                sent = f"{self.where(name)}: {file} was sent, {identity.bytes:,} bytes"
+                raise UnreachableError(f"{sent}, and {found}; do all hosts write to the same store?")
         self.store.write(f"{FOLDER}/{name}/{MANIFEST_FILE}", manifest.text().encode())
 
     def add(self, folder: Path, manifest: Manifest) -> None:
@@ -111,21 +91,15 @@ class StoredRun:
         self.send_beside(folder.parent.parent)
         self.publish(name, manifest)
 
-    def remove_old(self, newest: str) -> None:
-        """Remove what interrupted uploads left, and all but the newest checkpoints up to `newest` and the best.
-
-        Checkpoints of later steps stay: the run went back behind them, which only a person can judge.
-        """
+    def remove_old(self, newest: str, keep: int, keep_best: bool) -> None:
+        """Remove what interrupted uploads left, and the checkpoints that a new one replaces."""
         listed = self._listed()
         whole = [name for name, files in listed.items() if MANIFEST_FILE in files]
-        past = [name for name in whole if step_in_name(name) <= step_in_name(newest)]
-        earlier = [name for name in past if step_in_name(name) != step_in_name(newest)]
-        stays = {newest, *earlier[max(0, len(earlier) - self.keep + 1) :]}
-        if self.keep_best and (best := best_of(whole, self.manifest)) is not None:
-            stays.add(best)
+        best = best_of(whole, self.manifest)[1] if keep_best else None
+        old = replaced(whole, newest, keep, best)
         for name, files in listed.items():
             is_unfinished = not files & {MANIFEST_FILE, DAMAGED_MANIFEST} and name != newest
-            if (name in past and name not in stays) or is_unfinished:
+            if name in old or is_unfinished:
                 self._remove(name, files)
 
     def set_aside(self, name: str) -> None:
@@ -138,12 +112,7 @@ class StoredRun:
         self.store.remove(f"{folder}/{MANIFEST_FILE}")
 
     def fetch(self, name: str, folder: Path) -> Checkpoint:
-        """Download a checkpoint into an existing folder and verify it.
-
-        Raises:
-            DamagedCheckpointError: it is not what was written, after a second download of what differed.
-            DistapError: the store cannot be reached, or another version of distap wrote the checkpoint.
-        """
+        """Download a checkpoint into an existing folder, and what differs a second time; raise if it is damaged."""
         manifest = self.manifest(name)
         write_whole(folder / MANIFEST_FILE, manifest.text())
         wanted = list(manifest.files)
@@ -162,10 +131,7 @@ class StoredRun:
         raise DamagedCheckpointError(self.where(name), damage[wanted[0]])
 
     def send_beside(self, run: Path) -> None:
-        """Send the files beside checkpoints that have changed, and remove those from the store that are gone here.
-
-        A failure is only logged, since no checkpoint depends on these files.
-        """
+        """Send changed files beside checkpoints, and remove those that are gone here; a failure is only logged."""
         try:
             here = {file.relative_to(run).as_posix() for pattern in self.beside for file in run.glob(pattern)}
             for name in sorted(here):
@@ -199,11 +165,11 @@ class StoredRun:
     def _listed(self) -> dict[str, set[str]]:
         """List the files of each checkpoint, with or without a manifest, oldest first."""
         listed = defaultdict(set)
-        for path in self.store.sizes(FOLDER):
+        for path in sorted(self.store.sizes(FOLDER)):
             _, name, *rest = path.split("/")
             if "." in name and NAME.fullmatch(name) and len(rest) == 1:
                 listed[name].add(rest[0])
-        return dict(sorted(listed.items()))
+        return listed
 
     def _remove(self, name: str, files: set[str]) -> None:
         # The manifest first, since half a checkpoint must not be taken for a whole one.

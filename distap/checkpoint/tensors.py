@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 
 def _enum_member(kind: Any, name: str) -> Enum:
-    """Stand for getattr, as which Python 3.11.0 to 3.11.3 write a member of an enum."""
+    """Stand for the getattr that Python 3.11.0 to 3.11.3 write for a member of an enum."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError(f"an attribute of {kind!r} is no part of a checkpoint's metadata")
     return kind[name]
@@ -50,44 +50,24 @@ _CLASSES: tuple[Any, ...] = (
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _enum_member,
     **{(kind.__module__, kind.__name__): kind for kind in _CLASSES},
-    **{
-        ("torch", str(kind).removeprefix("torch.")): kind
-        for kind in vars(torch).values()
-        if type(kind) is torch.dtype
-    },
+    **{("torch", str(kind)[6:]): kind for kind in vars(torch).values() if type(kind) is torch.dtype},
     # The path at which the checkpoint was written, which is not used.
     **{(m, name): PurePath for m in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "WindowsPath")},
 }
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write the ranks' tensors into a folder. One rank writes a tensor that several of them hold.
-
-    Args:
-        folder: exists, and is the same for all ranks.
-        tensors: by name, with the same names on every rank.
-        group: of the ranks; None for one process alone.
-    Raises:
-        OSError: on all ranks, if any of them cannot write.
-    """
+    """Write the ranks' tensors into a folder, those of one name once; an OSError of one rank is raised on all."""
     try:
         save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException, which carries the errors of all ranks
         raise OSError("; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())) from error
 
 
-def files_of_rank(folder: Path, rank: int) -> list[str]:
-    """Return the names of the files that a rank wrote."""
-    return sorted(path.name for path in folder.glob(f"__{rank}_*.distcp"))
-
-
 def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict[str, Tensor]:
     """Read those tensors of a verified checkpoint whose name starts with `prefix`, to the CPU.
 
-    No other file is opened than `files`, the names in its manifest.
-
-    Raises:
-        DamagedCheckpointError: the metadata hold anything but tensors of this checkpoint.
+    No other file is opened than `files`, the names in its manifest, and nothing but tensors is read.
     """
     metadata = _read_metadata(folder, files)
     room = sum((folder / name).stat().st_size for name in files)
@@ -97,9 +77,8 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
         if name.startswith(prefix):
             size = stored.size.numel() * stored.properties.dtype.itemsize
             if size > room:  # before memory is allocated for it
-                raise DamagedCheckpointError(
-                    folder, f"{METADATA_FILE}: {name} is to have {size:,} bytes, more than all files together"
-                )
+                problem = f"{name} is to have {size:,} bytes, more than all files together"
+                raise DamagedCheckpointError(folder, f"{METADATA_FILE}: {problem}")
             tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
     # Each rank reads what it needs from the same files, so the ranks have nothing to agree on.
     try:
@@ -111,7 +90,7 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
 
 
 class _Reader(FileSystemReader):
-    """Takes metadata that have been read safely, since its own way would run code."""
+    """Takes metadata that have been read safely, since torch's way would run code."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

@@ -3,10 +3,10 @@
 import json
 import logging
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,9 @@ from distap.checkpoint.agreement import on_all
 from distap.checkpoint.folder import UNFINISHED, put_in_place, remove_old, remove_unfinished
 from distap.checkpoint.manifest import METADATA_FILE, STATE_FILE, Manifest, write_manifest
 from distap.checkpoint.stored import StoredRun
-from distap.checkpoint.tensors import files_of_rank, write_tensors
+from distap.checkpoint.tensors import write_tensors
 from distap.errors import DistapError
+from distap.processes.meeting import in_daemon
 from distap.processes.watchdog import is_of_the_network
 from distap.storage.atomic import make_folder, write_whole
 from distap.storage.hashing import FileIdentity, file_identity
@@ -55,40 +56,26 @@ class _Job:
     state: dict[str, Any]
     blocked_seconds: float
     is_on_disk: bool = False  # of every rank, so that only the store can fail
-    written: Written | None = None
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
-    """Writes checkpoints in a thread while training goes on; every rank has one and makes the same calls.
+    """Writes checkpoints in a thread while training goes on; every rank has one and makes the same calls."""
 
-    Args:
-        folder: of the run's checkpoints; all hosts share it unless there is a store.
-        world: the ranks; they talk over a process group of their own here.
-        keep: number of newest checkpoints that stay.
-        keep_best: keep the one with the highest validation mAP as well.
-        timeout_seconds: limit for the ranks' talk about a checkpoint, and for all of its writing to a store.
-        stored: the run in a store, to which checkpoints go; the folder may then be each host's own.
-    """
+    folder: Path  # of the run's checkpoints; all hosts share it unless there is a store
+    world: World
+    keep: int  # number of newest checkpoints that stay
+    keep_best: bool = True  # whether the one with the highest validation mAP stays as well
+    timeout_seconds: float = 600  # for the ranks' talk about a checkpoint, and for all of its writing to a store
+    stored: StoredRun | None = None  # the run in a store, to which checkpoints go
 
-    def __init__(
-        self,
-        folder: Path,
-        world: World,
-        keep: int,
-        keep_best: bool = True,
-        timeout_seconds: float = 600,
-        stored: StoredRun | None = None,
-    ) -> None:
-        self.folder, self.world = folder, world
-        self.keep, self.keep_best = keep, keep_best
-        self.timeout_seconds, self.stored = timeout_seconds, stored
+    def __post_init__(self) -> None:
         # Collectives of two threads must not meet in one group, so the writers talk over their own, on the CPU.
         group: Any = None
-        if world.size > 1:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self._ranks = replace(world, device=CPU, group=group, watchdog=None)
-        self._job: _Job | None = None
-        self._thread: threading.Thread | None = None
+        if self.world.size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+        self._ranks = replace(self.world, device=CPU, group=group, watchdog=None)
+        self._writing: Future[Written] | None = None
         self._kept_here: list[Path] = []  # checkpoints that the store could not take
 
     def save(
@@ -99,49 +86,38 @@ class CheckpointWriter:
         about: dict[str, Any],
         score: float | None = None,
     ) -> Written | None:
-        """Copy the state and start to write it, after the checkpoint before has been written.
+        """Copy the state and start to write it; before, wait for the last checkpoint and return its outcome.
 
-        Args:
-            step: number of steps done.
-            tensors: by name; a tensor that all ranks have is written once.
-            state: values that JSON can hold, the same on every rank.
-            about, score: see `Manifest`.
-        Returns:
-            The outcome of the checkpoint before, unless `poll` has returned it already.
+        Tensors of one name are written once. The `state`, which JSON can hold, and the parts of the `Manifest` are
+        the same on every rank.
         """
         started = time.perf_counter()
         before = self.wait()
         # One copy for each name, even if two names share a tensor, so that training may change it.
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         blocked = time.perf_counter() - started
-        self._job = _Job(Manifest(step, self.world.size, {}, about, score), copies, state, blocked)
+        job = _Job(Manifest(step, self.world.size, {}, about, score), copies, state, blocked)
         # A daemon, since a collective that hangs must not keep a failed rank from ending.
-        self._thread = threading.Thread(target=self._run, args=(self._job,), name="distap-checkpoint", daemon=True)
-        self._thread.start()
+        self._writing = in_daemon(lambda: self._run(job), "distap-checkpoint")
         return before
 
     def poll(self) -> Written | None:
         """Return the outcome of the last checkpoint once, as soon as it is known."""
-        if self._job is None or self._job.written is None:
+        if self._writing is None or not self._writing.done():
             return None
-        written, self._job = self._job.written, None
+        written, self._writing = self._writing.result(), None
         return written
 
     def wait(self) -> Written | None:
-        """Wait for the checkpoint that is being written and return its outcome, as `poll` does.
-
-        Raises:
-            CollectiveError: a rank was lost meanwhile.
-        """
+        """Wait for the checkpoint that is being written and return its outcome, as `poll` does."""
         with self.world.collective("writing of the checkpoint"):
-            if self._job is not None and self._thread is not None:
-                self._thread.join()
+            wait([self._writing] if self._writing else [])
             written = self.poll()
             if written is not None and written.lost_rank is not None:
                 raise written.lost_rank
         return written
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job) -> Written:
         started = time.perf_counter()
         path = self.folder / f"step-{job.manifest.step:08d}"
         outcome: dict[str, Any] = {}
@@ -157,10 +133,10 @@ class CheckpointWriter:
                 needed = sum(tensor.nbytes for tensor in job.tensors.values()) / 1e6
                 outcome["error"] += f" (it takes {needed:,.1f} MB; {free:,.1f} MB are free)"
         seconds = time.perf_counter() - started
-        job.written = Written(job.manifest.step, path, seconds, job.blocked_seconds, **outcome)
+        return Written(job.manifest.step, path, seconds, job.blocked_seconds, **outcome)
 
     def _write(self, job: _Job, path: Path) -> int:
-        """Write aside, verify, rename or upload, and return the bytes of all ranks. Fails on all ranks or on none."""
+        """Write aside, rename or upload, and return the bytes of all ranks. Fails on all ranks or on none."""
         is_first = self.world.rank == 0
         # The main thread may be waiting for this one with the same time-out, so leave it some.
         stored = self.stored and self.stored.by(time.monotonic() + STORE_SHARE * self.timeout_seconds)
@@ -181,35 +157,31 @@ class CheckpointWriter:
             files = {name: FileIdentity(**identity) for share in shares for name, identity in share.items()}
             manifest = replace(job.manifest, files=files)
             if stored is None:
-                on_all(self._ranks, lambda: self._publish(aside, path, manifest, self.keep), mine=is_first)
+                on_all(self._ranks, lambda: self._publish(aside, path, manifest), mine=is_first)
             else:
                 job.is_on_disk = True
                 self._upload(stored, f"{path.name}.{attempt}", aside, manifest, list(shares[self.world.rank]))
-        except Exception:
-            if is_ours:
+        finally:
+            if is_ours:  # what failed, or is in the store: make room on this disk, and leave one place to go on from
                 shutil.rmtree(aside, ignore_errors=True)
-            raise
-        if self.stored is not None:
-            if is_ours:  # it is in the store now: make room on this disk, and leave one place to go on from
-                shutil.rmtree(aside, ignore_errors=True)
-            if is_first:
-                until = time.monotonic() + TIDY_SHARE * self.timeout_seconds
-                self._tidy(self.stored.by(until), f"{path.name}.{attempt}")
+        if self.stored is not None and is_first:
+            until = time.monotonic() + TIDY_SHARE * self.timeout_seconds
+            self._tidy(self.stored.by(until), f"{path.name}.{attempt}")
         return sum(identity.bytes for identity in files.values())
 
     def _finished_files(self, aside: Path, job: _Job) -> dict[str, dict[str, Any]]:
-        """Return this rank's files with their identities; torch has brought them to the disk already."""
-        names = files_of_rank(aside, self.world.rank)
+        """Return the identities of this rank's files, which torch has brought to the disk already."""
+        names = sorted(path.name for path in aside.glob(f"__{self.world.rank}_*.distcp"))
         if self.world.rank == 0:
             write_whole(aside / STATE_FILE, json.dumps(job.state, indent=2))
             names += [METADATA_FILE, STATE_FILE]
         return {name: asdict(file_identity(aside / name)) for name in names}
 
-    def _publish(self, aside: Path, path: Path, manifest: Manifest, keep: int) -> None:
+    def _publish(self, aside: Path, path: Path, manifest: Manifest) -> None:
         write_manifest(aside, manifest)  # which also brings the names of all files to the disk
         put_in_place(aside, path)
         try:
-            remove_old(self.folder, keep, self.keep_best)
+            remove_old(path, self.keep if self.stored is None else 1, self.keep_best)
         except (OSError, DistapError) as error:  # the new one is there all the same
             logger.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
 
@@ -236,7 +208,7 @@ class CheckpointWriter:
         if not all((aside / file).is_file() for file in manifest.files):
             return False
         try:
-            self._publish(aside, path, manifest, keep=1)
+            self._publish(aside, path, manifest)
         except (OSError, DistapError) as error:
             logger.warning("%s: a checkpoint that the store could not take cannot stay here either: %s", path, error)
             return False
@@ -249,6 +221,6 @@ class CheckpointWriter:
             shutil.rmtree(path, ignore_errors=True)
         self._kept_here.clear()
         try:
-            stored.remove_old(name)
+            stored.remove_old(name, self.keep, self.keep_best)
         except DistapError as error:  # the new one is there all the same
             logger.warning("an old checkpoint cannot be removed: %s", error)

@@ -31,9 +31,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from distap.errors import FINISHED, MISTAKE, RESTART, DistapError
-from distap.processes.exit_statuses import recorded_outcomes, status_of
-from distap.processes.rendezvous import C10D_PORT, answers, await_meeting_point
-from distap.processes.startup import STARTED
+from distap.processes.lifetime import STARTED, recorded_outcomes, status_of
+from distap.processes.meeting import C10D_PORT, answers, await_meeting_point
 from distap.processes.stopping import TRACE_SIGNAL, go_deaf
 
 LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
@@ -58,12 +57,10 @@ def require_possible(settings: Namespace) -> None:
 
 
 def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int:
-    """Start this host's ranks, wait for them, and return the host's exit status.
+    """Start this host's ranks with torchrun's settings, wait for them, and return the host's exit status.
 
-    Args:
-        settings: torchrun's.
-        outcomes: folder where ranks leave their exit statuses.
-        linger_seconds: how long to stay when a rank has failed and the rendezvous is gone.
+    Ranks leave their exit statuses in `outcomes`. When a rank has failed and the rendezvous is gone, stay for
+    `linger_seconds`.
     """
     returned = threading.Event()
     # torchrun builds its agent internally and offers no hook, so we swap the class that it looks up.
@@ -91,12 +88,7 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent with the corrections that this module names.
-
-    Args:
-        outcomes, linger_seconds, settings: as for `run_ranks`.
-        returned: an event that `run_ranks` sets when nothing can hang any more.
-    """
+    """torch's agent with the corrections that this module names; `returned` is set when nothing can hang any more."""
 
     def __init__(
         self, outcomes: Path, linger_seconds: float, settings: Namespace, returned: threading.Event, **of_torch: Any
@@ -135,10 +127,7 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _shutdown(self, *arguments: Any, **more: Any) -> None:
-        """Send SIGTERM to the ranks, and kill them after the grace time.
-
-        torch would pass SIGHUP and SIGQUIT on as they are, and would give ranks half a minute when new hosts come.
-        """
+        # torch would pass SIGHUP and SIGQUIT on as they are, and would give ranks half a minute when new hosts come.
         for process in self._processes():
             free_lock(process)
         super()._shutdown(signal.SIGTERM, self._shutdown_timeout)
@@ -152,10 +141,10 @@ class Agent(LocalElasticAgent):
         return result
 
     def _let_leave(self) -> None:
-        """Wait for the other ranks, then kill them.
+        """Wait for the other ranks, which the watchdog has told to leave, then kill them.
 
-        The watchdog has told them to leave. torch would send SIGTERM, which a rank that is about to leave with status
-        75 takes for a second request, and which a suspended rank never sees.
+        torch would send SIGTERM, which a rank that is about to leave with status 75 takes for a second request, and
+        which a suspended rank never sees.
         """
         # Ranks that stop on request leave by the end of their grace time.
         has_stopped = RESTART in recorded_outcomes(self._outcomes).values()
@@ -187,7 +176,7 @@ class Agent(LocalElasticAgent):
                 os._exit(FINISHED if is_done else status_of(outcomes))
 
     def _pass_trace_signals_on(self) -> None:
-        """Forward the trace signal to the ranks. They inherit it blocked, so it waits until they listen."""
+        # Ranks inherit the signal blocked, so it waits until they listen.
         while not self._returned.is_set():
             if signal.sigtimedwait([TRACE_SIGNAL], PROBE_SECONDS) is not None or self._is_trace_asked:
                 self._is_trace_asked = False
@@ -204,10 +193,9 @@ class Agent(LocalElasticAgent):
 
 
 def free_lock(process: subprocess.Popen[bytes]) -> None:
-    """Release the lock of `Popen.poll` if a signal interrupted it.
+    """Release the lock of `Popen.poll`, which stays taken if torch's signal handler raises inside `poll`.
 
-    torch's signal handler raises wherever the main thread stands. If that is inside `poll`, its lock stays taken, and
-    torch waits for a rank that has left long ago.
+    torch would then wait for a rank that has left long ago.
     """
     lock: threading.Lock = process._waitpid_lock  # type: ignore[attr-defined]
     lock.acquire(timeout=PROBE_SECONDS)  # another thread has it for an instant only

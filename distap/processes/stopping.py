@@ -1,8 +1,7 @@
 """Listen for requests to stop: SIGTERM, SIGINT, and SIGHUP when a terminal is closed.
 
 Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
-with the others; the ranks decide together when that is. This module listens on one of them, and ends its process when
-the grace time is over or a second signal comes.
+with the others; the ranks decide together when that is.
 
 Python runs a signal's handler when the main thread returns to Python code, which is too late if that thread hangs in
 a collective. So a thread of its own reads the signals from a pipe that Python's C handler writes to at once.
@@ -18,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from distap.errors import RESTART
-from distap.processes.exit_statuses import record_outcome
+from distap.processes.lifetime import record_outcome
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACE_SIGNAL = signal.SIGUSR1
@@ -30,17 +29,12 @@ logger = logging.getLogger("distap")
 class StopRequest:
     """Listens while it is entered, in the main thread.
 
-    The first signal sets `requested`. A second signal, a second or more later, ends the process at once; the end of
-    the grace time ends it too, with the status RESTART.
-
-    Args:
-        grace_seconds: time from the first signal to the end of the process, whatever it does.
-        on_trace_signal: called from a thread at each TRACE_SIGNAL.
+    The first signal sets `requested`. The process ends at once when a second one comes, a second or more later, and
+    with the status RESTART `grace_seconds` after the first. A thread calls `on_trace_signal` at each TRACE_SIGNAL.
     """
 
     def __init__(self, grace_seconds: float, on_trace_signal: Callable[[], None] = lambda: None) -> None:
-        self.grace_seconds = grace_seconds
-        self._on_trace_signal = on_trace_signal
+        self.grace_seconds, self._on_trace_signal = grace_seconds, on_trace_signal
         self.requested = False
         self._pid = os.getpid()
         self._first = 0.0  # time of the first signal
@@ -109,11 +103,7 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
 def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
     """End the process at once with RESTART on a signal, until a StopRequest listens: there is nothing to save yet.
 
-    An exception would not do: imports swallow it, and torch would close the rendezvous of all hosts. The trace signal
-    is ignored.
-
-    Args:
-        tidy: called before the end.
+    An exception would not do: imports swallow it, and torch would close the rendezvous of all hosts.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

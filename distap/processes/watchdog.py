@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from distap.errors import FAILED, CollectiveError
-from distap.processes.exit_statuses import record_outcome
-from distap.processes.roll_call import Party
+from distap.processes.lifetime import record_outcome
+from distap.processes.meeting import Party
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3.0
@@ -65,12 +65,7 @@ class _Beat:
 
 
 class Watchdog:
-    """Watches the collectives of one rank, from `start` to `stop`.
-
-    Args:
-        party: the ranks, and the store where they meet.
-        timeout_seconds: how long a collective may take.
-    """
+    """Watches the collectives of one rank until `stop`; each may take `timeout_seconds`."""
 
     def __init__(self, party: Party, timeout_seconds: float) -> None:
         self.party, self.timeout_seconds = party, timeout_seconds
@@ -92,26 +87,22 @@ class Watchdog:
         self._store = party.store.clone()  # a connection serves one call at a time
         self._beating = threading.Thread(target=self._beat, name="distap-beat", daemon=True)
         self._judging = threading.Thread(target=self._judge, name="distap-judge", daemon=True)
-
-    def start(self) -> "Watchdog":
         self._beating.start()
         self._judging.start()
-        return self
 
     def stop(self, farewell: str = "finished") -> None:
         """Tell the other ranks why this one leaves, and end the threads."""
-        patience = self._silence
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + self._silence
         self._farewell = farewell
         # The store ends with the process that serves it, and the others may still want to read this farewell.
         while self.party.serves and time.monotonic() < deadline and not all(map(_has_left, self._others.values())):
             self._look_at_once()
         self._leaving.set()
         self._awake.set()
-        self._beating.join(patience)
+        self._beating.join(self._silence)
         self._stopped.set()
         self._condemned.set()
-        self._judging.join(patience)
+        self._judging.join(self._silence)
 
     @property
     def activity(self) -> tuple[str, float]:
@@ -119,19 +110,13 @@ class Watchdog:
         return self._activity, time.monotonic() - self._active_since
 
     def note(self, activity: str) -> None:
-        """Set what this rank does from now on, such as `describe of step 12`."""
         self._activity, self._active_since = activity, time.monotonic()
 
     @contextmanager
     def collective(self, name: str, channel: str = "", device: torch.device | None = None) -> Iterator[None]:
-        """Watch the enclosed collective.
+        """Watch the enclosed collective; raise a CollectiveError if the network or another rank makes it fail.
 
-        Args:
-            name: appears in messages.
-            channel: the process group; every rank enters the collectives of a channel in the same order.
-            device: the device that runs it.
-        Raises:
-            CollectiveError: the network or another rank made it fail, or there is a verdict already.
+        Every rank enters the collectives of a `channel`, a process group, in the same order.
         """
         if self.verdict is not None:
             raise CollectiveError(self.verdict)
@@ -219,10 +204,8 @@ class Watchdog:
             woken = now
             unfinished = next((one for one in self._open if not one.is_over()), None)
             if unfinished is not None and now - unfinished.since > self.timeout_seconds:
-                self._condemn(
-                    f"{self._here(unfinished.name)} did not finish within {self.timeout_seconds:g} s: "
-                    f"{self._reasons(unfinished)}"
-                )
+                late = f"did not finish within {self.timeout_seconds:g} s"
+                self._condemn(f"{self._here(unfinished.name)} {late}: {self._reasons(unfinished)}")
             elif now - self._store_heard > self.timeout_seconds:
                 self._condemn(f"{self._here(unfinished.name if unfinished else '')} cannot go on: {self._reasons()}")
         if not self._stopped.is_set():
@@ -274,9 +257,8 @@ class Watchdog:
                 found.append(f"{member} has not been heard of for {silent:.0f} s; it was in {doing}")
             elif collective is not None and said.get("begun", {}).get(collective.channel, 0) < collective.number:
                 found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
-        return (
-            _listed(found) or "every rank has begun it, so one may hang in it, or the network between them is broken"
-        )
+        all_here = "every rank has begun it, so one may hang in it, or the network between them is broken"
+        return _listed(found) or all_here
 
 
 def is_of_the_network(error: BaseException) -> bool:

@@ -14,8 +14,7 @@ LARGEST_LABEL = torch.iinfo(torch.int64).max
 def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> None:
     """Raise a DistapError on all ranks if any handed `rank` what cannot be ranked."""
     kind = f"(b, {', '.join(map(str, descriptors.shape[1:]))}) of {descriptors.dtype}"
-    said = world.gather_texts([kind, _problem(descriptors, labels) or ""], 2 * world.size)
-    kinds, problems = said[: world.size], said[world.size :]
+    kinds, problems = zip(*world.gather_values([kind, _problem(descriptors, labels)]), strict=True)
     if len(set(kinds)) > 1:
         by_rank = [f"rank {rank} has {each}" for rank, each in enumerate(kinds)]
         raise DistapError(f"the ranks were given descriptors of different kinds: {'; '.join(by_rank)}")

@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import TCPServer
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from distap.errors import DistapError
 from distap.processes.watchdog import Watchdog
@@ -46,11 +47,7 @@ class Endpoint:
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
-        """Serve http://address:port from a thread while this is entered; without a port, serve nothing.
-
-        Raises:
-            DistapError: the port is taken, or the address is not this host's.
-        """
+        """Serve http://address:port from a thread while this is entered; without a port, serve nothing."""
         if port is None:
             yield self
             return
@@ -59,9 +56,8 @@ class Endpoint:
             server = make_server(address, port, self.answer, server_class, _SilentHandler)
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise DistapError(
-                f"metrics.port: cannot listen on {address}:{port}: {reason}; choose another, or null for none"
-            ) from error
+            problem = f"cannot listen on {address}:{port}: {reason}"
+            raise DistapError(f"metrics.port: {problem}; choose another, or null for none") from error
         with server:
             Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
             try:
@@ -80,12 +76,11 @@ class Endpoint:
 
     def answer(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         """Answer a request, as a WSGI application."""
-        path, method = request.get("PATH_INFO", "/"), request["REQUEST_METHOD"]
+        path, is_post = request.get("PATH_INFO", "/"), request["REQUEST_METHOD"] == "POST"
         if path == "/metrics":
-            answer: Iterable[bytes] = make_wsgi_app(self.registry)(request, start)
-            return answer
+            return cast(Iterable[bytes], make_wsgi_app(self.registry)(request, start))
         if path == "/trace":
-            status, content = self._traced(request) if method == "POST" else (HTTPStatus.METHOD_NOT_ALLOWED, {})
+            status, content = self._traced(request) if is_post else (HTTPStatus.METHOD_NOT_ALLOWED, {})
         elif path == "/healthz":
             status, content = self._health()
         elif path == "/readyz":
@@ -101,7 +96,7 @@ class Endpoint:
         return [body]
 
     def _health(self) -> tuple[HTTPStatus, dict[str, Any]]:
-        fault = self.watchdog.verdict if self.watchdog is not None else None
+        fault = self.watchdog and self.watchdog.verdict
         status, content = self._said("leaving after a fault" if fault else None, "healthy")
         return status, content | ({"fault": fault} if fault else {})
 
@@ -117,9 +112,8 @@ class Endpoint:
         client = ipaddress.ip_address(request["REMOTE_ADDR"])
         mapped = client.ipv4_mapped if isinstance(client, ipaddress.IPv6Address) else None
         if not (mapped or client).is_loopback:
-            return HTTPStatus.FORBIDDEN, {
-                "error": "ask for traces from this host; kubectl port-forward counts as this host"
-            }
+            error = "ask for traces from this host; kubectl port-forward counts as this host"
+            return HTTPStatus.FORBIDDEN, {"error": error}
         given = parse_qs(request.get("QUERY_STRING", "")).get("steps", [str(STEPS)])[-1]
         steps = int(given) if given.isdecimal() and len(given) < 4 else 0
         if not 1 <= steps <= MOST_STEPS:
@@ -128,21 +122,18 @@ class Endpoint:
         if reason:
             return HTTPStatus.CONFLICT, {"error": f"there are no steps to trace: {reason}"}
         self.ask_trace(steps)
-        which = "from the next one on, or behind a trace that is under way"
-        return HTTPStatus.ACCEPTED, {"status": f"every rank traces {steps} steps, {which}"}
+        told = f"every rank traces {steps} steps, from the next one on, or behind a trace that is under way"
+        return HTTPStatus.ACCEPTED, {"status": told}
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _Server(ThreadingWSGIServer):
     """Runs a thread for each request, so that a slow client delays no probe."""
 
-    daemon_threads = True
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a client that went away at debug level only."""
         logger.debug("a request of %s was broken off", client_address, exc_info=True)
 
     def server_bind(self) -> None:
-        """Bind without asking the name service for this host's name, as the base class does: it may not answer."""
+        # The base class asks the name service for this host's name, and it may not answer.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -156,4 +147,4 @@ class _SilentHandler(WSGIRequestHandler):
     timeout = 30  # seconds in which a client has to send its request
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Log nothing: probes come every few seconds."""
+        pass  # probes come every few seconds

@@ -22,7 +22,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
@@ -46,7 +45,7 @@ origin = LogOrigin()
 
 
 def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
-    """Log lines to the standard error from now on: all of rank 0 and a launcher (None), else warnings and errors."""
+    """Log lines to the standard error: all of rank 0 and a launcher (None), warnings and errors of other ranks."""
     origin.run, origin.rank, origin.form = run, rank, form
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
@@ -133,12 +132,7 @@ def _word(value: object) -> str:
     return json.dumps(text) if " " in text else text
 
 
-def _log_uncaught(
-    kind: type[BaseException],
-    error: BaseException | None,
-    trace: TracebackType | None,
-    thread: threading.Thread | None = None,
-) -> None:
+def _log_uncaught(kind: type, error: Any, trace: Any, thread: threading.Thread | None = None) -> None:
     if error is not None and not isinstance(error, SystemExit):
         where = f"{thread.name}: " if thread is not None else ""
         logger.critical("%s%s: %s", where, kind.__name__, error, exc_info=(kind, error, trace))

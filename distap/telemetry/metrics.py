@@ -9,7 +9,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -39,19 +38,10 @@ OF_RANK: dict[str, tuple[Any, ...]] = {
     "step": (Gauge, "step", "Steps behind the present state"),
     "last_step": (Gauge, "last_step_timestamp_seconds", "When the last step ended"),
     "restarts": (Gauge, "restarts", "Times that the launcher has started the ranks again"),
-    "startup_seconds": (
-        Gauge,
-        "startup_duration_seconds",
-        "Seconds from the cold process to the first step",
-        "phase",
-    ),
+    "startup_seconds": (Gauge, "startup_duration_seconds", "Seconds from cold process to first step", "phase"),
     "host_memory": (Gauge, "host_memory_peak_bytes", "Greatest resident memory so far"),
     "device_memory": (Gauge, "device_memory_peak_bytes", "Greatest GPU memory so far"),
-    "device_utilization": (
-        Gauge,
-        "device_utilization_ratio",
-        "Share of the last second in which the GPU computed, NaN without one",
-    ),
+    "device_utilization": (Gauge, "device_utilization_ratio", "GPU's busy share of the last second, NaN without one"),
 }
 GLOBAL: dict[str, tuple[Any, ...]] = {
     "ranks": (Gauge, "world_size_ranks", "Ranks of the training"),
@@ -84,38 +74,24 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
 
 
 class TrainingMetrics(SimpleNamespace):
-    """The metrics of one rank, of which the first also exports what is global.
+    """The metrics of one rank, of which the first also exports what is global. Each name above is an attribute."""
 
-    Each name in the tables above is an attribute. `batch` is the size of a global batch, and an image can be left out
-    for `skip_reasons`.
-    """
-
-    def __init__(
-        self,
-        is_first: bool,
-        ranks: int,
-        batch: int,
-        skip_reasons: tuple[str, ...],
-        registry: CollectorRegistry | None = None,
-    ) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self, is_first: bool, skip_reasons: tuple[str, ...], registry: CollectorRegistry) -> None:
         # On the other ranks global metrics go to a registry that nobody reads, so that no caller has to ask its rank.
-        elsewhere = self.registry if is_first else CollectorRegistry()
-        for table, where in ((OF_RANK, self.registry), (GLOBAL, elsewhere)):
+        elsewhere = registry if is_first else CollectorRegistry()
+        for table, where in ((OF_RANK, registry), (GLOBAL, elsewhere)):
             for attribute, (kind, name, text, *labels) in table.items():
                 options = {"buckets": BUCKETS} if kind is Histogram else {}
                 metric = kind(name, text, labels, namespace="distap", registry=where, **options)
                 setattr(self, attribute, metric)
-        ProcessCollector(registry=self.registry)
-        Info("build", "Versions", namespace="distap", registry=self.registry).info(
+        ProcessCollector(registry=registry)
+        Info("build", "Versions", namespace="distap", registry=registry).info(
             {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
         )
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device_utilization.set_function(lambda: _utilization(gpu))
         self.restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-        self.ranks.set(ranks)
-        self.batch.set(batch)
         # Series that exist from the start can be alerted on before their first event.
         for metric, values in (
             (self.stage_seconds, (*STAGES, *BETWEEN_STEPS)),
@@ -136,7 +112,7 @@ class TrainingMetrics(SimpleNamespace):
         """
         self.steps.inc()
         self.step.set(step)
-        self.last_step.set(time.time())
+        self.last_step.set_to_current_time()
         self.images.labels("describe").inc(images)
         self.images.labels("replay").inc(images * figures["replayed_share"])
         self.images_per_second.set(images / seconds["step"])
@@ -151,31 +127,6 @@ class TrainingMetrics(SimpleNamespace):
         if torch.cuda.is_available():
             self.device_memory.set(torch.cuda.max_memory_allocated())
 
-    def observe_reading(self, traffic: tuple[int, int, int, int], spool_size: int, spool_limit: int) -> None:
-        """Record how this rank's share of a step was read; the bytes of the spool file are 0 without one."""
-        read_bytes, retries, hits, misses = traffic
-        self.read_bytes.inc(read_bytes)
-        self.read_retries.inc(retries)
-        self.cache_requests.labels("hit").inc(hits)
-        self.cache_requests.labels("miss").inc(misses)
-        self.spool_size.set(spool_size)
-        self.spool_limit.set(spool_limit)
-
-    def observe_evaluation(self, dataset: str, figures: Mapping[str, float]) -> None:
-        """Record the figures of a data set, by name, from 0 to 1."""
-        for name, value in figures.items():
-            self.evaluation.labels(dataset, name).set(value)
-        if "mAP" in figures:
-            self.validation.labels(dataset).set(figures["mAP"])
-
-    def observe_checkpoint(self, step: int, seconds: float, blocked_seconds: float, size: int) -> None:
-        """Record a checkpoint of `size` bytes; training waited for `blocked_seconds` of its `seconds`."""
-        self.checkpoint_step.set(step)
-        self.stage_seconds.labels("checkpoint").observe(blocked_seconds)
-        self.checkpoint_seconds.observe(seconds)
-        self.checkpoint_bytes.set(size)
-        self.checkpoint_time.set(time.time())
-
 
 def _utilization(gpu: int | None) -> float:
     """Return a GPU's utilisation from 0 to 1; NaN if there is none, no nvidia-ml-py, or only a slice (MIG)."""
@@ -189,5 +140,4 @@ def _utilization(gpu: int | None) -> float:
 
 def host_memory_peak() -> int:
     """Return the greatest resident memory of this process so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -49,20 +49,16 @@ def run_log_from(folder: Path, step: int) -> JsonLinesFile:
 
 
 def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
-    """Append to folder/not_finite.jsonl a step that was not applied since `what` was not finite.
+    """Append to folder/not_finite.jsonl a step that was not applied, with the keys of its images.
 
-    `keys` name its images. Entries of earlier attempts at a step stay, since they are what a person looks for.
+    Entries of earlier attempts at a step stay, since they are what a person looks for.
     """
     with closing(JsonLinesFile(folder / NOT_FINITE_LOG)) as lines:
         lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})
 
 
 def read_run_log(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's log; a last line that an interruption cut short is left out.
-
-    Raises:
-        DistapError: there is no log, or another line is damaged.
-    """
+    """Read the lines of a run's log; a last line that an interruption cut short is left out."""
     path = folder / RUN_LOG
     if not path.is_file():
         raise DistapError(f"{path}: no such run log; a training writes it into its run folder")

@@ -51,8 +51,7 @@ def training_progress(steps: int, done: int, shown: bool) -> Iterator[Callable[.
 def counting(description: str, total: int, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Open a bar over images with their number a second; without a terminal, print one line at the end.
 
-    Yield a function to call with the number of images done since. The `done` images of an earlier run do not count
-    for the speed.
+    Yield a function of the number of images done since; the `done` images of an earlier run do not count as speed.
     """
     started, most = time.monotonic(), 0
 
@@ -128,7 +127,7 @@ def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
 
 
 def set_up_early_logging(overrides: Sequence[str], rank: int | None) -> None:
-    """Log JSON if the overrides ask for it, so that an error in the recipe itself is JSON too."""
+    """Log JSON if the overrides ask for it, so that an error in the recipe is JSON too."""
     if "logs.format=json" in overrides:
         log_lines("json", "", rank)
 
@@ -145,6 +144,5 @@ class _ConsoleHandler(logging.Handler):
     """Prints above a progress bar, not through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        console.print(
-            self.format(record), markup=False, style="yellow" if record.levelno >= logging.WARNING else None
-        )
+        style = "yellow" if record.levelno >= logging.WARNING else None
+        console.print(self.format(record), markup=False, style=style)

@@ -10,8 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 STEPS, MOST_STEPS = 1, 20  # one step of thousands of images makes a large file already
 QUIET = "99"
@@ -46,12 +45,9 @@ class Tracer:
             return
         # The profiler's library would print its begin and end, and an error if there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
         self._first, self._last, self._agreed = done + 1, done + self._agreed, 0
         try:
-            profiler = profile(activities=activities, acc_events=True)
+            profiler = profile(acc_events=True)
             profiler.start()
         except Exception as error:
             logger.warning("rank %d does not trace step %d to %d: %s", self._rank, self._first, self._last, error)

@@ -33,7 +33,9 @@ class RunReport:
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
         self.recipe, self.world, self.batch = recipe, world, batch
-        self.metrics = TrainingMetrics(world.rank == 0, world.size, batch, REASONS, endpoint.registry)
+        self.metrics = TrainingMetrics(world.rank == 0, REASONS, endpoint.registry)
+        self.metrics.ranks.set(world.size)
+        self.metrics.batch.set(batch)
         self.metrics.replay_drift_limit.set(recipe.max_drift)
         self.metrics.checkpoint_interval.set(recipe.checkpoint.every)
         self.metrics.planned_steps.set(recipe.steps)
@@ -109,7 +111,13 @@ class RunReport:
             if name not in self.damaged:
                 logger.warning("step %d: %s left out", step, name)
             self.damaged.add(name)
-        self.metrics.observe_reading(share.traffic, share.held.spool_size_bytes, share.held.spool_limit_bytes)
+        read_bytes, retries, hits, misses = share.traffic
+        self.metrics.read_bytes.inc(read_bytes)
+        self.metrics.read_retries.inc(retries)
+        self.metrics.cache_requests.labels("hit").inc(hits)
+        self.metrics.cache_requests.labels("miss").inc(misses)
+        self.metrics.spool_size.set(share.held.spool_size_bytes)
+        self.metrics.spool_limit.set(share.held.spool_limit_bytes)
 
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
         """Report a step that was not applied since its loss or gradient is not finite; `keys` name its images."""
@@ -125,7 +133,11 @@ class RunReport:
             told = "%s: the checkpoint cannot be written: %s; the one before stays the newest"
             logger.error(told, written.path, written.error)
             return
-        self.metrics.observe_checkpoint(written.step, written.seconds, written.blocked_seconds, written.bytes)
+        self.metrics.checkpoint_step.set(written.step)
+        self.metrics.stage_seconds.labels("checkpoint").observe(written.blocked_seconds)
+        self.metrics.checkpoint_seconds.observe(written.seconds)
+        self.metrics.checkpoint_bytes.set(written.bytes)
+        self.metrics.checkpoint_time.set_to_current_time()
         blocked = {"checkpoint": written.blocked_seconds}
         self._write(written.step, seconds=blocked, writing_seconds=written.seconds, bytes=written.bytes)
 
@@ -133,7 +145,10 @@ class RunReport:
         """Report an evaluation after a step; `figures` are by data set, those of the validation set first."""
         self.metrics.stage_seconds.labels("evaluation").observe(seconds)
         for name, of_set in figures.items():
-            self.metrics.observe_evaluation(name, of_set)
+            for figure, value in of_set.items():
+                self.metrics.evaluation.labels(name, figure).set(value)
+            if "mAP" in of_set:
+                self.metrics.validation.labels(name).set(of_set["mAP"])
             shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in of_set.items())
             logger.info("step %d: %s %s", step, name, shown)
         first, *others = figures

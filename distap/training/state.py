@@ -10,7 +10,7 @@ from typing import Any
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.finding import Found, newest_checkpoint, probe
 from distap.checkpoint.folder import Checkpoint, best_checkpoint, set_aside
-from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
@@ -49,7 +49,7 @@ class RunState:
         self._stored: StoredRun | None = None
         if section.store is not None:
             store = storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
-            self._stored = StoredRun(store, section.keep, section.keep_best, BESIDE, NOT_FINITE_LOG)
+            self._stored = StoredRun(store, BESIDE, NOT_FINITE_LOG)
         self._writer = CheckpointWriter(
             self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds, self._stored
         )
@@ -75,14 +75,12 @@ class RunState:
         for name in found.passed_over:
             self._set_aside(name)
         if self._stored is None:
-            path = best_checkpoint(self.folder)
-            return None if path is None else read_manifest(path).score
+            return best_checkpoint(self.folder)[0]
         if found.name is None:
             self._stored.add(found.checkpoint.path, found.checkpoint.manifest)
         else:
             self._stored.fetch_beside(self.recipe.run)
-        best = self._stored.best()
-        return None if best is None else self._stored.manifest(best).score
+        return self._stored.best()[0]
 
     def _set_aside(self, name: str) -> None:
         where = str(self.folder / name) if self._stored is None else self._stored.where(name)

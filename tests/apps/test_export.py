@@ -18,6 +18,7 @@ from networks import random_network
 from PIL import Image
 from safetensors import safe_open
 from small_trainings import train
+from stores import found_checkpoint
 from torch import nn
 
 from distap.apps.export import formats
@@ -25,7 +26,6 @@ from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, sizes_to_try
 from distap.apps.export.formats import exportable, program_of, save_onnx, save_program, size_ranges
 from distap.apps.export.to_folder import ExportSettings, export_to_folder
-from distap.checkpoint.finding import find_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -195,7 +195,7 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
 
 
 def test_a_card_names_the_weights_that_training_began_with(exported):
-    origin = origin_of(find_checkpoint(exported.run), exported.recipe)
+    origin = origin_of(found_checkpoint(exported.run), exported.recipe)
     changes = {"backbone": TimmBackbone("resnet50.a1_in1k"), "weights": TimmWeights()}
     model = exported.recipe.model.model_copy(update=changes)
     began = replace(origin, recipe=exported.recipe.model_copy(update={"model": model}))
@@ -205,7 +205,7 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
 
 
 def test_a_card_passes_on_no_key_to_a_storage(exported):
-    origin = origin_of(find_checkpoint(exported.run), exported.recipe)
+    origin = origin_of(found_checkpoint(exported.run), exported.recipe)
     remote = RemoteSettings(options={"s3": {"key": "its name", "secret": "its secret"}})
     train = "https://user:word@a.example/shards/train?signature=abc"
     data = exported.recipe.data.model_copy(update={"remote": remote, "train": train})
@@ -216,7 +216,7 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
 
 
 def test_figures_of_another_state_are_not_told(exported):
-    checkpoint = find_checkpoint(exported.run)
+    checkpoint = found_checkpoint(exported.run)
     other = replace(checkpoint, manifest=replace(checkpoint.manifest, score=0.25))
     origin = origin_of(other, exported.recipe)
     assert origin.figures == {exported.recipe.data.validation: {"mAP": 0.25}} and origin.validation is None

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from stores import newest_on_disk
+from stores import found_checkpoint, newest_on_disk
 
-from distap.checkpoint.finding import find_checkpoint
 from distap.checkpoint.folder import best_checkpoint, list_checkpoints, set_aside
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest, write_manifest
 from distap.checkpoint.tensors import write_tensors
@@ -53,8 +52,8 @@ def rewrite_manifest(path):
 
 def test_what_is_saved_is_loaded(tmp_path):
     written = save(tmp_path / "checkpoints", 3)
-    checkpoint = find_checkpoint(tmp_path)
-    assert checkpoint.path == written.path == find_checkpoint(written.path).path
+    checkpoint = found_checkpoint(tmp_path)
+    assert checkpoint.path == written.path == found_checkpoint(written.path).path
     assert written.error is None
     assert written.bytes == sum(
         file.stat().st_size for file in written.path.iterdir() if file.name != "manifest.json"
@@ -79,20 +78,20 @@ def test_training_goes_on_and_changes_the_state_while_it_is_written(tmp_path, mo
     assert list_checkpoints(tmp_path) == []
     may_write.set()
     assert writer.wait().error is None
-    assert not find_checkpoint(list_checkpoints(tmp_path)[0]).tensors()["a"].any()
+    assert not found_checkpoint(list_checkpoints(tmp_path)[0]).tensors()["a"].any()
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     save(tmp_path, 1, 2, 3, 10, 20, keep=2, scores=(0.1, 0.5, 0.3))
     assert names(tmp_path) == ["step-00000002", "step-00000010", "step-00000020"]
-    assert best_checkpoint(tmp_path).name == "step-00000002"
+    assert best_checkpoint(tmp_path)[1].name == "step-00000002"
 
 
 def test_the_best_of_a_run_is_found(tmp_path):
     save(tmp_path / "checkpoints", 1, 2, 3, scores=(0.1, 0.5, 0.3))
-    assert find_checkpoint(tmp_path, best=True).step == 2
+    assert found_checkpoint(tmp_path, best=True).step == 2
     with pytest.raises(DistapError, match="no checkpoint there has been evaluated"):
-        find_checkpoint(tmp_path.parent, best=True)
+        found_checkpoint(tmp_path.parent, best=True)
 
 
 def test_an_unfinished_checkpoint_is_no_checkpoint_and_the_next_one_removes_it(tmp_path):
@@ -145,7 +144,7 @@ def test_thirty_flipped_bits_are_found_and_the_checkpoint_before_is_used(tmp_pat
         assert passed_over == [newest.name]
         assert "step-00000002: damaged checkpoint" in caplog.text
         with pytest.raises(DamagedCheckpointError, match="step-00000002: damaged checkpoint"):
-            find_checkpoint(newest)
+            found_checkpoint(newest)
         file.write_bytes(whole[file])
     assert newest_on_disk(tmp_path, World())[0].step == 2
 
@@ -194,7 +193,7 @@ def test_evil_metadata_run_no_code(tmp_path):
     (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "written")))
     rewrite_manifest(path)
     with pytest.raises(DamagedCheckpointError, match=r"io\.open is no part of a checkpoint's metadata"):
-        find_checkpoint(path).tensors()
+        found_checkpoint(path).tensors()
     assert not (tmp_path / "written").exists()
 
 
@@ -220,7 +219,7 @@ def repickle(path, *attributes):
 def test_metadata_of_another_python_are_read(tmp_path):
     path = save(tmp_path, 1).path
     repickle(path)
-    assert torch.equal(find_checkpoint(path).tensors()["network.a"], TENSORS["network.a"])
+    assert torch.equal(found_checkpoint(path).tensors()["network.a"], TENSORS["network.a"])
 
 
 def test_metadata_reach_no_attribute_but_members_of_enums(tmp_path):
@@ -229,7 +228,7 @@ def test_metadata_reach_no_attribute_but_members_of_enums(tmp_path):
     with pytest.raises(
         DamagedCheckpointError, match=r"an attribute of .*Size.* is no part of a checkpoint's metadata"
     ):
-        find_checkpoint(path).tensors()
+        found_checkpoint(path).tensors()
 
 
 def test_evil_tensor_files_run_no_code(tmp_path):
@@ -237,7 +236,7 @@ def test_evil_tensor_files_run_no_code(tmp_path):
     torch.save({"a": Evil(tmp_path / "written")}, path / "__0_0.distcp")
     rewrite_manifest(path)
     with pytest.raises(DamagedCheckpointError):
-        find_checkpoint(path).tensors()
+        found_checkpoint(path).tensors()
     assert not (tmp_path / "written").exists()
 
 
@@ -252,7 +251,7 @@ def test_pickled_bytes_among_the_tensors_are_not_loaded(tmp_path):
     (tmp_path / "written").unlink(missing_ok=True)
     rewrite_manifest(path)
     with pytest.raises(DamagedCheckpointError, match=r"something else than tensors|no part of a checkpoint"):
-        find_checkpoint(path).tensors()
+        found_checkpoint(path).tensors()
     assert not (tmp_path / "written").exists()
 
 
@@ -266,7 +265,7 @@ def test_metadata_lead_to_no_file_outside_the_checkpoint(tmp_path):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     rewrite_manifest(path)
     with pytest.raises(DamagedCheckpointError, match="names a foreign file"):
-        find_checkpoint(path).tensors()
+        found_checkpoint(path).tensors()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def test_a_manifest_lists_the_files_of_a_checkpoint_and_no_others(tmp_path, chan
     else:
         write_manifest(path, replace(manifest, files={n: f for n, f in manifest.files.items() if n != name}))
     with pytest.raises(DamagedCheckpointError, match="lists other files than a checkpoint's"):
-        find_checkpoint(path)
+        found_checkpoint(path)
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
@@ -296,7 +295,7 @@ def test_what_is_no_file_is_not_read(tmp_path):
     (path / "__0_0.distcp").unlink()
     (path / "__0_0.distcp").symlink_to("/dev/zero")
     with pytest.raises(DamagedCheckpointError, match="__0_0"):
-        find_checkpoint(path)
+        found_checkpoint(path)
 
 
 def test_a_tensor_that_is_larger_than_the_files_is_refused_before_there_is_memory_for_it(tmp_path):
@@ -307,7 +306,7 @@ def test_a_tensor_that_is_larger_than_the_files_is_refused_before_there_is_memor
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     rewrite_manifest(path)
     with pytest.raises(DamagedCheckpointError, match=r"network\.a is to have 140,737,488,355,328 bytes"):
-        find_checkpoint(path).tensors()
+        found_checkpoint(path).tensors()
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"recipe": 1}', "1e999"])
@@ -316,7 +315,7 @@ def test_a_state_without_what_is_needed_is_damaged(tmp_path, content):
     (path / "state.json").write_text(content)
     rewrite_manifest(path)
     with pytest.raises(DamagedCheckpointError, match=r"state\.json has no recipe"):
-        find_checkpoint(path).state("recipe")
+        found_checkpoint(path).state("recipe")
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_spoil_the_new_one(tmp_path, monkeypatch, caplog):
@@ -334,7 +333,7 @@ def test_a_checkpoint_of_an_earlier_distap_is_refused_as_such(tmp_path):
     path.mkdir()
     (path / "state.pt").touch()
     with pytest.raises(DistapError, match="an earlier version of distap"):
-        find_checkpoint(path)
+        found_checkpoint(path)
 
 
 def test_a_manifest_of_another_format_is_refused_as_such(tmp_path, monkeypatch):
@@ -344,14 +343,14 @@ def test_a_manifest_of_another_format_is_refused_as_such(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert json.loads(text)["format"] == 3
     with pytest.raises(DistapError, match="format 3 of checkpoints"):
-        find_checkpoint(path)
+        found_checkpoint(path)
 
 
 def test_no_checkpoint_is_an_error(tmp_path):
     with pytest.raises(DistapError, match="no checkpoint there"):
-        find_checkpoint(tmp_path)
-    with pytest.raises(DistapError, match="no such checkpoint"):
-        find_checkpoint(tmp_path / "step-00000005")
+        found_checkpoint(tmp_path)
+    with pytest.raises(DistapError, match="no checkpoint there"):
+        found_checkpoint(tmp_path / "step-00000005")
 
 
 def _save_on_rank(world, folder):

@@ -145,18 +145,16 @@ def test_what_was_sent_without_its_manifest_is_no_checkpoint_and_the_next_one_re
     assert not half.exists()
 
 
-def test_the_newest_and_the_best_stay_in_the_store(tmp_path):
-    stored = stored_at(f"file://{tmp_path}/store", keep=2)
-    save(stored, tmp_path / "run", 1, 2, 3, 10, 20, scores=(0.1, 0.5, 0.3))
+def test_the_newest_and_the_best_stay_in_the_store(tmp_path, stored):
+    save(stored, tmp_path / "run", 1, 2, 3, 10, 20, scores=(0.1, 0.5, 0.3), keep=2)
     assert steps(stored) == [2, 10, 20]
-    assert stored.manifest(stored.best()).step == 2
+    assert stored.manifest(stored.best()[1]).step == 2
 
 
-def test_as_many_stay_in_the_store_as_the_recipe_says(tmp_path):
-    stored = stored_at(f"file://{tmp_path}/store", keep=4)
+def test_as_many_stay_in_the_store_as_the_recipe_says(tmp_path, stored):
     kept = []
     for step in range(1, 7):
-        save(stored, tmp_path / "run", step)
+        save(stored, tmp_path / "run", step, keep=4)
         kept.append(steps(stored))
     assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
 
@@ -169,17 +167,17 @@ def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_st
     assert steps(stored) == [1, 2]
     assert stored.names()[0] == before[0]
     assert stored.names()[1] != before[1]
-    assert stored.manifest(stored.best()).score == 0.7
+    assert stored.best()[0] == 0.7
 
 
 @pytest.mark.parametrize("kind", ["store", "disk"])
 def test_nothing_is_removed_while_the_best_may_be_one_that_cannot_be_read(tmp_path, monkeypatch, caplog, kind):
-    stored = stored_at(f"file://{tmp_path}/store", keep=1) if kind == "store" else None
+    stored = stored_at(f"file://{tmp_path}/store") if kind == "store" else None
     with monkeypatch.context() as patch:
         patch.setattr("distap.checkpoint.manifest.FORMAT", 3)
         save(stored, tmp_path / "run", 1, scores=(0.9,), keep=1)
     if stored is not None:
-        stored = stored_at(stored.store.base, keep=1)
+        stored = stored_at(stored.store.base)
     for step, score in ((2, 0.1), (3, 0.2)):
         assert save(stored, tmp_path / "run", step, scores=(score,), keep=1).error is None
     folder = tmp_path / ("store" if stored else "run") / "checkpoints"
@@ -188,31 +186,28 @@ def test_nothing_is_removed_while_the_best_may_be_one_that_cannot_be_read(tmp_pa
     assert "format 3 of checkpoints" in caplog.text
 
 
-def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch):
-    stored = stored_at(f"file://{tmp_path}/store", keep=1)
-    save(stored, tmp_path / "run", 1)
+def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch, stored):
+    save(stored, tmp_path / "run", 1, keep=1)
     removed, remove = [], Storage.remove
     monkeypatch.setattr(Storage, "remove", lambda store, name: (removed.append(name), remove(store, name)))
-    save(stored, tmp_path / "run", 2)
+    save(stored, tmp_path / "run", 2, keep=1)
     assert [Path(name).name for name in removed] == ["manifest.json", ".metadata", "__0_0.distcp", "state.json"]
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_does_not_count_among_the_newest(tmp_path):
-    stored = stored_at(f"file://{tmp_path}/store", keep=1)
-    save(stored, tmp_path / "run", 4)
+def test_a_damaged_checkpoint_is_set_aside_and_does_not_count_among_the_newest(tmp_path, stored):
+    save(stored, tmp_path / "run", 4, keep=1)
     stored.set_aside(stored.names()[0])
     assert stored.names() == []
-    save(stored, tmp_path / "run", 2)
+    save(stored, tmp_path / "run", 2, keep=1)
     assert steps(stored) == [2]
-    save(stored, tmp_path / "run", 5)
+    save(stored, tmp_path / "run", 5, keep=1)
     stored.set_aside(stored.names()[0])
     assert [path.name[:13] for path in (tmp_path / "store/checkpoints").iterdir()] == ["step-00000005"]
 
 
-def test_a_later_checkpoint_that_cannot_be_set_aside_does_not_push_new_ones_out(tmp_path):
-    stored = stored_at(f"file://{tmp_path}/store", keep=1)
-    save(stored, tmp_path / "run", 9)
-    save(stored, tmp_path / "run", 2)
+def test_a_later_checkpoint_that_cannot_be_set_aside_does_not_push_new_ones_out(tmp_path, stored):
+    save(stored, tmp_path / "run", 9, keep=1)
+    save(stored, tmp_path / "run", 2, keep=1)
     assert steps(stored) == [2, 9]
 
 

@@ -1,6 +1,7 @@
 """A training of ten steps on a small network, and what it left in its run folder."""
 
-from distap.checkpoint.finding import find_checkpoint
+from stores import found_checkpoint
+
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.telemetry.runlog import read_run_log
@@ -41,4 +42,4 @@ def losses(run):
 
 
 def parameters(run):
-    return find_checkpoint(run).tensors("network.")
+    return found_checkpoint(run).tensors("network.")

@@ -10,6 +10,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from monitors import dashboard, names_in, panel_expressions, rules
+from prometheus_client import CollectorRegistry
 
 from distap.data.images.decoding import REASONS
 from distap.telemetry.metrics import STAGES, TrainingMetrics
@@ -26,12 +27,10 @@ def panels() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """The series of each metric that rank 0 exports, by its name; of a histogram without its buckets."""
-    metrics = TrainingMetrics(is_first=True, ranks=2, batch=8, skip_reasons=REASONS)
+    registry = CollectorRegistry()
+    TrainingMetrics(True, REASONS, registry)
     suffixes = {"counter": ["_total"], "histogram": ["_sum", "_count"], "info": ["_info"], "gauge": [""]}
-    return {
-        family.name: {family.name + suffix for suffix in suffixes[family.type]}
-        for family in metrics.registry.collect()
-    }
+    return {family.name: {family.name + suffix for suffix in suffixes[family.type]} for family in registry.collect()}
 
 
 def lost(given: Any, taken: Any, path: str = "") -> list[str]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,8 +75,17 @@ def test_tensorboard_shows_every_figure_at_its_step_and_none_that_was_lost(train
     assert b"test_resnet" in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
 
 
-def wandb_records(path: Path) -> Iterator[object]:
-    """What `wandb sync` would send: a log of LevelDB's format, behind a header of seven bytes."""
+def wandb_records(path: Path) -> list:
+    """What `wandb sync` would send, up to the exit, which W&B's own process may write after `finish` has returned."""
+    deadline = time.monotonic() + 60
+    while not (records := list(records_so_far(path))) or records[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, records
+        time.sleep(0.05)
+    return records
+
+
+def records_so_far(path: Path) -> Iterator[object]:
+    """A log of LevelDB's format, behind a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = path.read_bytes(), 7, b""
@@ -86,6 +96,8 @@ def wandb_records(path: Path) -> Iterator[object]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         record += data[at + 7 : at + 7 + size]
         at += 7 + size
+        if at > len(data):
+            return
         if kind in (1, 4):  # whole, or its last part
             yield Record.FromString(record)
             record = b""
@@ -153,9 +165,10 @@ def test_no_logger_is_told_a_secret_of_an_address(tmp_path):
     chosen = {"tensorboard": TensorBoard(), "wandb": WeightsAndBiases(mode="offline"), "mlflow": MLflow(store)}
     prepare_loggers(chosen)
     assert log_steps(chosen, logged_run(tmp_path, data={"train": WITH_SECRETS}), [1]) == []
+    records = [record for path in tmp_path.rglob("*.wandb") for record in wandb_records(path)]
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for path in tmp_path.rglob("*.wandb"):  # in whose bytes any text may be cut in two
-        written[path] = b"".join(record.SerializeToString() for record in wandb_records(path))
+    # In the bytes of W&B's file any text may be cut in two.
+    written[Path(".wandb")] = b"".join(record.SerializeToString() for record in records)
     assert [path for path, data in written.items() if b"password" in data] == []
     shown = [path.name for path, data in written.items() if b"https://example.org/{0..9}.tar" in data]
     for place in ("tfevents", ".wandb", "data.train"):

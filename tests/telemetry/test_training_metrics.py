@@ -14,7 +14,7 @@ def scraped_utilization() -> float:
     """What a rank's endpoint answers, with all other metrics."""
     port = free_ports(1)
     with Endpoint().served(port, "127.0.0.1") as endpoint:
-        TrainingMetrics(True, 1, 8, (), endpoint.registry)
+        TrainingMetrics(True, (), endpoint.registry)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
     [sample] = families["distap_device_utilization_ratio"].samples

@@ -16,9 +16,9 @@ from faults import recorded_batches
 from launching import started
 from PIL import Image
 from small_trainings import losses, parameters
+from stores import found_checkpoint
 from trainings import STEPS, Run
 
-from distap.checkpoint.finding import find_checkpoint
 from distap.checkpoint.folder import list_checkpoints
 from distap.config.reading import load_recipe
 from distap.data.shards.index import load_index
@@ -290,7 +290,7 @@ def test_a_step_that_is_not_finite_is_not_applied_but_written_down(tmp_path, tra
 
 
 def parameters_equal(first: Path, second: Path) -> bool:
-    ours, theirs = (find_checkpoint(path).tensors() for path in (first, second))
+    ours, theirs = (found_checkpoint(path).tensors() for path in (first, second))
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

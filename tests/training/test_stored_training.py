@@ -83,7 +83,7 @@ def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(tmp_path, training
     with opened_checkpoint(url, best=True, beside=BESIDE) as best:
         assert best.manifest.score is not None
         assert losses(best.path.parent.parent) == losses(undisturbed)
-    with pytest.raises(DistapError, match="s3://shards/nothing: no checkpoint is there"):
+    with pytest.raises(DistapError, match="s3://shards/nothing: no checkpoint there"):
         trained_network("s3://shards/nothing", World())
 
 

@@ -13,9 +13,9 @@ from images import write_images
 from PIL import Image
 from ranks import on_ranks
 from small_trainings import DESCENT, losses, parameters, recipe, train
+from stores import found_checkpoint
 
 import distap.checkpoint.finding
-from distap.checkpoint.finding import find_checkpoint
 from distap.checkpoint.folder import list_checkpoints
 from distap.data.shards.index import load_index
 from distap.data.shards.packing import pack
@@ -68,7 +68,7 @@ def test_a_memory_is_restored_with_the_checkpoint(tmp_path, training_shards):
     whole, resumed, without = tmp_path / "whole", tmp_path / "resumed", tmp_path / "without"
     train(World(), whole, training_shards, **WITH_MEMORY)
     checkpoint = Path("checkpoints") / "step-00000004"
-    assert len(find_checkpoint(whole / checkpoint).tensors("memory.")["memory.labels"]) == 50
+    assert len(found_checkpoint(whole / checkpoint).tensors("memory.")["memory.labels"]) == 50
     shutil.copytree(whole / checkpoint, resumed / checkpoint)
     train(World(), resumed, training_shards, **WITH_MEMORY)
     assert losses(resumed) == losses(whole)[4:]
@@ -146,7 +146,7 @@ def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_pat
     assert evaluated == [2]
     Trainer(recipe(tmp_path, training_shards, **settings), World()).train()
     assert [entry["step"] for entry in read_run_log(tmp_path) if "validation" in entry] == evaluated
-    assert find_checkpoint(tmp_path, best=True).step == 2
+    assert found_checkpoint(tmp_path, best=True).step == 2
 
 
 @pytest.mark.parametrize(("steps", "checkpoints"), [(2, ["step-00000002"]), (0, [])])
@@ -193,7 +193,7 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert kept == sorted({f"step-{best:08d}", "step-00000006"})
-    assert find_checkpoint(tmp_path, best=True).manifest.score == scores[best]
+    assert found_checkpoint(tmp_path, best=True).manifest.score == scores[best]
     _, network = trained_network(tmp_path, World(), best=True)
     assert isinstance(network.state_dict()["pooling.power"], torch.Tensor)
     # The numbers went up and down between the first, the best and the last.

@@ -1,6 +1,5 @@
 """Describe a data set in parts, each by one rank. The descriptors do not depend on the number of ranks."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -54,11 +53,9 @@ class Extraction:
     is_asked_to_stop: Callable[[], bool] = lambda: False  # then all ranks raise a BrokenOffError
 
     def __post_init__(self) -> None:
-        found = self.images.fingerprint[:12]
-        if not self.world.all_same(int(found, 16)):
-            raise DistapError(
-                f"{self.images.name}: the ranks see different images; rank {self.world.rank} has fingerprint {found}"
-            )
+        if len(set(self.world.gather_values(self.images.fingerprint))) > 1:
+            mine = f"rank {self.world.rank} has fingerprint {self.images.fingerprint[:12]}"
+            raise DistapError(f"{self.images.name}: the ranks see different images; {mine}")
 
     @cached_property
     def numbered_boxes(self) -> dict[int, Box]:
@@ -149,8 +146,8 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
         for start in range(0, len(images) if world.size > 1 else 0, SUMMED_ROWS):
             rows = torch.from_numpy(values[start : start + SUMMED_ROWS]).to(world.device)
             values[start : start + SUMMED_ROWS] = world.sum(rows).cpu().numpy()
-    told = world.gather_texts([json.dumps(list(own_left_out.items()))], world.size)
-    left_out = dict(sorted(tuple(pair) for text in told for pair in json.loads(text)))
+    told = world.gather_values(list(own_left_out.items()))
+    left_out = dict(sorted(tuple(pair) for of_rank in told for pair in of_rank))
     samples = np.flatnonzero(is_described)
     if not len(samples):
         raise DistapError(f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}")

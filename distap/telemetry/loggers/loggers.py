@@ -55,24 +55,16 @@ class Logger(Protocol):
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Take finite figures by name, at a Unix time in seconds; a step may have several lines."""
-        ...
 
     def close(self, outcome: Outcome) -> None:
         """Flush everything; this is the last call."""
-        ...
 
 
 class LoggerSettings(Protocol):
     """A logger's keys in the recipe."""
 
     def prepare(self) -> None:
-        """Import packages and check settings before training starts, without using the network.
-
-        Raises:
-            ImportError: a package is missing.
-            DistapError: a person must mend something else.
-        """
-        ...
+        """Import packages, or raise ImportError, and check settings before training starts, without the network."""
 
     def open(self, run: LoggedRun) -> Logger:
         """Open the logger of a run, or go on with it. The thread that will use the logger calls this."""
@@ -86,10 +78,8 @@ def prepare_loggers(chosen: Mapping[str, LoggerSettings]) -> None:
             settings.prepare()
         except ImportError as error:
             package = f"'distap[{name}]'" if name in REGISTRY["logger"] else "it"
-            raise DistapError(
-                f"loggers.{name}: the package {error.name} is missing; pip install {package}, or leave the logger "
-                f"out ({error})"
-            ) from error
+            remedy = f"pip install {package}, or leave the logger out ({error})"
+            raise DistapError(f"loggers.{name}: the package {error.name} is missing; {remedy}") from error
 
 
 @contextmanager
@@ -102,8 +92,8 @@ def opened_loggers(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Open a run's loggers; yield a function that hands a line of the run's log, with `step` and `time`, to each.
 
-    At most `lines` lines wait for a logger; `count_lost` is called with its name for each line that is lost. At the
-    end all have `close_seconds` together to close.
+    At most `lines` lines wait for a logger; `count_lost` gets its name for each line that is lost. In the end, all
+    loggers together have `close_seconds` to close.
     """
     run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
     outlets = [Outlet(name, settings, run, lines, partial(count_lost, name)) for name, settings in chosen.items()]
