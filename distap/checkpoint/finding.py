@@ -60,7 +60,7 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     else:
         path, folder = Path(where), Path(where, FOLDER)
         is_named = NAME.fullmatch(path.name) is not None
-        named = list(path.parent.glob(path.name))  # empty if there is none
+        named = [path] if path.is_dir() else []
         candidates = named if is_named else [best_checkpoint(folder)[1]] if best else list_checkpoints(folder)
     if not any(candidates):
         lacking = " has been evaluated; evaluation.every does that" if best else "; expected a run or its checkpoint"
