@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from distap.errors import DistapError
-from distap.processes.lifetime import FOLDER, LAUNCHER, STARTED, process_started
+from distap.processes.exit_statuses import FOLDER, LAUNCHER
+from distap.processes.startup import STARTED, process_started
 from distap.processes.stopping import MARGIN_SECONDS, TRACE_SIGNAL, end_when_asked, go_deaf
 
 LONGEST_LINGER_SECONDS = 60.0

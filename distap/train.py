@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from distap.errors import FAILED, FINISHED, DistapError
-from distap.processes.lifetime import Startup, record_outcome
+from distap.processes.exit_statuses import record_outcome
+from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
 from distap.telemetry.loggers.loggers import end_if_hanging
 

@@ -15,7 +15,7 @@ from distap.data.shards.index import load_index
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
 from distap.evaluation.protocols import refuse_seen_classes
-from distap.processes.lifetime import Startup
+from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory
 from distap.step import StepResult

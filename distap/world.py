@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from distap.errors import DistapError
-from distap.processes.lifetime import end_with_launcher
-from distap.processes.meeting import join
+from distap.processes.exit_statuses import end_with_launcher
+from distap.processes.roll_call import join
 from distap.processes.watchdog import Watchdog
 
 # The process group waits this much longer than the watchdog, which can say which rank is missing.

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.registry import NAMES_ONLY, fields_of, problem_of, suggestion
-from distap.storage.remotes import without_secrets
+from distap.storage.redact import without_secrets
 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours
 # Where keys stand that are often looked for elsewhere.

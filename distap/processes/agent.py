@@ -31,8 +31,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from distap.errors import FINISHED, MISTAKE, RESTART, DistapError
-from distap.processes.lifetime import STARTED, recorded_outcomes, status_of
-from distap.processes.meeting import C10D_PORT, answers, await_meeting_point
+from distap.processes.exit_statuses import recorded_outcomes, status_of
+from distap.processes.rendezvous import C10D_PORT, answers, await_meeting_point
+from distap.processes.startup import STARTED
 from distap.processes.stopping import TRACE_SIGNAL, go_deaf
 
 LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from distap.errors import RESTART
-from distap.processes.lifetime import record_outcome
+from distap.processes.exit_statuses import record_outcome
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACE_SIGNAL = signal.SIGUSR1

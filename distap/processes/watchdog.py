@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from distap.errors import FAILED, CollectiveError
-from distap.processes.lifetime import record_outcome
-from distap.processes.meeting import Party
+from distap.processes.exit_statuses import record_outcome
+from distap.processes.roll_call import Party
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3.0

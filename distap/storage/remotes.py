@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -13,6 +12,7 @@ from types import MethodType
 from typing import Any, TypeVar, cast
 
 from distap.errors import FAILED, DistapError
+from distap.storage.redact import find_secret
 from distap.storage.traffic import Traffic
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
@@ -25,16 +25,6 @@ PASSING_CODES = (  # error codes of S3 that another attempt may mend, whatever t
     *("RequestTimeout", "RequestTimeoutException", "PriorRequestNotComplete", "OperationAborted"),
     *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),  # changed or cut short on the way
     *("SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded"),
-)
-# The user of a URL, and a query with a value, which may be a signature.
-_IN_URL = re.compile(r"(?<=://)[^\s/@`'\"]+@|(?<=\S)\?[^\s`'\"]*(?:=|%3D)[^\s`'\"]*")
-# Names of options that hold secrets. The `key` of s3 is only the name of one.
-_SECRET_NAME = re.compile(
-    r"secret|pass(w|phrase)|token|auth(orization)?$|cookie|credential|private|(api|customer|encryption)[-_]?key",
-    re.IGNORECASE,
-)
-_SECRET_TEXT = re.compile(
-    r'"(private_key|refresh_token|client_secret)"\s*:|PRIVATE KEY-----|^ya29\.|^(Basic|Bearer)\s', re.IGNORECASE
 )
 M = TypeVar("M", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="RemoteSettings | None")
@@ -64,7 +54,7 @@ class RemoteSettings:
 
 def without_secret_options(settings: Settings) -> Settings:
     """Return a recipe's settings unchanged; raise a ValueError if an option is a secret."""
-    secret = None if settings is None else _find_secret(settings.options, "options")
+    secret = None if settings is None else find_secret(settings.options, "options")
     if secret is not None:
         raise ValueError(
             f"{secret} is a secret, and a recipe is written into the run's folder. Give it where the package looks "
@@ -72,34 +62,6 @@ def without_secret_options(settings: Settings) -> Settings:
             "GOOGLE_APPLICATION_CREDENTIALS; ~/.netrc for http, with {client_kwargs: {trust_env: true}}"
         )
     return settings
-
-
-def without_secrets(text: str) -> str:
-    """Remove the users and signatures of all URLs in a text."""
-    return _IN_URL.sub("", text)
-
-
-def _find_secret(value: Any, place: str, name: str = "") -> str | None:
-    """Return the place of the first secret among nested options, or None.
-
-    A telling `name` or value makes an option a secret; `place` is its dotted path, such as `options.s3`.
-    """
-    if not value or value is True:
-        return None
-    # The token of gcsfs may also be a method to obtain one, or the path of a file that holds it.
-    is_method = place == "options.gs.token" and isinstance(value, str)
-    if _SECRET_NAME.search(name) and not is_method:
-        return place
-    if isinstance(value, str):
-        return place if _SECRET_TEXT.search(value) or without_secrets(value) != value else None
-    within: list[tuple[str, str, Any]] = []  # name, place, value
-    if isinstance(value, Mapping):
-        within = [(str(key), f"{place}.{key}", inner) for key, inner in value.items()]
-    elif isinstance(value, list | tuple):
-        is_pair = len(value) == 2 and isinstance(value[0], str)  # a header may be given as a pair
-        names = ["", value[0]] if is_pair else [""] * len(value)
-        within = [(names[at], f"{place}.{at}", inner) for at, inner in enumerate(value)]
-    return next((found for name, at, inner in within if (found := _find_secret(inner, at, name)) is not None), None)
 
 
 class MissingFileError(DistapError):

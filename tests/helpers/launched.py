@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from distap.errors import FAILED, FINISHED, RESTART, DistapError
-from distap.processes.lifetime import record_outcome
+from distap.processes.exit_statuses import record_outcome
 from distap.processes.stopping import TRACE_SIGNAL, StopRequest
 from distap.world import World, joined_world
 

@@ -13,7 +13,7 @@ from servers import free_ports
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, DistapError
 from distap.launcher import launch, launch_training
 from distap.processes.agent import Agent, free_lock
-from distap.processes.lifetime import status_of
+from distap.processes.exit_statuses import status_of
 from distap.processes.stopping import TRACE_SIGNAL
 
 ASKED_WHILE_TORCH_IS_READ = """

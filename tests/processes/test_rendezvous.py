@@ -11,7 +11,7 @@ from servers import free_ports
 from torch.distributed.run import get_args_parser
 
 from distap.errors import FINISHED, MISTAKE, RESTART, DistapError
-from distap.processes.meeting import await_meeting_point
+from distap.processes.rendezvous import await_meeting_point
 
 # A pod's own /etc/hosts knows its full name; the one that the others use comes from the name server.
 HOSTS = """127.0.0.1 localhost
@@ -22,7 +22,7 @@ AS_A_POD = 'hostname emoji-0 && mount --bind "$1" /etc/hosts && shift && exec "$
 SAY = """
 import sys
 from torch.distributed.run import get_args_parser
-from distap.processes.meeting import await_meeting_point
+from distap.processes.rendezvous import await_meeting_point
 for endpoint in sys.argv[1:]:
     given = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=join_timeout=9", "any"]
     settings = get_args_parser().parse_args(given)

@@ -23,7 +23,7 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation
 from distap.registry import name_of
 from distap.retrieval.whitening import Whitening
-from distap.storage.remotes import without_secrets
+from distap.storage.redact import without_secrets
 from distap.telemetry.runlog import read_run_log
 
 

@@ -10,7 +10,7 @@ from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.registry import name_of
-from distap.storage.remotes import without_secrets
+from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.loggers import by_path
 
 RECIPE = "/etc/distap/recipe.yaml"

@@ -18,7 +18,7 @@ from distap.apps.k8s.request import Request, parsed_image, quantity_bytes
 from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, sizes_of
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
-from distap.processes.meeting import C10D_PORT
+from distap.processes.rendezvous import C10D_PORT
 from distap.processes.stopping import MARGIN_SECONDS
 from distap.storage.atomic import refuse_foreign, replacing_folder
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distap.data.shards.parallel import forking_context
 from distap.errors import FAILED, DistapError
-from distap.processes.lifetime import die_with_parent
+from distap.processes.exit_statuses import die_with_parent
 from distap.processes.stopping import go_deaf
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 from distap.errors import DistapError
 from distap.registry import REGISTRY
 from distap.storage.atomic import write_whole
-from distap.storage.remotes import without_secrets
+from distap.storage.redact import without_secrets
 
 Outcome = Literal["finished", "stopped", "failed"]
 FAILED_SECONDS = 3.0  # to close after a failure, which the other ranks notice only when this one leaves

@@ -1,20 +1,14 @@
-"""How the hosts of a training meet, and then its ranks.
+"""How ranks call the roll: all join within the time-out, or each raises an error that names the missing ones.
 
-Hosts meet at torchrun's rendezvous. torch waits a minute or two, deaf to signals, and asks only once whether this
-machine is that host. That is too little for pods: pulling another pod's image may take longer, and its name spreads
-over name servers with a delay.
-
-Ranks call the roll: all join within the time-out, or each raises an error that names the missing ones. torchrun's
-store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on the number of
-restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself. Every living rank that
-sees a new number answers to it; when all have answered, rank 0 writes down who they are:
+torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on
+the number of restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself. Every living
+rank that sees a new number answers to it; when all have answered, rank 0 writes down who they are:
 
     distap/attempt          the number of the newest attempt
     distap/N/here/R         rank R's answer to attempt N
     distap/N/result         rank 0's list of members, or an error
 """
 
-import itertools
 import json
 import logging
 import os
@@ -22,82 +16,20 @@ import socket
 import threading
 import time
 import uuid
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import utils as rendezvous
 
-from distap.errors import CollectiveError, DistapError
+from distap.errors import CollectiveError
 
-C10D_PORT = 29400  # torchrun's default
-JOIN_SECONDS = 600  # torchrun's default of join_timeout
-PROBE_SECONDS = 1.0
 POLL_SECONDS = 0.05
 LATE_SECONDS = 2.0  # beyond the time-out, before a call to the store counts as hanging
 T = TypeVar("T")
 logger = logging.getLogger("distap")
-
-
-def await_meeting_point(settings: Namespace) -> None:
-    """Return when someone answers at torchrun's --rdzv-endpoint, or when the endpoint is this machine.
-
-    It also returns when join_timeout of --rdzv-conf is over, so that torch says what is wrong, and at once for other
-    backends than c10d or if is_host says that this machine is the endpoint. If the endpoint is the beginning of this
-    machine's full name, --rdzv-conf gets is_host=1. Settings that cannot be parsed raise a DistapError.
-    """
-    if settings.standalone or settings.rdzv_backend != "c10d" or not settings.rdzv_endpoint:
-        return
-    try:
-        host, port = rendezvous.parse_rendezvous_endpoint(settings.rdzv_endpoint, C10D_PORT)
-    except ValueError as error:
-        where = f"--rdzv-endpoint {settings.rdzv_endpoint}"
-        raise DistapError(f"{where}: expected HOST or HOST:PORT with a port from 0 to 65535: {error}") from error
-    join_seconds, is_host = _configured(settings.rdzv_conf)
-    if str(is_host).lower() in ("1", "true", "t", "yes", "y"):
-        return
-    started = time.monotonic()
-    for probe in itertools.count():
-        if answers(host, port) or time.monotonic() - started > join_seconds:
-            return
-        if is_host is None and _is_this_machine(host):
-            # A name that other hosts share, such as localhost, must not make all of them take themselves for it.
-            if socket.getfqdn().startswith(f"{host}."):
-                settings.rdzv_conf = ",".join(filter(None, (settings.rdzv_conf, "is_host=1")))
-            return
-        if probe == 0:
-            logger.warning("nobody answers at %s:%d yet: waiting for it, %d s at most", host, port, join_seconds)
-        time.sleep(PROBE_SECONDS)
-
-
-def answers(host: str, port: int) -> bool:
-    """Tell whether someone accepts connections there."""
-    with suppress(OSError):
-        socket.create_connection((host, port), PROBE_SECONDS).close()
-        return True
-    return False
-
-
-def _configured(text: str) -> tuple[int, str | None]:
-    try:
-        configured = rendezvous._parse_rendezvous_config(text)
-    except ValueError as error:
-        raise DistapError(f"--rdzv-conf {text}: expected KEY=VALUE,KEY=VALUE: {error}") from error
-    given = configured.get("join_timeout", str(JOIN_SECONDS))
-    if not given.isdecimal() or int(given) < 1:
-        raise DistapError(f"--rdzv-conf {text}: join_timeout {given}: expected whole seconds, 1 or more")
-    return int(given), configured.get("is_host")
-
-
-def _is_this_machine(host: str) -> bool:
-    with suppress(OSError):  # this machine's own name may not be known
-        return rendezvous._matches_machine_hostname(host)  # as torch will ask
-    return False
 
 
 @dataclass(frozen=True)
