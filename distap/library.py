@@ -24,7 +24,15 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import RandomWeights, architecture_of
 from distap.model.network import build_network
 from distap.retrieval.metrics import AT, BLOCK_PAIRS, evaluate_labelled_set
-from distap.retrieval.ranks import NONE, Tiles, negatives_before, padded, precision_at_positives, ranks_of_positives
+from distap.retrieval.ranks import (
+    NONE,
+    Tiles,
+    negatives_before,
+    padded,
+    precision_at_positives,
+    ranks_of_positives,
+    require_finite,
+)
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
 from distap.training.build import trained_network
 from distap.world import World
@@ -85,6 +93,8 @@ class DescriptorNetwork(
             DamagedImageError: an image cannot be decoded.
             DistapError: it is none of these.
         """
+        if isinstance(images, str | Path | bytes | Image.Image):
+            raise DistapError("describe takes several images; put a single one into a list")
         left, parts = iter(images), list[Tensor]()
         while chunk := [*map(_encoded, islice(left, CHUNK))]:
             parts.append(self.describer.describe(chunk))
@@ -111,6 +121,8 @@ class DescriptorNetwork(
                 "sizing": str(described.sizing),
                 "scales": list(described.network.scales),
                 "scale_power": described.network.power,
+                "max_pixels": described.max_pixels,
+                "scaled_decoding": described.scaled,
                 "whitened": described.whitening is not None,
             },
         }
@@ -121,12 +133,13 @@ class DescriptorNetwork(
         cls, *, model_id: str, device: str | torch.device = "cpu", **download: Any
     ) -> "DescriptorNetwork":
         download.pop("config", None)
-        folder = Path(model_id) if Path(model_id).is_dir() else Path(snapshot_download(model_id, **download))
         try:
+            folder = Path(model_id) if Path(model_id).is_dir() else Path(snapshot_download(model_id, **download))
             about = json.loads((folder / CONFIG).read_text("utf-8"))["distap"]
             model = ModelSection.model_validate(about["model"] | {"weights": "random"})
             sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
             whitening = load_whitening(folder) if about["whitened"] else None
+            most, scaled = int(about["max_pixels"]), bool(about["scaled_decoding"])
             state = {f"backbone.{name}": tensor for name, tensor in load_file(folder / BACKBONE).items()}
             state |= load_file(folder / HEAD)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -136,7 +149,7 @@ class DescriptorNetwork(
             network.load_state_dict(state)
         except RuntimeError as error:
             raise DistapError(f"{model_id}: its tensors are not those of its network: {error}") from error
-        return cls(ImageDescriber(network.to(device), sizing, scales, power, whitening), model)
+        return cls(ImageDescriber(network.to(device), sizing, scales, power, whitening, most, scaled=scaled), model)
 
 
 def load(
@@ -151,8 +164,8 @@ def load(
     """Load a trained network for use.
 
     Args:
-        source: a run, one of its checkpoints, the URL of either, a folder that `save_pretrained` or `distap export`
-            wrote, or `hf-hub:NAME`. What follows is for runs and checkpoints; the others say it themselves.
+        source: a run, one of its checkpoints, the URL of either, a folder that `save_pretrained` wrote, or
+            `hf-hub:NAME`. What follows is for runs and checkpoints; the others say it themselves.
         best: take a run's best checkpoint instead of its newest.
         sizing: `crop N`, `side N` or `original`, N pixels; None crops to the recipe's image size.
         scales: factors of an image's size at which it is described.
@@ -182,7 +195,7 @@ def load(
 
 @torch.no_grad()
 def evaluate(
-    descriptors: ArrayLike | Tensor, labels: ArrayLike | Tensor, queries: ArrayLike | None = None
+    descriptors: ArrayLike | Tensor, labels: ArrayLike | Tensor, queries: ArrayLike | Tensor | None = None
 ) -> dict[str, float]:
     """Exact retrieval figures from 0 to 1: mAP, mAP@R, R@1, R@5, R@10, mP@1, mP@5 and mP@10.
 
@@ -194,13 +207,14 @@ def evaluate(
         DistapError: shapes differ, a descriptor is not finite, or no query has an image of its class.
     """
     rows = torch.as_tensor(descriptors)
-    names = np.asarray(labels)
+    names = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
     if rows.ndim != 2 or names.shape != (len(rows),):
         raise DistapError(f"descriptors are {tuple(rows.shape)} and labels {names.shape}; expected (N, C) and (N,)")
+    require_finite(rows)
     classes = np.unique(names, return_inverse=True)[1].reshape(-1)
     if queries is None:
         return evaluate_labelled_set(rows, torch.from_numpy(classes).to(rows.device)).summary()
-    asks = np.asarray(queries)
+    asks = queries.cpu().numpy() if isinstance(queries, Tensor) else np.asarray(queries)
     if asks.shape != names.shape or asks.dtype != bool or asks.all() or not asks.any():
         raise DistapError(
             f"queries are {asks.shape} {asks.dtype}; expected ({len(rows)},) bool, some of them true, some false"

@@ -1,7 +1,7 @@
 """The three stages for any training loop: `loss = multistage(images, labels)`, then `loss.backward()`."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distap.engine.base import OtherForward
@@ -20,8 +20,8 @@ from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode
-from distap.stages.any_batch import AnyBatch, cut_along_rows, rows_of
-from distap.stages.any_network import AnyNetwork, AnyShardedNetwork, refuse_batchnorm, world_of
+from distap.stages.any_batch import AnyBatch, are_alike, cut_along_rows, rows_of
+from distap.stages.any_network import AnyNetwork, AnyShardedNetwork, refuse_unusable, world_of
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStages
 from distap.world import World
@@ -64,7 +64,7 @@ class Multistage(nn.Module):
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
         options: of the loss, or `preset`.
     Raises:
-        DistapError: the loss, an option or the mode is unknown, or the network has no parameter to train.
+        DistapError: the loss, an option or the mode is unknown.
     """
 
     def __init__(
@@ -85,8 +85,6 @@ class Multistage(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if isinstance(network, FullyShardedDataParallel):
-            raise DistapError("the network is wrapped by FSDP1; use FSDP2 (torch.distributed.fsdp.fully_shard)")
         self.network = network
         self.loss = build_loss(loss, **options)
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
@@ -113,17 +111,28 @@ class Multistage(nn.Module):
             DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training mode, or a batch
                 that cannot be ranked.
         """
-        batch, world = self._batch(images, labels, samples)
-        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        kind = AnyShardedNetwork if isinstance(self.network, FSDPModule) else AnyNetwork
-        replica = kind(self.network, trained, world, self.normalise, self._syncs, self.reduce)
+        if not isinstance(self.network, DistributedDataParallel):
+            return self._loss(self.network, images, labels, samples)
+        # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters.
+        replicas, network = self.network, self.network.module
+        replicas.module = OtherForward(network, lambda _: self._loss(network, images, labels, samples))
+        try:
+            return replicas(torch.zeros(()))
+        finally:
+            replicas.module = network
+
+    def _loss(self, network: nn.Module, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> Tensor:
+        batch, world, alike = self._batch(network, images, labels, samples)
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        kind = AnyShardedNetwork if isinstance(network, FSDPModule) else AnyNetwork
+        replica = kind(network, trained, world, self.normalise, self._syncs, self.reduce)
         with replica.frozen():
             stages = ThreeStages(
                 replica,
                 self.loss,
                 world,
                 seed=int(torch.randint(2**62, ())),
-                sizes=self.sizes if batch.is_uniform else MicroBatchSizes(1),
+                sizes=self.sizes if alike else MicroBatchSizes(1),
                 mode=self.mode,
                 memory_bytes=self.memory_bytes,
                 memory=self.memory if self.training else CrossBatchMemory(0),
@@ -148,12 +157,7 @@ class Multistage(nn.Module):
                 self.replay_drift, _, _ = stages.replay(batch, described, scaled)
             return replica.gradients()
 
-        def connect(value: Tensor) -> Tensor:
-            return KnownGradient.apply(value, replay, True, *replica.inputs)
-
-        if isinstance(self.network, DistributedDataParallel):
-            return _through(self.network, connect, value)
-        return connect(value)
+        return KnownGradient.apply(value, replay, True, *replica.inputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -174,29 +178,24 @@ class Multistage(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.memory.load_state_dict(state)
 
-    def _batch(self, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> tuple[AnyBatch, World]:
-        """Check what all ranks were given, and cut this rank's images along their rows."""
-        world, problem, parts, known = world_of(self.network, self.group), "", list[Any](), torch.empty(0)
+    def _batch(
+        self, network: nn.Module, images: Any, labels: Tensor | None, samples: Sequence[int] | None
+    ) -> tuple[AnyBatch, World, bool]:
+        """Check what all ranks were given, cut this rank's images along their rows, and say whether all are alike."""
+        world, parts, known, failure = world_of(self.network, self.group), list[Any](), torch.empty(0), None
         try:
             parts, known = cut_along_rows(images, labels)
-            problem = label_problem(known, sum(map(rows_of, parts))) or ""
-            if not self.freeze_batchnorm:
-                refuse_batchnorm(self.network)
-        except DistapError as error:
-            problem = str(error)
-        lengths, problems = zip(*world.gather_values([len(known), problem]), strict=True)
+            problem = label_problem(known, sum(map(rows_of, parts))) or ("" if len(known) else "no images were given")
+            if samples is not None and len(samples) != len(known):
+                problem = f"{len(samples)} numbers in `samples` for {len(known)} images"
+            refuse_unusable(network, self.freeze_batchnorm)
+        except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
+            problem, failure = str(error) if isinstance(error, DistapError) else repr(error), error
+        mine = [len(known), problem, are_alike(parts)]
+        lengths, problems, alike = zip(*world.gather_values(mine), strict=True)
         if any(problems):
             by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
-            raise DistapError("; ".join(by_rank) if world.size > 1 else problem)
+            raise DistapError("; ".join(by_rank) if world.size > 1 else problem) from failure
         self._calls += 1
-        return AnyBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1), world
-
-
-def _through(replicas: DistributedDataParallel, connect: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """Connect the loss to the parameters inside a forward pass of DDP, which then awaits their gradients."""
-    network = replicas.module
-    replicas.module = OtherForward(network, connect)
-    try:
-        return replicas(value)
-    finally:
-        replicas.module = network
+        batch = AnyBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1)
+        return batch, world, all(alike)

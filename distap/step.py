@@ -187,7 +187,7 @@ class ThreeStages:
                     if not one.is_padding:
                         worst = torch.maximum(worst, drift(again.detach(), described.descriptors[one.rows]))
                 counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
-                self._reducing = is_last and self.world.size > 1
+                self._reducing = is_last and self.world.size > 1 and self.engine.reduces_in_backward
                 with self.stopwatch.stage("network", part_of_outer=True):
                     self.engine.backward(again, one.gradient)
                     self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)

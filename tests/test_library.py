@@ -123,6 +123,8 @@ def test_figures_of_a_labelled_set_and_of_queries_against_a_gallery():
             first.append(right[0])
     assert found["mAP"] == pytest.approx(float(torch.stack(precisions).mean()), abs=1e-12)
     assert found["R@1"] == float(torch.stack(first).mean())
+    with pytest.raises(DistapError, match="not finite"):
+        distap.evaluate(torch.full_like(descriptors, torch.nan), labels, queries)
     with pytest.raises(DistapError, match="queries are"):
         distap.evaluate(descriptors, labels, np.arange(60))
     with pytest.raises(DistapError, match="labels"):

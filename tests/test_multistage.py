@@ -292,6 +292,30 @@ def test_gradients_that_share_memory_are_summed_apart():
     assert_near(gradients_of(network), gradients)
 
 
+def odd_ranks(world):
+    """Ranks that differ: in the sizes of their images, in their BatchNorm statistics, and one without images."""
+    images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
+    network = small_network()
+    fully_shard(network)
+    listed = [image[:, : 9 - 2 * world.rank * (number % 2)] for number, image in enumerate(images)]
+    Multistage(network, "ap_q", 4)(listed, labels).backward()
+    network = small_network()
+    replicas = DistributedDataParallel(network)
+    network.norm.running_mean += world.rank
+    Multistage(replicas, "ap_q", 4)(images, labels).backward()
+    try:
+        Multistage(replicas, "ap_q", 4)(images[: 9 * world.rank], labels[: 9 * world.rank])
+    except DistapError as error:
+        return gradients_of(network), str(error)
+
+
+def test_ranks_that_differ_neither_hang_nor_drift():
+    _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    for found, said in on_ranks(2, odd_ranks):
+        assert_near(found, gradients)
+        assert said == "rank 0: no images were given"
+
+
 def test_gradients_accumulate_over_backward_passes():
     _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
     for rank in on_ranks(2, accumulated):
@@ -332,6 +356,16 @@ def test_what_would_spoil_the_gradient_is_refused():
         Multistage(small_network())((images, labels[1:]), labels)
     with pytest.raises(DistapError, match="ProxyAnchorLoss has parameters of its own"):
         Multistage(small_network(), ProxyAnchorLoss(5, 5))
+    with pytest.raises(DistapError, match="no images were given"):
+        Multistage(small_network())(images[:0], labels[:0])
+    with pytest.raises(DistapError, match="1 numbers in `samples` for 21 images"):
+        Multistage(small_network())(images, labels, samples=[1])
+    with pytest.raises(DistapError, match="ContrastiveLoss is a class; give an object"):
+        Multistage(small_network(), ContrastiveLoss)
+    with pytest.raises(DistapError, match="mixes images"):
+        Multistage(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)).eval().double())(images, labels)
+    with pytest.raises(TypeError, match="cannot be called weights"):
+        distap.loss(lambda descriptors, labels, weights=1: descriptors)
     value = Multistage(small_network())(images, labels)
     value.backward()
     with pytest.raises(RuntimeError, match="sent back already"):
@@ -370,6 +404,31 @@ def test_batchnorm_can_be_frozen_and_keeps_its_statistics_and_mode():
     assert_near(gradients_of(network), gradients)
     assert network.norm.training
     assert all(torch.equal(before[name], value) for name, value in network.norm.state_dict().items())
+
+
+def test_an_image_whose_other_loss_is_not_finite_is_left_out():
+    images, labels = small_images(IMAGES)
+
+    class Logarithmic(WithClassifier):
+        def forward(self, given):
+            descriptors, other = super().forward(given)
+            return descriptors, other + given[2].log()
+
+    torch.manual_seed(0)
+    network = Logarithmic()
+    weights = torch.ones(IMAGES, dtype=torch.float64)
+    again = deepcopy(network)
+    weights[3] = torch.nan
+    multistage = Multistage(network, "ap_q", 4)
+    value = multistage((images, labels, weights), labels)
+    value.backward()
+    rest = torch.arange(IMAGES) != 3
+    descriptors, other = again((images[rest], labels[rest], weights[rest]))
+    expected = listwise_loss("ap_q", normalize(descriptors), labels[rest]) + other.mean()
+    expected.backward()
+    assert multistage.not_finite == [3]
+    assert value.item() == pytest.approx(expected.item(), rel=NEAR)
+    assert_near(gradients_of(network), gradients_of(again))
 
 
 def test_an_image_without_a_finite_descriptor_is_left_out():

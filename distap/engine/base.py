@@ -28,6 +28,7 @@ class Replica(ABC):
 
     network: nn.Module
     lockstep = False  # each micro-batch communicates, so all ranks must replay the same number of them
+    reduces_in_backward = True  # the last backward pass of a step communicates
     keeps_graphs = True  # `forward` may be called several times before the backward passes
 
     @property

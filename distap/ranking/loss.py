@@ -185,7 +185,12 @@ def build_loss(loss: AnyLoss, weights: str = "uniform", **options: Any) -> Loss:
     if weights != "uniform":
         options["weights"] = weights
     if isinstance(loss, type):
-        return loss(**options)
+        if not issubclass(loss, Loss):
+            raise DistapError(f"{loss.__name__} is a class; give an object of it")
+        try:
+            return loss(**options)
+        except (TypeError, ValueError) as error:
+            raise DistapError(f"{loss.__name__}: {error}") from error
     if options:
         raise DistapError(f"{loss} is a loss already; options and weights go with names and classes of losses only")
     if isinstance(loss, Loss):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,21 +22,20 @@ class AnyBatch:
     ) -> None:
         self.step, self.total = step, share * world.size
         self._parts = parts
-        self._starts = [0, *accumulate(map(rows_of, parts))]
+        self._starts = torch.tensor([0, *accumulate(map(rows_of, parts))])
         # Row k of rank r is slot k W + r, so every rank has as many rows as the fullest.
         self._own = torch.arange(share).clamp(max=len(labels) - 1)
         self.labels, self.present = labels[self._own], torch.arange(share) < len(labels)
         self.samples = [-1 if samples is None else int(samples[row]) for row in self._own.tolist()]
-        self.is_uniform = len({tuple(leaf.shape[1:] for leaf in tree_leaves(part)) for part in parts}) == 1
         self._is_blank = torch.zeros(share, dtype=torch.bool)
 
     def images(self, rows: Rows) -> Any:
-        wanted, pieces = self._own[rows], []
-        for part, (start, stop) in zip(self._parts, pairwise(self._starts), strict=True):
-            inside = wanted[(wanted >= start) & (wanted < stop)] - start
-            if len(inside):
-                pieces.append(tree_map_only(Tensor, partial(_picked, as_rows(inside)), part))
-        images = pieces[0] if len(pieces) == 1 else tree_map(lambda *tensors: torch.cat(tensors), *pieces)
+        wanted = self._own[rows]
+        of_part, pieces = torch.searchsorted(self._starts, wanted, right=True) - 1, []
+        for number in of_part.unique().tolist():
+            inside = as_rows(wanted[of_part == number] - self._starts[number])
+            pieces.append(tree_map_only(Tensor, partial(_picked, inside), self._parts[number]))
+        images = pieces[0] if len(pieces) == 1 else tree_map(_joined, *pieces)
         blank = self._is_blank[rows]
         return tree_map_only(Tensor, partial(_blanked, blank), images) if blank.any() else images
 
@@ -54,18 +53,31 @@ def cut_along_rows(images: Any, labels: Tensor | None) -> tuple[list[Any], Tenso
         alike = len({image.shape for image in images}) == 1
         parts = [torch.stack(images)] if alike else [image[None] for image in images]
     else:
-        parts = [images]
+        parts = [dict(images) if isinstance(images, Mapping) else images]
     if labels is None:
         raise DistapError("labels are missing: only an iterator of (images, labels) goes without")
     return parts, torch.as_tensor(labels)
 
 
 def rows_of(part: Any) -> int:
-    counts = {len(leaf) if leaf.ndim else 0 for leaf in tree_leaves(part) if isinstance(leaf, Tensor)}
+    counts = {shape[0] if shape else 0 for shape in _shapes(part)}
     if len(counts) != 1:
         have = f"have {', '.join(map(str, sorted(counts)))} rows" if counts else "hold no tensor"
         raise DistapError(f"images {have}; every tensor needs one row for each image")
     return counts.pop()
+
+
+def are_alike(parts: list[Any]) -> bool:
+    """Whether images of different parts can be described together."""
+    return len({tuple(shape[1:] for shape in _shapes(part)) for part in parts}) == 1
+
+
+def _shapes(part: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+
+
+def _joined(first: Any, *others: Any) -> Any:
+    return torch.cat([first, *others]) if isinstance(first, Tensor) else first
 
 
 def _picked(rows: Rows, tensor: Tensor) -> Tensor:

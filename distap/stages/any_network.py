@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,10 +28,12 @@ class AnyNetwork(Replica):
     autograd once, as if the whole batch had been one pass.
     """
 
+    reduces_in_backward = False
+
     def __init__(
-        self, outer: nn.Module, trained: list[nn.Parameter], world: World, normalise: bool, syncs: bool, sums: bool
+        self, network: nn.Module, trained: list[nn.Parameter], world: World, normalise: bool, syncs: bool, sums: bool
     ) -> None:
-        self.network = outer.module if isinstance(outer, DistributedDataParallel) else outer
+        self.network = network
         self._trained = trained
         self._gradients: list[Tensor | None] = [None] * len(trained)
         self._world, self._normalise, self._syncs = world, normalise, syncs
@@ -73,7 +75,8 @@ class AnyNetwork(Replica):
         return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
 
     def without_other(self, rows: Tensor) -> Tensor:
-        return rows[:, : self._width]
+        """The descriptors; one whose other loss is not finite is not finite either, so that it is left out."""
+        return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
 
     def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of the batch, other losses included, and its gradient by what `forward` gives."""
@@ -158,10 +161,23 @@ def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
     return None if sharded is None or sharded.device_mesh.ndim > 1 else sharded.device_mesh.get_group()
 
 
-def refuse_batchnorm(network: nn.Module) -> None:
-    """Raise a DistapError that names a BatchNorm layer in training mode."""
+def refuse_unusable(network: nn.Module, freezes_batchnorm: bool) -> None:
+    """Raise a DistapError that names a part of an unwrapped network with which the gradient would be wrong."""
     for name, module in network.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if name and isinstance(module, FSDPModule) and not isinstance(network, FSDPModule):
+            raise DistapError(
+                f"{name} is sharded by fully_shard, but not the whole network; call fully_shard on it too"
+            )
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            raise DistapError(
+                f"{name or 'the network'} is wrapped by {type(module).__name__}; wrap the whole network by "
+                "DistributedDataParallel or fully_shard"
+            )
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.running_mean is None:
+            raise DistapError(f"{name} is a BatchNorm layer without running statistics, which mixes images")
+        if module.training and not freezes_batchnorm:
             raise DistapError(
                 f"{name} is a BatchNorm layer in training mode, so a descriptor would depend on its micro-batch; "
                 "pass freeze_batchnorm=True, or set it to evaluation mode (module.eval())"

@@ -30,7 +30,8 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
     Returns:
         A class; pass it, or an instance with settings.
     Raises:
-        TypeError: the function takes neither (similarities, same_class) nor (descriptors, labels) first.
+        TypeError: the function takes neither (similarities, same_class) nor (descriptors, labels) first, or a setting
+            is called `weights` or `self_pair`.
     """
     parameters = list(signature(function).parameters.values())
     bases = {"similarities, same_class": _OfSimilarities, "descriptors, labels": _OfDescriptors}
@@ -39,6 +40,8 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
         raise TypeError(f"{function.__name__} has to take (similarities, same_class) or (descriptors, labels) first")
     settings = []
     for one in parameters[2:]:
+        if one.name in ("weights", "self_pair"):
+            raise TypeError(f"{function.__name__}: a setting cannot be called {one.name}, which every loss has")
         kind = Any if one.annotation is Parameter.empty else one.annotation
         settings.append((one.name, kind, field() if one.default is Parameter.empty else field(default=one.default)))
     inside = {"function": staticmethod(function), "__doc__": function.__doc__, "__module__": function.__module__}
