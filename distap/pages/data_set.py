@@ -96,17 +96,18 @@ def _spreads(figures: Statistics) -> list[list[str]]:
         ("width / height", "aspect", ".3g"),
         ("bytes an image", "image_bytes", ",.0f"),
     )
-    return [[name, *(format(each, form) for each in figures[key].values())] for name, key, form in rows]
+    return [[name, *(f"{each:{form}}" for each in figures[key].values())] for name, key, form in rows if figures[key]]
 
 
 def _histograms(figures: Statistics) -> dict[str, Histogram]:
-    return {
+    histograms = {
         "Classes by images a class": figures["images_a_class_histogram"],
         "Images by shorter side, pixels": figures["shorter_side_histogram"],
         "Images by megapixels": figures["megapixels_histogram"],
         "Images by width : height": figures["aspect_histogram"],
         "Images by bytes an image": figures["image_bytes_histogram"],
     }
+    return {title: bins for title, bins in histograms.items() if bins}
 
 
 def _random(figures: Statistics) -> list[list[str]]:

@@ -53,7 +53,10 @@ def refuse_foreign(folder: Path, own: Collection[str]) -> None:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that takes the place of `path` on leaving; after an error the old one stays."""
+    """Make a folder that takes the place of `path` on leaving; after an error the old one stays.
+
+    A crash between the two renames leaves nothing at `path`: both folders are in a hidden one beside it.
+    """
     try:
         make_folder(path.parent)
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside, ExitStack() as undoing:

@@ -97,10 +97,12 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
             refusal = "pipe: runs a shell command, and only streamed reading with pipes allowed does"
             raise DistapError(f"{text}: {refusal}; expected {_EXPECTED}")
         return Source(text, _PIPE, text.removeprefix(_PIPE), index)
-    if text.startswith(_IMAGES):
-        return Source(text, text.removeprefix(_IMAGES).rstrip("/") or "/", None, is_folder_of_images=True)
-    if not text or "\0" in text:
+    if text in ("", _IMAGES) or "\0" in text:
         raise DistapError(f"data set {text!r}: expected {_EXPECTED}")
+    if text.startswith(_IMAGES):
+        if index is not None:
+            raise DistapError(f"{text}: images that are not packed need no index; leave {index} out")
+        return Source(text, text.removeprefix(_IMAGES).rstrip("/") or "/", None, is_folder_of_images=True)
     if _URL.match(text) is None:
         return _local_source(text, text, index)
     scheme, host, rest = _split_url(text)
@@ -170,6 +172,8 @@ def shard_names(source: Source, storage: "Storage | None") -> list[str]:
     """
     if storage is None:
         return [f"{_PIPE}{command}" for command in _expanded(source)]
+    if source.is_folder_of_images:
+        raise DistapError(f"{source}: images that are not packed are no shards; `distap data pack` makes some")
     if source.pattern is None and source.scheme not in LISTABLE:
         url = f"{source.base}/{{000..009}}.tar"
         raise DistapError(f"{source}: a web server cannot list its files; name the shards by a brace pattern: {url}")

@@ -1,15 +1,28 @@
 """Images that are not packed: `imagefolder:FOLDER` in the place of shards."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from images import write_images
+from rich.table import Table
 from small_trainings import losses, parameters, train
 
 from distap.data.images.decoding import DamagedImageError
+from distap.data.images.image_sets import open_images
+from distap.data.loading.indexed import Reader
+from distap.data.loading.streams import StreamedShards
+from distap.data.settings import CacheSettings
+from distap.data.shards.checking import check
 from distap.data.shards.index import load_index
+from distap.data.shards.indexing import index_shards
 from distap.data.shards.packing import pack
+from distap.data.shards.statistics import statistics
 from distap.errors import DistapError
 from distap.evaluation.sets import open_set
+from distap.pages.data_set import statistics_tables
+from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
 from distap.world import World
 
@@ -52,3 +65,60 @@ def test_a_folder_without_classes_is_refused(tmp_path):
         load_index(f"imagefolder:{tmp_path / 'none'}")
     with pytest.raises(DistapError, match="one sub-folder a class"):
         load_index(f"imagefolder:{tmp_path}")
+    with pytest.raises(DistapError, match="expected a folder"):
+        load_index("imagefolder:")
+
+
+def test_a_check_decodes_each_image_and_sees_what_changed_since(folders):
+    source = f"imagefolder:{folders / 'test'}"
+    index, damaged = check(source)
+    assert len(index) == len(load_index(folders / "test-shards")) and damaged == []
+    cut, empty = folders / "test" / "test-0" / "0.png", folders / "test" / "test-1" / "0.png"
+    cut.write_bytes(cut.read_bytes()[:-40])
+    empty.write_bytes(b"")
+    assert [damage.where for damage in check(source)[1]] == ["test-0/0.png", "test-1/0.png"]
+
+
+@pytest.mark.parametrize("name", [b"\xff.png", b"two\nlines.png"])
+def test_a_name_that_is_no_line_of_text_is_refused(folders, name):
+    Path(folders, "test", "test-0", os.fsdecode(name)).write_bytes(b"")
+    with pytest.raises(DistapError, match="rename it"):
+        load_index(f"imagefolder:{folders / 'test'}")
+
+
+def test_links_are_followed_but_no_image_is_listed_twice(folders):
+    folder = folders / "test" / "test-0"
+    (folder / "above").symlink_to(folder.parent / "test-0")
+    (folder / "elsewhere").symlink_to(folders / "train" / "train-0")
+    names = load_index(f"imagefolder:{folders / 'test'}").key.tolist()
+    assert [name for name in names if name.count("/") > 1] == [f"test-0/elsewhere/{k}.png" for k in range(3)]
+    (folder / "gone.png").symlink_to(folder / "nothing")
+    with pytest.raises(DistapError, match=r"gone\.png: the image cannot be read"):
+        load_index(f"imagefolder:{folders / 'test'}")
+
+
+def test_sizes_come_from_the_headers_and_are_left_out_of_the_statistics(folders):
+    images = open_images(source := f"imagefolder:{folders / 'test'}")
+    samples = range(len(images))
+    assert np.array_equal(images.sizes(samples), open_images(folders / "test-shards").sizes(samples))
+    figures = statistics(Reader(source, load_index(source)))
+    assert not figures["width"] and not figures["aspect_histogram"] and figures["image_bytes"]
+    bars = [str(table.title) for table in statistics_tables(figures) if isinstance(table, Table)]
+    assert not any("megapixels" in title for title in bars)
+
+
+def test_no_cache_keeps_them(folders):
+    cache = CacheSettings(folder=folders / "cache", max_bytes=10**9)
+    reader = Reader(source := f"imagefolder:{folders / 'test'}", load_index(source), cache=cache)
+    assert reader.data(0) == (folders / "test" / "test-0" / "0.png").read_bytes()
+    assert not (folders / "cache").exists()
+
+
+def test_what_needs_shards_or_an_index_is_refused(folders):
+    source = f"imagefolder:{folders / 'test'}"
+    with pytest.raises(DistapError, match="not packed are no shards"):
+        index_shards(source)
+    with pytest.raises(DistapError, match="not packed are no shards"):
+        StreamedShards(parse_source(source))
+    with pytest.raises(DistapError, match="need no index"):
+        parse_source(source, folders / "index.npz")

@@ -138,7 +138,7 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _check_path(key: str, text: str, request: Request) -> None:
     if text.startswith("pipe:") or ("://" in text and not text.startswith("file://")):
         return
-    path = PurePosixPath(text.removeprefix("file://"))
+    path = PurePosixPath(text.removeprefix("file://").removeprefix("imagefolder:"))
     volumes = {"/data": request.data_claim, "/runs": request.run_claim}
     filled = [folder for folder, claim in volumes.items() if claim]
     if ".." in path.parts or not any(path.is_relative_to(folder) for folder in filled):

@@ -117,10 +117,13 @@ class ImageSet:
 
         Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
         """
-        if isinstance(self.reader, Reader):
-            index, rows = self.reader.index, np.asarray(samples, dtype=np.int64)
-            return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
-        return np.array([self.reader.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
+        files = self.reader
+        if isinstance(files, Reader):
+            index, rows = files.index, np.asarray(samples, dtype=np.int64)
+            if not files.source.is_folder_of_images:
+                return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
+            files = ImageFolder(Path(files.source.base), tuple(index.key.tolist()), "", (), files.max_pixels)
+        return np.array([files.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
 
 
 def open_images(

@@ -32,7 +32,7 @@ class Reader:
         index: of the same data set.
         max_pixels: images with more pixels (width times height) are refused without decoding.
         remote: how a remote source is reached, and how often reading is tried.
-        cache: where shards are kept on this host's disk; none reads each image from its source.
+        cache: where shards are kept on this host's disk; none, or a folder of images, reads from the source.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Reader:
     ) -> None:
         self.source, self.index, self.max_pixels = parse_source(source), index, max_pixels
         self.storage = storage_of(self.source.base, remote)
-        self.cache = ShardCache(cache, index, self.storage) if cache else None
+        self.cache = ShardCache(cache, index, self.storage) if cache and not self.source.is_folder_of_images else None
 
     def encoded(self, sample: int) -> EncodedImage:
         """The image before it is decoded; raises DamagedImageError if its bytes have changed or are no image."""

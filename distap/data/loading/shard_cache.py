@@ -158,7 +158,7 @@ class ShardCache:
                 if whole:
                     part.replace(path)
                 else:
-                    part.unlink()
+                    part.unlink(missing_ok=True)
                 _release(file)
 
     def _download(self, shard: int, storage: Storage, file: int) -> None:

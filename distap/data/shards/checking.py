@@ -36,7 +36,7 @@ class Damage(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{self.shard}:{self.key}" if self.key else self.shard
+        return self.shard if self.key in ("", self.shard) else f"{self.shard}:{self.key}"
 
 
 class _Job(NamedTuple):
@@ -44,8 +44,8 @@ class _Job(NamedTuple):
 
     name: str
     size: int
-    sha256: str
-    images: list[tuple[str, int, int, int]]  # key, offset, size and CRC-32, in the order of the offsets
+    sha256: str  # "" is unknown
+    images: list[tuple[str, int, int, int]]  # key, offset, size, CRC-32 (0: unknown), by offset
 
 
 def check(
@@ -95,7 +95,7 @@ def _check_shard(base: str, remote: RemoteSettings, job: _Job) -> list[Damage]:
                 pass
         if size != job.size:
             reason, detail = "shard_size", f"{size} bytes, but {job.size} when it was indexed"
-        elif hashed.sha256 != job.sha256:
+        elif job.sha256 and hashed.sha256 != job.sha256:
             change = _describe_change(job, storage, bool(damaged))
             reason, detail = "shard_sha256", f"it has changed since it was indexed: {change}"
     except MissingFileError:
@@ -118,7 +118,7 @@ def _damaged_images(job: _Job, hashed: Hashed, storage: Storage) -> Iterator[Dam
         try:
             if len(data) < size:
                 raise DamagedImageError("truncated", f"{len(data)} bytes of {size}")
-            if zlib.crc32(data) != crc32:
+            if crc32 not in (0, zlib.crc32(data)):
                 raise DamagedImageError("crc_mismatch", "the bytes have changed since they were indexed")
             decode(data, name=f"{job.name}:{key}")
         except DamagedImageError as error:

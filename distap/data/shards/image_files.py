@@ -94,9 +94,21 @@ def sort_classes(names: Iterable[str]) -> list[str]:
 
 def _in_folders(source: Path) -> Iterator[ImageFile]:
     for folder in sorted(path for path in source.iterdir() if path.is_dir()):
-        for path in sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names):
+        for path in sorted(_files_below(folder)):
             if path.suffix.lower() in IMAGE_SUFFIXES:
                 yield ImageFile(path, folder.name)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    seen = set()  # a link may lead to a folder above it, or to one that is listed anyway
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+        else:
+            seen.add(real)
+            yield from (Path(parent, name) for name in names)
 
 
 def _in_csv(source: Path) -> Iterator[ImageFile]:

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,7 +16,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from distap.data.shards.image_files import list_images, sort_classes
+from distap.data.shards.image_files import group_of_each_class, list_images, look_at, sort_classes
+from distap.data.shards.parallel import ask_files, untracked
 from distap.errors import DistapError
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
@@ -91,7 +92,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
     source = parse_source(source)
     if source.is_folder_of_images:
-        return _index_of_images(Path(source.base))
+        return _index_of_images(source)
     storage, name = _place(source, remote)
     try:
         with storage.open(name) as file:
@@ -108,14 +109,19 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     return index
 
 
-@lru_cache(maxsize=4)
-def _index_of_images(folder: Path) -> Index:
+def _index_of_images(source: Source) -> Index:
     """An index that takes each image file for a shard; checksums and sizes in pixels are 0, which is unknown."""
+    folder = Path(source.base)
+    if not folder.is_dir():
+        raise DistapError(f"{source}: no such folder")
     images = list_images(folder)
-    sizes = np.array([image.path.stat().st_size for image in images], dtype=np.int64)
-    classes = sort_classes(image.class_name for image in images)
+    sizes = np.array([entry.size for entry in ask_files(look_at, images, "", untracked)], dtype=np.int64)
+    classes = sort_classes(group_of_each_class(images))
     numbers = {name: number for number, name in enumerate(classes)}
     names = [image.path.relative_to(folder).as_posix() for image in images]
+    for name in names:
+        if name.encode(errors="replace").decode().splitlines() != [name]:
+            raise DistapError(f"{source}: {name!r}: rename it without line breaks and bytes that are no UTF-8")
     count, zeros = len(images), np.zeros(len(images), dtype=np.int32)
     return Index(
         shard=np.arange(count, dtype=np.int32),

@@ -29,12 +29,13 @@ Statistics = dict[str, Any]  # the figures that `statistics` returns, ready for 
 
 
 def statistics(reader: Reader) -> Statistics:
-    """Count a data set. Sizes are those of the stored files, whatever EXIF says of their orientation."""
+    """Count a data set. Sizes are those of the stored files, whatever EXIF says; unknown ones are left out."""
     index = reader.index
     classes = Classes(index.label, index.class_group)
-    shorter = np.minimum(index.width, index.height)
-    megapixels = index.width.astype(np.int64) * index.height / 1e6
-    aspect = index.width / np.maximum(index.height, 1)
+    width, height = (side[index.width > 0] for side in (index.width, index.height))
+    shorter = np.minimum(width, height)
+    megapixels = width.astype(np.int64) * height / 1e6
+    aspect = width / height
     looked_at = permutation(len(index), 0)[:LOOKED_AT].tolist()
     formats = Counter(_format(reader, sample) for sample in looked_at)
     largest = np.argsort(-classes.sizes, kind="stable")[:LARGEST].tolist()
@@ -49,8 +50,8 @@ def statistics(reader: Reader) -> Statistics:
         "bytes": int(index.size.sum()),  # of the images; the shards hold headers and labels besides
         "singletons": int((classes.sizes == 1).sum()),  # classes of one image, which is never a query
         "images_a_class": _spread(classes.sizes),
-        "width": _spread(index.width),  # pixels, like height and shorter_side
-        "height": _spread(index.height),
+        "width": _spread(width),  # pixels, like height and shorter_side
+        "height": _spread(height),
         "shorter_side": _spread(shorter),
         "megapixels": _spread(megapixels),
         "aspect": _spread(aspect),  # width over height
@@ -115,7 +116,7 @@ def doubling_histogram(values: NDArray[np.int64]) -> Histogram:
 
 def decimal_histogram(values: NDArray[Any]) -> Histogram:
     """Count positive numbers in bins between 1, 2 and 5 times the powers of ten."""
-    low, high = np.log10(np.maximum([values.min(), values.max()], 1e-6))
+    low, high = np.log10(np.maximum([values.min(initial=1), values.max(initial=1)], 1e-6))
     powers = range(int(np.floor(low)) - 1, int(np.ceil(high)) + 2)
     edges = [float(f"{factor}e{power}") for power in powers for factor in (1, 2, 5)]
     names = [f"{_short(first)}-{_short(last)}" for first, last in pairwise(edges)]
@@ -124,6 +125,8 @@ def decimal_histogram(values: NDArray[Any]) -> Histogram:
 
 def _spread(values: NDArray[Any]) -> dict[str, float]:
     """Minimum, mean, maximum, and the values that 5%, 50% and 95% do not exceed."""
+    if not len(values):
+        return {}
     least, low, median, high, greatest = np.percentile(values, [0, 5, 50, 95, 100]).tolist()
     mean = float(values.mean(dtype=np.float64))
     return {"least": least, "low": low, "median": median, "mean": mean, "high": high, "greatest": greatest}
@@ -155,5 +158,5 @@ def _short(value: float) -> str:
 
 def _trimmed(counts: NDArray[np.int64], names: Sequence[str]) -> Histogram:
     """Leave out the empty bins at both ends."""
-    filled = np.flatnonzero(counts)
+    filled = np.flatnonzero(counts).tolist() or [0, -1]
     return tuple((names[place], int(counts[place])) for place in range(filled[0], filled[-1] + 1))
