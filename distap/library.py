@@ -100,16 +100,17 @@ class DescriptorNetwork(
             parts.append(self.describer.describe(chunk))
         return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
 
-    def _save_pretrained(self, save_directory: Path) -> None:
+    def write(self, folder: Path) -> None:
+        """Write what `load` reads into a folder that is there."""
         described, network = self.describer, self.describer.retrieval_network
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
         backbone = {
             name.removeprefix("backbone."): state.pop(name) for name in list(state) if name.startswith("backbone.")
         }
-        save_file(backbone, save_directory / BACKBONE, {"format": "pt"})
-        save_file(state, save_directory / HEAD, {"format": "pt"})
+        save_file(backbone, folder / BACKBONE, {"format": "pt"})
+        save_file(state, folder / HEAD, {"format": "pt"})
         if described.whitening is not None:
-            save_whitening(save_directory / WHITENING_FILE, described.whitening)
+            save_whitening(folder / WHITENING_FILE, described.whitening)
         about = getattr(network.backbone, "pretrained_cfg", None) or {}
         config = {
             "architecture": architecture_of(network.backbone),
@@ -126,7 +127,10 @@ class DescriptorNetwork(
                 "whitened": described.whitening is not None,
             },
         }
-        (save_directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        self.write(save_directory)
 
     @classmethod
     def _from_pretrained(
@@ -164,8 +168,8 @@ def load(
     """Load a trained network for use.
 
     Args:
-        source: a run, one of its checkpoints, the URL of either, a folder that `save_pretrained` wrote, or
-            `hf-hub:NAME`. What follows is for runs and checkpoints; the others say it themselves.
+        source: a run, one of its checkpoints, the URL of either, a folder that `save_pretrained` or `distap export`
+            wrote, or `hf-hub:NAME`. What follows is for runs and checkpoints; the others say it themselves.
         best: take a run's best checkpoint instead of its newest.
         sizing: `crop N`, `side N` or `original`, N pixels; None crops to the recipe's image size.
         scales: factors of an image's size at which it is described.

@@ -9,7 +9,7 @@ from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, parse_scale
 
 CHECKPOINT = "A run folder, or one of its checkpoints, or a URL of either."
 OUTPUT = "New folder to write; one that an export wrote is replaced."
-FORMAT = "Format: pt2 (torch.export), onnx, or safetensors (the backbone for timm); repeatable."
+FORMAT = "Format: pt2 (torch.export), onnx, or safetensors (for distap.load and timm); repeatable."
 SIZE = "Height and width of the images, pixels."
 
 

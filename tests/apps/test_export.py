@@ -21,6 +21,7 @@ from small_trainings import train
 from stores import found_checkpoint
 from torch import nn
 
+from distap import library as distap_library
 from distap.apps.export import formats
 from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, sizes_to_try
@@ -119,12 +120,17 @@ def test_onnx_says_what_it_takes(exported):
 
 
 def test_timm_loads_the_backbone_and_computes_the_same(exported):
-    path = str(exported.output / "backbone.safetensors")
+    path = str(exported.output / "model.safetensors")
     pooled = timm.create_model("test_resnet", num_classes=0, checkpoint_path=path).eval()
     pixels = torch.rand(2, 3, SIZE, SIZE)
     with torch.inference_mode():
         maps = exported.network.eval().backbone(pixels)
         torch.testing.assert_close(pooled(pixels), maps.mean(dim=(2, 3)), atol=1e-5, rtol=1e-4)
+
+
+def test_an_export_can_be_loaded_again(exported):
+    network = distap_library.load(exported.output, device="cpu")
+    assert network.describer.described_by == exported.describer.described_by
 
 
 def test_every_file_says_what_made_it(exported):
@@ -140,7 +146,7 @@ def test_every_file_says_what_made_it(exported):
     extra = {"distap": ""}
     torch.export.load(exported.output / "model.pt2", extra_files=extra)
     properties = {each.key: each.value for each in onnx.load(exported.output / "model.onnx").metadata_props}
-    with safe_open(exported.output / "backbone.safetensors", "pt") as file:
+    with safe_open(exported.output / "model.safetensors", "pt") as file:
         header = file.metadata()
     for text in (extra["distap"], properties["distap"], header["distap"]):
         assert json.loads(text)["described_by"] == expected
@@ -156,7 +162,7 @@ def test_the_code_on_the_card_describes_a_photo_as_distap_does(exported, monkeyp
     coarse.resize((91, 63)).save(photo, "PNG", exif=exif)
     (exported.run / "photo.jpg").write_bytes(photo.getvalue())
     monkeypatch.chdir(exported.run)
-    for name in ("model.pt2", "model.onnx", "backbone.safetensors"):
+    for name in ("model.pt2", "model.onnx", "model.safetensors"):
         (exported.run / name).symlink_to(exported.output / name)
     names = {}
     for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
@@ -255,7 +261,8 @@ def test_an_earlier_export_is_replaced_whole_or_not_at_all(exported, tmp_path, m
     assert distap(monkeypatch, "export", exported.run, output, "--format", "tflite") == 2
     assert distap(monkeypatch, "export", exported.run, output, "--format", "onnx", "--opset", "9") == 2
     assert json.loads((output / "export.json").read_text())["described_by"]["sizing"] == "crop 40"
-    assert sorted(path.name for path in output.iterdir()) == ["README.md", "backbone.safetensors", "export.json"]
+    tensors = ["head.safetensors", "model.safetensors"]
+    assert sorted(path.name for path in output.iterdir()) == ["README.md", "config.json", "export.json", *tensors]
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 

@@ -16,6 +16,7 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.library import BACKBONE, DescriptorNetwork
 from distap.model.multiscale import required_size
 from distap.model.network import RetrievalNetwork
 from distap.retrieval.whitening import Whitening, load_whitening
@@ -25,7 +26,7 @@ from distap.training.build import trained_network
 from distap.training.state import BESIDE
 from distap.world import World
 
-ABOUT_FILE, PROGRAM_FILE, ONNX_FILE, BACKBONE_FILE = "export.json", "model.pt2", "model.onnx", "backbone.safetensors"
+ABOUT_FILE, PROGRAM_FILE, ONNX_FILE = "export.json", "model.pt2", "model.onnx"
 FORMATS = ("pt2", "onnx", "safetensors")
 VERSION = 1
 
@@ -110,7 +111,8 @@ def _write(
     backbone = None
     if "safetensors" in settings.formats:
         images = checking.example_images(2, (image_size, image_size))
-        backbone = formats.save_backbone(network, architecture, folder / BACKBONE_FILE, images, about)
+        DescriptorNetwork(describer, origin.recipe.model).write(folder)
+        backbone = formats.save_backbone(network, architecture, folder / BACKBONE, images, about)
     exported = Exported(describer, programs, backbone, sizes)
     (folder / "README.md").write_text(model_card(origin, exported, whitening), "utf-8")
     (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")
