@@ -45,8 +45,8 @@ def launch(
 ) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    The module calls `lifetime.record_outcome`. Ranks have `grace_seconds` to leave after a signal, and a collective
-    takes `timeout_seconds` at most. Afterwards this process ignores signals: all that is left to do is to leave.
+    The module calls `exit_statuses.record_outcome`. Ranks have `grace_seconds` to leave after a signal, and a
+    collective takes `timeout_seconds` at most. Afterwards this process ignores signals: all that is left is to leave.
     """
     from torch.distributed import run as torchrun
 

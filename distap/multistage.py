@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.engine.base import OtherForward
+from distap.engine.base import ReplacedForward
 from distap.errors import DistapError
 from distap.ranking.checks import check_arguments, label_problem
 from distap.ranking.listwise import KnownGradient
@@ -115,7 +115,7 @@ class Multistage(nn.Module):
             return self._loss(self.network, images, labels, samples)
         # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters.
         replicas, network = self.network, self.network.module
-        replicas.module = OtherForward(network, lambda _: self._loss(network, images, labels, samples))
+        replicas.module = ReplacedForward(network, lambda _: self._loss(network, images, labels, samples))
         try:
             return replicas(torch.zeros(()))
         finally:

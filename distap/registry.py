@@ -7,7 +7,7 @@ pydantic model: its fields are the keys that stand beside `name`, and METHODS na
 
 import difflib
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -225,6 +225,15 @@ def unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetail
     return InitErrorDetails(
         type=PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint}), loc=(key,), input=value
     )
+
+
+def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, such as a recipe, each with the keys that lead to it."""
+    for key, value in entry.items():
+        if isinstance(value, Mapping) and value:
+            yield from by_path(value, separator, f"{prefix}{key}{separator}")
+        else:
+            yield prefix + key, value
 
 
 def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.errors import FAILED, DistapError
-from distap.processes.roll_call import in_daemon
+from distap.processes.daemon import in_daemon
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 

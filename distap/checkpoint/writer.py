@@ -21,7 +21,7 @@ from distap.checkpoint.manifest import METADATA_FILE, STATE_FILE, Manifest, writ
 from distap.checkpoint.stored import StoredRun
 from distap.checkpoint.tensors import write_tensors
 from distap.errors import DistapError
-from distap.processes.roll_call import in_daemon
+from distap.processes.daemon import in_daemon
 from distap.processes.watchdog import is_of_the_network
 from distap.storage.atomic import make_folder, write_whole
 from distap.storage.hashing import FileIdentity, file_identity

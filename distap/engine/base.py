@@ -159,15 +159,15 @@ class Engine(Replica):
         self._scale.load_state_dict(state)
 
 
-class OtherForward(nn.Module):
-    """A network with another forward pass, for a wrapper that looks for parameters, buffers and `forward` in one."""
+class ReplacedForward(nn.Module):
+    """A network whose forward pass is another function, to hand to a wrapper such as DDP or DeepSpeed."""
 
-    def __init__(self, network: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, network: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.network, self._other = network, other
+        self.network, self._replacement = network, replacement
 
     def forward(self, value: Tensor) -> Tensor:
-        return self._other(value)
+        return self._replacement(value)
 
 
 def make_contiguous(network: nn.Module) -> set[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.engine.base import Engine, OtherForward
+from distap.engine.base import Engine, ReplacedForward
 
 # Buffers are frozen, or each rank has its own. torch 2.15 renames the option that turns their broadcast off.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -53,7 +53,7 @@ class DDPEngine(Engine):
         with self.world.collective("broadcast of the parameters"):
             # DDP reduces only in a backward pass that follows a forward pass through it. The descriptors of the last
             # micro-batch pass through it unchanged, since their graph may be kept from stage one.
-            module = OtherForward(self.network, lambda descriptors: descriptors)
+            module = ReplacedForward(self.network, lambda descriptors: descriptors)
             self._replicas = DistributedDataParallel(module, process_group=self.world.group, **options)
         self._replicas.register_comm_hook(None, self._sum.all_reduce)
 

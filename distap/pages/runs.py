@@ -11,7 +11,7 @@ import yaml
 
 from distap.errors import DistapError
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation, saved_steps
-from distap.telemetry.loggers.loggers import by_path
+from distap.registry import by_path
 from distap.telemetry.runlog import read_run_log
 
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")

@@ -13,22 +13,20 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from distap.errors import CollectiveError
+from distap.processes.daemon import in_daemon
 
 POLL_SECONDS = 0.05
 LATE_SECONDS = 2.0  # beyond the time-out, before a call to the store counts as hanging
-T = TypeVar("T")
 logger = logging.getLogger("distap")
 
 
@@ -78,20 +76,6 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
         late = f"did not answer within {timeout_seconds:g} s: the network to it is broken"
         raise CollectiveError(f"the store at {address} {late}")
     return party.result()
-
-
-def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` in a thread that does not keep the process from ending, as those of an executor would."""
-    future = Future[T]()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def _answer_roll_call(

@@ -4,11 +4,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import yaml
 
+from distap.checkpoint.agreement import on_all
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
@@ -42,8 +44,8 @@ class RunReport:
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
-        if world.rank == 0:
-            prepare_loggers(recipe.loggers.chosen)
+        if recipe.loggers.chosen:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
+            on_all(world, partial(prepare_loggers, recipe.loggers.chosen), world.rank == 0)
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -61,7 +63,12 @@ class RunReport:
                     log = stack.enter_context(closing(run_log_from(recipe.run, step)))
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                self._outlets = [log.write, stack.enter_context(self._open_loggers(step))]
+                run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
+                section = recipe.loggers
+                lost = {name: self.metrics.lost_lines.labels(name) for name in section.chosen}
+                limits = section.lines, section.close_seconds
+                loggers = opened_loggers(section.chosen, run, *limits, lambda name: lost[name].inc())
+                self._outlets = [log.write, stack.enter_context(loggers)]
             self._show = stack.enter_context(training_progress(recipe.steps, step, is_first))
             yield
 
@@ -165,13 +172,6 @@ class RunReport:
             keep_few(run, step)
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
-
-    def _open_loggers(self, step: int) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
-        recipe, section = self.recipe, self.recipe.loggers
-        run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
-        lost = {name: self.metrics.lost_lines.labels(name) for name in section.chosen}
-        limits = section.lines, section.close_seconds
-        return opened_loggers(section.chosen, run, *limits, lambda name: lost[name].inc())
 
     def _write(self, step: int, **entry: Any) -> None:
         entry = {"step": step, "time": time.time(), **entry}

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import on_ranks
 from small_trainings import train
 
 from distap.config.sections import LoggersSection
-from distap.errors import DistapError
+from distap.errors import MISTAKE, DistapError
 from distap.registry import REGISTRY, build_part
 from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
 from distap.telemetry.loggers.mlflow import MLflow
@@ -323,6 +324,28 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_sha
     ):
         train(World(), tmp_path / "run", training_shards, steps=1, loggers={name: {}})
     assert not (tmp_path / "run").exists()
+
+
+def refused_on_every_rank(world, run, shards):
+    if world.rank == 0:
+        sys.modules["mlflow"] = None  # the others do not need it
+    with pytest.raises(DistapError, match=r"rank 0: loggers\.mlflow: the package mlflow is missing") as refused:
+        train(world, run, shards, steps=1, loggers={"mlflow": {}})
+    assert refused.value.status == MISTAKE
+
+
+def test_a_missing_package_is_a_mistake_on_every_rank(tmp_path, training_shards):
+    on_ranks(2, refused_on_every_rank, tmp_path / "run", training_shards)
+
+
+class WithoutName:
+    def prepare(self):
+        raise ImportError("version 1.15 or above is needed")
+
+
+def test_an_import_error_without_a_name_is_told():
+    with pytest.raises(DistapError, match=r"loggers\.mine: its package cannot be imported; .* \(version 1\.15"):
+        prepare_loggers({"mine": WithoutName()})
 
 
 def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, monkeypatch):

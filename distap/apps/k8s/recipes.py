@@ -9,9 +9,8 @@ from distap.apps.k8s.request import Request, claim_of, parsed_image, quantity_by
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
-from distap.registry import name_of
+from distap.registry import by_path, name_of
 from distap.storage.redact import without_secrets
-from distap.telemetry.loggers.loggers import by_path
 
 RECIPE = "/etc/distap/recipe.yaml"
 SET_HERE = {  # keys that the manifests rely on, and their values

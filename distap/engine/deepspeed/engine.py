@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from distap.engine.base import Engine, OtherForward, make_contiguous
+from distap.engine.base import Engine, ReplacedForward, make_contiguous
 from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.engine.deepspeed.state import PREFIX, load_zero_state, zero_state
 from distap.errors import DistapError
@@ -83,7 +83,7 @@ class DeepSpeedEngine(Engine):
                 return network(images)
 
         try:
-            wrapped = OtherForward(network, forward)
+            wrapped = ReplacedForward(network, forward)
             with self.world.collective("set-up of DeepSpeed"):
                 parts = {"model": wrapped, "optimizer": self._optimizer, "config": config}
                 engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
 from distap.errors import DistapError
-from distap.registry import REGISTRY
+from distap.registry import REGISTRY, by_path
 from distap.storage.atomic import write_whole
 from distap.storage.redact import without_secrets
 
@@ -78,8 +78,9 @@ def prepare_loggers(chosen: Mapping[str, LoggerSettings]) -> None:
             settings.prepare()
         except ImportError as error:
             package = f"'distap[{name}]'" if name in REGISTRY["logger"] else "it"
+            problem = f"the package {error.name} is missing" if error.name else "its package cannot be imported"
             remedy = f"pip install {package}, or leave the logger out ({error})"
-            raise DistapError(f"loggers.{name}: the package {error.name} is missing; {remedy}") from error
+            raise DistapError(f"loggers.{name}: {problem}; {remedy}") from error
 
 
 @contextmanager
@@ -126,15 +127,6 @@ def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
         for name, value in by_path(entry, "/")
         if isinstance(value, int | float) and math.isfinite(value)
     }
-
-
-def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings, each with the keys that lead to it."""
-    for key, value in entry.items():
-        if isinstance(value, Mapping) and value:
-            yield from by_path(value, separator, f"{prefix}{key}{separator}")
-        else:
-            yield prefix + key, value
 
 
 class Outlet:

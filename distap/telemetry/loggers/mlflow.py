@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome, by_path
+from distap.registry import by_path
+from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
 
 RUN_TAG = "distap.run"
 PARAMS_AT_ONCE = 100  # a server takes no more
