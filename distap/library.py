@@ -23,16 +23,8 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import RandomWeights, architecture_of
 from distap.model.network import build_network
-from distap.retrieval.metrics import AT, BLOCK_PAIRS, evaluate_labelled_set
-from distap.retrieval.ranks import (
-    NONE,
-    Tiles,
-    negatives_before,
-    padded,
-    precision_at_positives,
-    ranks_of_positives,
-    require_finite,
-)
+from distap.retrieval.metrics import evaluate_labelled_set, evaluate_queries
+from distap.retrieval.ranks import require_finite
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
 from distap.training.build import trained_network
 from distap.world import World
@@ -197,7 +189,6 @@ def load(
     return DescriptorNetwork(describer, recipe.model)
 
 
-@torch.no_grad()
 def evaluate(
     descriptors: ArrayLike | Tensor, labels: ArrayLike | Tensor, queries: ArrayLike | Tensor | None = None
 ) -> dict[str, float]:
@@ -215,32 +206,16 @@ def evaluate(
     if rows.ndim != 2 or names.shape != (len(rows),):
         raise DistapError(f"descriptors are {tuple(rows.shape)} and labels {names.shape}; expected (N, C) and (N,)")
     require_finite(rows)
-    classes = np.unique(names, return_inverse=True)[1].reshape(-1)
+    classes = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1)).to(rows.device)
     if queries is None:
-        return evaluate_labelled_set(rows, torch.from_numpy(classes).to(rows.device)).summary()
+        return evaluate_labelled_set(rows, classes).summary()
     asks = queries.cpu().numpy() if isinstance(queries, Tensor) else np.asarray(queries)
     if asks.shape != names.shape or asks.dtype != bool or asks.all() or not asks.any():
         raise DistapError(
             f"queries are {asks.shape} {asks.dtype}; expected ({len(rows)},) bool, some of them true, some false"
         )
     mask = torch.from_numpy(asks).to(rows.device)
-    gallery = classes[~asks]
-    by_class = {one: np.flatnonzero(gallery == one) for one in np.unique(classes[asks])}
-    positives = padded([by_class[one] for one in classes[asks]], rows.device)
-    before = negatives_before(Tiles(rows[mask], rows[~mask], BLOCK_PAIRS), positives, positives[:, :0])
-    ranks = ranks_of_positives(before, positives != NONE)
-    ranks = ranks[(ranks > 0).any(1)]
-    if not len(ranks):
-        raise DistapError("no query has an image of its class in the gallery: there is nothing to retrieve")
-    count, precision = (ranks > 0).sum(1), precision_at_positives(ranks)
-    at_r = precision.masked_fill(ranks > count[:, None], 0)
-    hits = {k: ((ranks > 0) & (ranks <= k)).sum(1).double() for k in AT}
-    return {
-        "mAP": float((precision.sum(1) / count).mean()),
-        "mAP@R": float((at_r.sum(1) / count).mean()),
-        **{f"R@{k}": float((hit > 0).double().mean()) for k, hit in hits.items()},
-        **{f"mP@{k}": float((hit / min(k, len(gallery))).mean()) for k, hit in hits.items()},
-    }
+    return evaluate_queries(rows[mask], rows[~mask], classes[mask], classes[~mask])
 
 
 def _encoded(image: Any) -> bytes:
@@ -262,10 +237,8 @@ def _encoded(image: Any) -> bytes:
         raise DistapError(
             f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or a tensor"
         )
-    file = getattr(image, "fp", None)
-    if (
-        file is not None and image.format in FORMATS and getattr(image, "tile", None)
-    ):  # PIL has not read the pixels yet
+    file, has_pixels = getattr(image, "fp", None), not getattr(image, "tile", None)
+    if file is not None and not has_pixels and image.format in FORMATS:
         place = file.tell()
         file.seek(0)
         data: bytes = file.read()

@@ -112,7 +112,8 @@ class ThreeStages:
                         descriptors = self._forward(batch, rows, self.engine.forward if keeps else cheap, keeps)
                 except RuntimeError as error:
                     self.sizes.halve("describe", size, keeps, error, self._mixing)
-                    kept, first_kept = ({}, share) if keeps else (kept, first_kept)
+                    if keeps:
+                        kept, first_kept = {}, share
                     continue
                 if keeps:
                     kept[start] = descriptors
@@ -198,7 +199,8 @@ class ThreeStages:
     def _forward(self, batch: Batch, rows: Rows, forward: Forward, keeps: bool = False) -> Float[Tensor, "n C"]:
         """Describe a micro-batch; (seed, step, slot) seeds its dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
-        images = copied(images) if keeps else images  # the graph may need pixels that the batch has overwritten since
+        if keeps:  # the graph may need the pixels after the batch has overwritten their memory
+            images = copied(images)
         slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))

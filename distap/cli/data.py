@@ -211,7 +211,7 @@ def _print_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]")
 
 
 def _warnings(part: "Converted") -> list[str]:
-    """What to print behind a split's name."""
+    """Return what to print behind a split's name."""
     listed = part.listed
     lines = []
     if listed.differs:

@@ -48,7 +48,7 @@ class CrossBatchMemory:
         self.descriptors, self.labels, self.images = (rows[-self.size :].detach().clone() for rows in kept)
 
     def _of_other_images(self, gathered: Gathered) -> tuple[Tensor, Tensor, Tensor]:
-        """What is remembered of images that are not in the batch, on the batch's device."""
+        """Return what is remembered of images that are not in the batch, on the batch's device."""
         assert self.descriptors is not None
         images = self.images.to(gathered.images.device)
         other = ~(torch.isin(images, gathered.images) & (images >= 0))

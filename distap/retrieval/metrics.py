@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from distap.retrieval.ranks import (
     interpolated_precision,
     mask,
     negatives_before,
+    padded,
     precision_at_positives,
     ranks_of_positives,
     require_finite,
@@ -61,15 +62,8 @@ class LabelledSetResult:
 
         P@k is the share of positives among the first k, or among all others if there are fewer than k.
         """
-        hits = self.hits[self.is_query].double()
-        shown = torch.tensor(AT, device=hits.device).clamp(max=len(self.hits) - 1)
-        recall, precision = (hits > 0).double().mean(0), (hits / shown).mean(0)
-        return {
-            "mAP": float(self.average_precision[self.is_query].mean()),
-            "mAP@R": float(self.average_precision_at_r[self.is_query].mean()),
-            **{f"R@{k}": value for k, value in zip(AT, recall.tolist(), strict=True)},
-            **{f"mP@{k}": value for k, value in zip(AT, precision.tolist(), strict=True)},
-        }
+        rows = self.is_query
+        return _means(self.average_precision[rows], self.average_precision_at_r[rows], self.hits[rows], len(rows) - 1)
 
     def class_figures(self, labels: Int64[Tensor, " N"]) -> dict[int, dict[str, int | float]]:
         """Number of queries, and mean mAP, mAP@R and R@k over them, of each class that has queries."""
@@ -131,16 +125,35 @@ def evaluate_labelled_set(
         positives = classes.positives(rows)
         before = negatives_before(tiles, positives, rows[:, None], None if head is None else head[rows])
         ranks = ranks_of_positives(before, positives != NONE)
-        count = (ranks > 0).sum(1)
-        of_positives = precision_at_positives(ranks)
-        precision[rows] = of_positives.sum(1) / count  # 0 / 0 is NaN: a query without a positive has no precision
-        at_r[rows] = of_positives.masked_fill(ranks > count[:, None], 0).sum(1) / count
+        precision[rows], at_r[rows], hits[rows] = _of_ranks(ranks)
         first[rows] = ranks[:, 0]
-        hits[rows] = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in AT], dim=1)
         is_query = ranks[:, 0] > 0
         curve += interpolated_precision(ranks[is_query]).sum(0)
         asked += int(is_query.sum())
     return LabelledSetResult(precision, at_r, first, nearest, curve / asked, hits)
+
+
+@torch.no_grad()
+def evaluate_queries(
+    queries: Float[Tensor, "Q C"],
+    gallery: Float[Tensor, "N C"],
+    query_labels: Int64[Tensor, " Q"],
+    gallery_labels: Int64[Tensor, " N"],
+) -> dict[str, float]:
+    """Rank a gallery for queries that are not in it; return the figures of `LabelledSetResult.summary`.
+
+    Raises a DistapError if no query has an image of its class in the gallery.
+    """
+    by_class = {
+        label: (gallery_labels == label).nonzero().flatten().cpu() for label in query_labels.unique().tolist()
+    }
+    positives = padded([by_class[label].numpy() for label in query_labels.tolist()], queries.device)
+    before = negatives_before(Tiles(queries, gallery, BLOCK_PAIRS), positives, positives[:, :0])
+    ranks = ranks_of_positives(before, positives != NONE)
+    ranks = ranks[(ranks > 0).any(1)]
+    if not len(ranks):
+        raise DistapError("no query has an image of its class in the gallery: there is nothing to retrieve")
+    return _means(*_of_ranks(ranks), len(gallery))
 
 
 @dataclass(frozen=True)
@@ -183,6 +196,27 @@ def random_batches(images: int, batch: int, generator: torch.Generator) -> Itera
         raise DistapError(f"a batch of {batch} images from a set of {images}; take smaller batches")
     order = torch.randperm(images, generator=generator)
     return iter(order[: images - images % batch].view(-1, batch))
+
+
+def _of_ranks(ranks: Int64[Tensor, "q P"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return AP, AP@R and the positives among the first k, for each k of AT, of each query; NaN without positives."""
+    count, of_positives = (ranks > 0).sum(1), precision_at_positives(ranks)
+    at_r = of_positives.masked_fill(ranks > count[:, None], 0).sum(1)
+    hits = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in AT], dim=1)
+    return of_positives.sum(1) / count, at_r / count, hits
+
+
+def _means(precision: Tensor, at_r: Tensor, hits: Tensor, others: int) -> dict[str, float]:
+    """Return the mean figures of queries that are ranked against `others` images."""
+    hits = hits.double()
+    shown = torch.tensor(AT, device=hits.device).clamp(max=others)
+    found, right = (hits > 0).double().mean(0), (hits / shown).mean(0)
+    return {
+        "mAP": float(precision.mean()),
+        "mAP@R": float(at_r.mean()),
+        **{f"R@{k}": value for k, value in zip(AT, found.tolist(), strict=True)},
+        **{f"mP@{k}": value for k, value in zip(AT, right.tolist(), strict=True)},
+    }
 
 
 class _ClassMembers:

@@ -171,7 +171,7 @@ def _refuse_large(width: int, height: int, max_pixels: int) -> None:
 
 
 def _turns(image: Image.Image) -> tuple[bool, bool, bool]:
-    """Whether EXIF says to mirror the stored image left to right, to mirror it top to bottom, and to transpose it."""
+    """Tell whether EXIF mirrors the stored image left to right, mirrors it top to bottom, and transposes it."""
     try:
         orientation = image.getexif().get(ORIENTATION)
     except Exception:  # Pillow raises anything on broken EXIF; the image itself is sound

@@ -40,7 +40,7 @@ class Damage(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What the index says of a shard."""
+    """Hold what the index says of a shard."""
 
     name: str
     size: int

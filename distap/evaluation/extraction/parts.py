@@ -42,7 +42,7 @@ class BrokenOffError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Extraction:
-    """What all ranks describe together, and how. A DistapError is raised if they see different images."""
+    """Hold what all ranks describe together, and how; raise a DistapError if they see different images."""
 
     describer: ImageDescriber
     images: ImageSet

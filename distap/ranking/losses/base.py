@@ -54,7 +54,7 @@ class Rows:
 
     @cached_property
     def counted_positives(self) -> Float[Tensor, "r P"]:
-        """Of the same columns, those that are positives; -inf for the others."""
+        """The similarities of the columns `same_class` that are positives, with -inf in place of the others."""
         return self.positives.masked_fill(~self.is_positive, -torch.inf)
 
     @cached_property
@@ -68,7 +68,7 @@ class Rows:
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
 
     def without_query(self) -> "Rows":
-        """The same rows, with no query among its own positives."""
+        """Return the same rows, with no query among its own positives."""
         return replace(self, is_positive=self.is_positive & (self.same_class != self.queries[:, None]))
 
     def with_positives(
