@@ -15,6 +15,9 @@ from distap.errors import DistapError
 
 CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # timm's names of the layer that retrieval leaves out
 
+# Let vision transformers take images of any size: position embeddings are resampled, borders padded to whole patches.
+ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
+
 
 @dataclass(frozen=True)
 class TimmBackbone:
@@ -35,7 +38,10 @@ class TimmBackbone:
         # Some architectures do not take these options, so a rate of zero is left out.
         options |= {k: v for k, v in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)) if v}
         try:
-            return timm.create_model(self.architecture, **options)
+            try:
+                return timm.create_model(self.architecture, **options, **ANY_SIZE)
+            except TypeError:  # not a vision transformer
+                return timm.create_model(self.architecture, **options)
         except Exception as error:  # each architecture raises its own
             built = f"{self.architecture!r} with {options}"
             raise DistapError(f"model.backbone: timm could not build {built}: {error}") from error

@@ -67,7 +67,7 @@ def test_no_image_gives_no_descriptor():
 
 
 def test_a_backbone_of_one_size_takes_crops_of_it_alone():
-    inner = network(backbone="vit_tiny_patch16_224")
+    inner = network(backbone="swin_tiny_patch4_window7_224")
     for sizing, scales in [("original", (1.0,)), ("side 224", (1.0,)), ("crop 224", (1.0, 0.5)), ("crop 96", (1.0,))]:
         with pytest.raises(DistapError, match=r"224 x 224 pixels only.*use `crop 224`"):
             ImageDescriber(inner, Sizing.parse(sizing), scales)

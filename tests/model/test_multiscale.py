@@ -128,7 +128,7 @@ def test_the_mean_over_scales_has_the_power_of_gem_where_nothing_is_negative():
 
 
 def test_a_backbone_of_one_size_is_known():
-    assert required_size(network(backbone="vit_tiny_patch16_224")) == (224, 224)
+    assert required_size(network(backbone="swin_tiny_patch4_window7_224")) == (224, 224)
     assert required_size(network()) is None
 
 

@@ -30,6 +30,16 @@ def test_transformers_work_as_well(backbone):
     assert network(noise(height=224)).shape == (2, 32)
 
 
+def test_a_vision_transformer_takes_images_of_any_size():
+    network = random_network("vit_tiny_patch16_224").eval()
+    fixed = timm.create_model("vit_tiny_patch16_224", num_classes=0, global_pool="").eval()
+    fixed.load_state_dict(network.backbone.state_dict())
+    pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(network.backbone(pixels), fixed(pixels))
+    for height, width in ((256, 256), (100, 333)):
+        torch.testing.assert_close(network(noise(height=height, width=width)).norm(dim=1), torch.ones(2))
+
+
 @pytest.mark.parametrize("backbone", ["resnet10t", "convnext_atto", "vit_tiny_patch16_224"])
 def test_every_parameter_gets_a_gradient(backbone):
     network = random_network(backbone, projection=8).train()
