@@ -63,6 +63,8 @@ def _override(settings: dict[str, Any], override: str) -> None:
     for parent in parents:
         if section.get(parent) is None:
             section[parent] = {}
+        elif isinstance(section[parent], str):  # a name alone, such as `loss: ap_q`
+            section[parent] = {"name": section[parent]}
         section = section[parent]
         if not isinstance(section, dict):
             raise DistapError(f"override {override!r}: {parent} is a value, it has no keys")

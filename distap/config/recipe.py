@@ -37,13 +37,13 @@ class Recipe(Section):
     run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
     seed: int = Field(0, ge=0)
     steps: PositiveInt
-    engine: Annotated[Any, Chosen("engine")] = "ddp"
+    engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     precision: PrecisionName = Field(
         "float32", description="Precision of the network's computations; parameters stay float32."
     )
     timeout_seconds: PositiveFloat = Field(600, description="Fail a collective that takes longer.")
     data: DataSection
-    sampling: Annotated[Any, Chosen("sampling")] = "random"
+    sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = "random"
     model: ModelSection = RESOLVED_LATE
     loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
     memory: MemorySection = MemorySection()

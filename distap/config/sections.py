@@ -71,7 +71,7 @@ class ModelSection(Section):
     weights: Annotated[Any, Chosen("weights")] = Field(
         "timm", description="Pretrained weights; a backbone from elsewhere starts with random ones by default."
     )
-    pooling: Annotated[Any, Chosen("pooling")] = "gem"
+    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "gem"
     projection: PositiveInt | None = Field(None, description="Dimensions of a linear layer; null for no layer.")
     batchnorm: Literal["frozen", "batch"] = Field("frozen", description="Normalise by fixed or by batch statistics.")
     drop_rate: float = Field(0.0, ge=0, lt=1, description="Probability of dropout.")
@@ -261,6 +261,10 @@ class LoggersSection(ChoosingSection):
     chosen: dict[str, Annotated[Any, Chosen("logger")]] = Field({}, description="Each logger's keys, by its name.")
     lines: PositiveInt = Field(1000, description="Lose further lines when this many wait for a slow logger.")
     close_seconds: PositiveFloat = Field(30, description="Wait this long for loggers to finish after the last step.")
+
+    @classmethod
+    def named(cls, name: str) -> dict[str, Any]:
+        return {name: {}}
 
     @classmethod
     def choice(cls, settings: dict[str, Any]) -> dict[str, Any]:

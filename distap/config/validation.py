@@ -32,10 +32,17 @@ class ChoosingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _collect(cls, settings: Any) -> Any:
+        if isinstance(settings, str):
+            settings = cls.named(settings)
         if not isinstance(settings, Mapping):
-            raise ValueError("expected a mapping of keys to values")
+            raise ValueError("expected a name, or a mapping of keys to values")
         own = {key: value for key, value in settings.items() if key in cls.model_fields}
         return {"chosen": cls.choice({key: settings[key] for key in settings if key not in own}), **own}
+
+    @classmethod
+    def named(cls, name: str) -> dict[str, Any]:
+        """What a name alone stands for."""
+        return {"name": name}
 
     @classmethod
     def choice(cls, settings: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,21 @@ def test_overrides_change_values_deep_down(recipe):
     assert load_recipe(recipe, ["sampling={name: random, batch_size: 8}"]).sampling == RandomSampling(batch_size=8)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        (["loggers=tensorboard"], ["loggers={tensorboard: {}}"]),
+        (["optimizer=sgd"], ["optimizer={name: sgd}"]),
+        (["loss=smooth_ap", "loss.tau=0.1"], ["loss={name: smooth_ap, tau: 0.1}"]),
+        (["sampling={batch_size: 8}"], ["sampling={name: random, batch_size: 8}"]),
+        (["model.pooling.power=4"], ["model.pooling={name: gem, power: 4}"]),
+        (["engine.reshard=false", "engine.name=fsdp"], ["engine={name: fsdp, reshard: false}"]),
+    ],
+)
+def test_a_name_alone_and_keys_without_a_name_mean_what_they_say(recipe, overrides, same):
+    assert load_recipe(recipe, overrides) == load_recipe(recipe, same)
+
+
 def test_a_recipe_in_a_checkpoint_is_read_again_as_the_same(recipe):
     loaded = load_recipe(recipe, ["optimizer={name: lion, betas: [0.9, 0.99]}", "schedule=cosine", "engine=fsdp"])
     again = recipe_from(loaded.model_dump(mode="json"), "checkpoint")
