@@ -22,6 +22,7 @@ class DistapError(Exception):
     """
 
     status = MISTAKE
+    is_on_all_ranks = False  # so that one rank of a host tells it
 
 
 class CollectiveError(DistapError):

@@ -5,16 +5,15 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
 
 from distap.config.recipe import Recipe
 from distap.data.loading.training import ShareOfBatch
-from distap.data.shards.index import load_index
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
-from distap.evaluation.protocols import refuse_seen_classes
 from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory
@@ -25,7 +24,8 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.logs import at_step
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.tracing import Tracer
-from distap.training.build import describer_of, engine_of, evaluations_of, fitting_of, images_of, network_of, step_of
+from distap.training.build import describer_of, engine_of, evaluations_of, fitting_of, step_of
+from distap.training.checks import checked_images, checked_network, first_on_rank_0, require_same_data
 from distap.training.report import RunReport, logger
 from distap.training.state import RunState
 from distap.world import World
@@ -53,10 +53,10 @@ class Trainer:
         # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
-        self.images = images_of(recipe, world, self.stopwatch)
-        self._check_data()
+        self.images = first_on_rank_0(world, partial(checked_images, recipe, world, self.stopwatch))
+        require_same_data(self.images, recipe.data.train, world)
         self.startup.reached("data")
-        self.network = network_of(recipe, world).train()
+        self.network = first_on_rank_0(world, partial(checked_network, recipe, world)).train()
         describer = describer_of(recipe, self.network)
         self.evaluations = evaluations_of(recipe, self.network, world)
         self.engine = engine_of(recipe, self.network, world)
@@ -79,8 +79,9 @@ class Trainer:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.recipe.steps)
                 return FINISHED
             self.startup.reached("checkpoint")
+            self.report.begins(self.done, self.images, self.network, list(self.evaluations))
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
-                at_start = self.recipe.evaluation.at_start and self.recipe.evaluation.every > 0
+                at_start = self.recipe.evaluation.at_start and bool(self.evaluations)
                 if owes_evaluation or (self.done == 0 and at_start):
                     score = self.evaluate(stop)
                     if score is None:
@@ -125,26 +126,11 @@ class Trainer:
         return FINISHED
 
     def _owes_evaluation(self) -> bool:
-        return self._is_due(self.recipe.evaluation.every)
+        return bool(self.evaluations) and self._is_due(self.recipe.evaluation.every)
 
-    def _is_due(self, every: int) -> bool:
-        """Return whether `every` divides the steps done; the last step is always due, unless `every` is 0."""
-        return every > 0 and (self.done % every == 0 or self.done == self.recipe.steps)
-
-    def _check_data(self) -> None:
-        data, images = self.recipe.data, self.images
-        if images.size < self.world.size:
-            raise DistapError(f"sampling gives {images.size} images a batch, fewer than the {self.world.size} ranks")
-        if len(set(self.world.gather_values(images.fingerprint))) > 1:
-            own = f"rank {self.world.rank} has fingerprint {images.fingerprint[:12]}"
-            raise DistapError(f"{data.train}: the ranks see different data; {own}")
-        if data.validation_source is not None:
-            validation = load_index(data.validation_source, data.remote)
-            if data.unseen_classes and images.index is not None:
-                refuse_seen_classes(images.index, validation, data.validation_source)
-            elif data.unseen_classes and self.world.rank == 0:
-                told = "%s has no index, so nothing checks whether it shares classes with %s"
-                logger.warning(told, data.train, data.validation)
+    def _is_due(self, every: int | None) -> bool:
+        """Return whether `every` divides the steps done, or the last step is done, unless `every` is 0."""
+        return every != 0 and (self.done == self.recipe.steps or (every is not None and self.done % every == 0))
 
     def _after_first_step(self) -> None:
         """Keep as many graphs as memory allows, if the recipe wants that, and log the time since the cold start."""

@@ -38,7 +38,10 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
         if problem is not None and _kind(problem) == 0:
             raise problem  # its traceback is wanted
         texts = [f"rank {rank}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]
-        raise _KINDS[min(kind for kind, _ in failures.values())]("; ".join(texts)) from problem
+        error = _KINDS[min(kind for kind, _ in failures.values())]("; ".join(texts))
+        if isinstance(error, DistapError):
+            error.is_on_all_ranks = True
+        raise error from problem
     return [result for result, _ in answers]
 
 

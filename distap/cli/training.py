@@ -23,11 +23,17 @@ def train_command(
     config: CONFIG,
     overrides: OVERRIDES = None,
     ranks: Annotated[int, typer.Option(help="Number of processes on this machine, one a GPU.", min=1)] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only look for mistakes, and say what would be done.")
+    ] = False,
 ) -> None:
     """Train a recipe with the three-stage step; an interrupted run goes on from its newest checkpoint.
 
     To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's options.
     """
+    if check:
+        check_training(config, overrides or [])
+        return
     if ranks == 1:
         train(config, overrides)
         return
@@ -37,6 +43,21 @@ def train_command(
     end_when_asked()
     status = launch_training(["--standalone", f"--nproc-per-node={ranks}"], config, overrides or [])
     raise typer.Exit(status)
+
+
+def check_training(config: Path, overrides: list[str]) -> None:
+    """Build all parts of a training in this process, and tell what it would do."""
+    from distap.config.reading import load_recipe
+    from distap.telemetry.terminal import console, set_up_logging
+    from distap.trainer import Trainer
+    from distap.world import joined_world
+
+    set_up_logging(0)
+    recipe = load_recipe(config, overrides)
+    with joined_world(recipe.timeout_seconds) as world:
+        trainer = Trainer(recipe, world)
+        trainer.report.begins(0, trainer.images, trainer.network, list(trainer.evaluations))
+    console.print(f"{config}: nothing is wrong", markup=False)
 
 
 def report_command(

@@ -224,7 +224,9 @@ class EvaluatedSet(Section):
 class EvaluationSection(Section):
     """Evaluation during training, on data.validation and on other sets."""
 
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 never evaluates.")
+    every: int | None = Field(
+        None, ge=0, description="Steps between evaluations; null evaluates first and last, 0 never."
+    )
     at_start: bool = Field(True, description="Evaluate before the first step too, to show what training gains.")
     batch_size: PositiveInt = Field(64, description="Images described at once.")
     also: dict[str, EvaluatedSet] = Field(

@@ -1,6 +1,7 @@
 """Show progress and messages at a terminal; without a terminal, log lines instead."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +134,9 @@ def set_up_early_logging(overrides: Sequence[str], rank: int | None) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error that is meant for a person, without a traceback."""
+    """Print an error that is meant for a person, without a traceback; once a host, if all ranks met it."""
+    if getattr(error, "is_on_all_ranks", False) and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     if is_logging_lines():
         logger.error("%s", error)
     else:

@@ -109,7 +109,7 @@ def evaluations_of(
     over scales takes the power that GeM has learned by then.
     """
     data = recipe.data
-    if not recipe.evaluation.every or data.validation_source is None:
+    if recipe.evaluation.every == 0 or data.validation_source is None:
         return {}
     settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
     validation = open_set(data.validation_source, **settings)

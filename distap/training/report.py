@@ -2,21 +2,29 @@
 
 import logging
 import math
+import shutil
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
-from distap.data.loading.training import ShareOfBatch
+from distap.data.loading.training import ShareOfBatch, TrainingImages
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
+from distap.model.network import RetrievalNetwork
+from distap.registry import name_of
 from distap.step import StepResult
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
@@ -27,6 +35,8 @@ from distap.telemetry.runlog import log_not_finite, run_log_from
 from distap.telemetry.terminal import training_progress
 from distap.world import World
 
+RECENT = 20  # steps whose median says how long the others will take
+DRIVER, TORCH = Path("/proc/driver/nvidia/version"), torch.__version__
 logger = logging.getLogger("distap")
 
 
@@ -43,9 +53,36 @@ class RunReport:
         self.metrics.planned_steps.set(recipe.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
+        self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
         if recipe.loggers.chosen:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
             on_all(world, partial(prepare_loggers, recipe.loggers.chosen), world.rank == 0)
+
+    def begins(self, step: int, images: TrainingImages, network: RetrievalNetwork, evaluated: list[str]) -> None:
+        """Tell what is about to be trained, from `step` on, and on what."""
+        recipe, index, every = self.recipe, images.index, self.recipe.evaluation.every
+        held = "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
+        when = "before the first step and after the last" + (f", and every {every} steps" if every else "")
+        parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+        batch = f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
+        if index is not None:
+            epoch = len(index) / images.size
+            batch += f"; an epoch is {epoch:.3g} steps, the training {recipe.steps / epoch:.3g} epochs"
+        device = self.world.device
+        for what, told in (
+            ("data", f"{recipe.data.train}{held}"),
+            (
+                "evaluation",
+                f"{', '.join(evaluated)}, {when}" if evaluated else "none, since data.validation is not set",
+            ),
+            ("network", f"{recipe.model.architecture}, {parameters:,} parameters, {network.dimensions} dimensions"),
+            ("device", f"{device.type}, {self.world.size} ranks" if self.world.size > 1 else str(device)),
+            ("batch", batch),
+            ("run", f"{recipe.run}, {f'from step {step}' if step else 'from the start'}"),
+        ):
+            logger.info("%-10s  %s", what, told)
+        if device.type == "cpu" and (DRIVER.exists() or shutil.which("nvidia-smi")):
+            logger.warning("this machine has a GPU driver, but torch %s sees no GPU, so it trains on the CPU", TORCH)
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -107,7 +144,9 @@ class RunReport:
             memory_peak_bytes=host_memory_peak(),
             seconds={name: round(value, 6) for name, value in times.items()},
         )
-        told = f"loss {result.loss:.4f}  {speed:.0f} images/s"
+        self._steps.append(seconds)
+        left = (self.recipe.steps - step) * statistics.median(self._steps)
+        told = f"loss {result.loss:.4f}  {speed:.3g} images/s  {timedelta(seconds=round(left))} left"
         self._show(step, told, loss=result.loss, images_per_second=speed)
 
     def reading(self, step: int, share: ShareOfBatch) -> None:

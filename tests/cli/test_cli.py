@@ -24,6 +24,13 @@ def config(tmp_path, training_shards):
     return path
 
 
+def test_a_check_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):
+    assert distap(monkeypatch, "train", config, "--check") == 0
+    printed = capfd.readouterr().err
+    assert "device      cpu" in printed and "nothing is wrong" in printed
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_from_images_to_a_report(tmp_path, monkeypatch, config, training_shards, capfd):
     before, after, run = tmp_path / "before", tmp_path / "after", tmp_path / "run"

@@ -22,10 +22,12 @@ from distap.data.shards.packing import pack
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
+from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
+from distap.training.checks import checked_images
 from distap.world import World
 
 
@@ -200,10 +202,40 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
     assert saved_steps(tmp_path) == sorted({1, best, 6})
 
 
+def test_a_training_says_what_it_is_about_to_do(tmp_path, training_shards, caplog):
+    caplog.set_level("INFO")
+    trainer = Trainer(recipe(tmp_path, training_shards, steps=2, data__validation=str(training_shards[1])), World())
+    trainer.train()
+    images, classes = len(trainer.images.index), len(trainer.images.index.class_name)
+    for line in (
+        f"data        {training_shards[0]}: {images:,} images of {classes} classes",
+        f"evaluation  {training_shards[1]}, before the first step and after the last",
+        "device      cpu",
+        f"batch       25 images by random; an epoch is {images / 25:.3g} steps",
+        f"run         {tmp_path}, from the start",
+    ):
+        assert line in caplog.text
+
+
+def mistaken(world, run, shards):
+    with pytest.raises(DistapError, match=r"^rank 0: sampling\.classes is 900, but only") as raised:
+        Trainer(recipe(run, shards, sampling={"name": "p_by_k", "classes": 900}), world)
+    return raised.value.is_on_all_ranks
+
+
+def test_a_mistake_is_found_by_rank_0_and_raised_on_all(tmp_path, training_shards):
+    assert on_ranks(2, mistaken, tmp_path, training_shards) == [True, True]
+
+
+def test_a_network_that_does_not_take_images_of_this_size_is_named(tmp_path, training_shards):
+    with pytest.raises(DistapError, match="levit_128s does not take images of 32 px; it was made for 224"):
+        Trainer(recipe(tmp_path, training_shards, model__backbone="levit_128s"), World())
+
+
 def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(tmp_path, training_shards):
     settings = {"steps": 2, "data__validation": str(training_shards[1])}
-    train(World(), tmp_path / "with", training_shards, **settings, evaluation={"every": 2})
-    train(World(), tmp_path / "without", training_shards, **settings)
+    train(World(), tmp_path / "with", training_shards, **settings)
+    train(World(), tmp_path / "without", training_shards, **settings, evaluation={"every": 0})
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     lines = [entry for entry in read_run_log(tmp_path / "with") if "validation" in entry]
     assert [line["step"] for line in lines] == [0, 2] == saved_steps(tmp_path / "with")
@@ -231,7 +263,7 @@ def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_sh
 def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path, training_shards):
     small = {"name": "random", "batch_size": 2}
     with pytest.raises(DistapError, match="2 images a batch, fewer than the 3 ranks"):
-        Trainer(recipe(tmp_path, training_shards, sampling=small), World(rank=0, size=3))
+        checked_images(recipe(tmp_path, training_shards, sampling=small), World(rank=0, size=3), Stopwatch())
 
 
 def spoil(folder: Path, samples: list[int]) -> None:

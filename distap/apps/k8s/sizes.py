@@ -45,7 +45,7 @@ def handed_over_bytes(recipe: Recipe, share: int) -> int:
     # Each worker has `prefetch` chunks ready, and one more is in use. Chunks of training stay during evaluations.
     training = (data.prefetch + 1) * min(recipe.loader_chunk, share) * data.image_size**2
     evaluated = 0
-    if evaluation.every and data.validation is not None:
+    if evaluation.every != 0 and data.validation is not None:
         of_image = [data.image_size, *(other.max_side or data.image_size for other in evaluation.also.values())]
         of_batch = evaluation.batch_size * data.image_size**2
         # A worker hands over at most as much as is described at once, but at least one image.
