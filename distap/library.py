@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distap.config.sections import ModelSection
-from distap.data.images.decoding import FORMATS, EncodedImage
+from distap.data.images.decoding import EncodedImage
+from distap.data.images.formats import readable_formats
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -238,7 +239,7 @@ def _encoded(image: Any) -> bytes:
             f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or a tensor"
         )
     file, has_pixels = getattr(image, "fp", None), not getattr(image, "tile", None)
-    if file is not None and not has_pixels and image.format in FORMATS:
+    if file is not None and not has_pixels and image.format in readable_formats():
         place = file.tell()
         file.seek(0)
         data: bytes = file.read()

@@ -1,10 +1,14 @@
 """`distap data`: fetch, convert, pack, index, check and count images."""
 
+import csv
+import io
+import shutil
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
@@ -12,12 +16,15 @@ from distap.storage.locations import parse_source
 from distap.telemetry.terminal import console, track
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from distap.data.converters.converting import Converted
     from distap.data.shards.index import Index
-    from distap.data.shards.tar import Skipped
+    from distap.data.shards.left_out import Skipped
     from distap.storage.remotes import RemoteSettings
 
 SHOWN = 5  # missing or damaged images that are named
+FEW_CLASSES = 20  # that are shown in a table
 
 data = typer.Typer(help="Fetch, convert, pack, index, check and count images.", no_args_is_help=True)
 fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
@@ -30,6 +37,9 @@ REMOTE = Annotated[str | None, typer.Option(help=SETTINGS)]
 WORKERS = Annotated[int, typer.Option(help="Number of processes.", min=1, show_default="one a core")]
 CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
+NESTED = "What names the class of images in folders of folders: the top, the leaf, merged leaves, or the path."
+SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
+LEFT_OUT = "CSV of every file that is left out, and why."
 ORDER = "Seed of a random order; streamed reading needs classes mixed, reading by the index does not."
 SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = "sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, revisitop1m"
@@ -97,25 +107,47 @@ def pack_command(
     decode: Annotated[
         bool, typer.Option("--decode", help="Decode images to find damage, not just read headers.")
     ] = False,
+    nested: Annotated[
+        Literal["top", "leaf", "merge", "path"] | None, typer.Option(help=NESTED, show_default="refuse them")
+    ] = None,
+    split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --split.", min=0)] = 0,
+    left_out: Annotated[Path | None, typer.Option(help=LEFT_OUT, show_default="only counted")] = None,
     workers: WORKERS = CORES,
 ) -> None:
     """Pack images into WebDataset tar shards with an index beside them.
 
     A CSV has the columns path,label or path,class (its first line says which) and may have a third, group, the
     super-category of the class; paths are relative to the file, labels are integers, classes are any names. Images
-    are packed byte for byte. Damaged ones are left out and listed. After an interruption or a full disk the same
-    command continues from the shards that are whole.
+    are packed byte for byte. Every file that is left out, such as a damaged image, is counted by the reason. After an
+    interruption or a full disk the same command continues from the shards that are whole.
+
+    `pip install 'distap[formats]'` adds HEIC and JPEG XL to the formats that are read.
     """
+    from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack
 
+    layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
+    layout["max_shard_bytes"] = None if max_shard_mb is None else int(max_shard_mb * 1e6)
+    listing = list_images(source, nested)
+    parts, whole = {output: listing}, output.with_name(f".{output.name}.split")
+    if split is not None:
+        if output.exists():
+            raise DistapError(f"{output}: there is something already; choose another folder or remove it")
+        parts = dict(zip((whole / "train", whole / "validation"), listing.halves(split, seed), strict=True))
+        for finished in parts:  # by an earlier call, perhaps of other images
+            shutil.rmtree(finished, ignore_errors=True)
     try:
-        layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
-        max_shard_bytes = None if max_shard_mb is None else int(max_shard_mb * 1e6)
-        index, skipped = pack(source, output, images_per_shard, track, max_shard_bytes=max_shard_bytes, **layout)
+        packed = [pack(part, folder, images_per_shard, track, **layout) for folder, part in parts.items()]
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from the shards that are whole")
         raise
-    _print_indexed(output, index, skipped)
+    if split is not None:
+        whole.replace(output)
+    for folder, part, (index, _) in zip(parts, parts.values(), packed, strict=True):
+        names = {image.class_name for image in part.images}
+        _print_indexed(output / folder.relative_to(whole) if split is not None else output, index, names)
+    _print_left_out([skipped for _, others in packed for skipped in others], left_out)
 
 
 @data.command("index")
@@ -128,7 +160,9 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     """
     from distap.data.shards.indexing import index_shards
 
-    _print_indexed(source, *index_shards(parse_source(source, path), track, workers, _remote(remote)))
+    index, skipped = index_shards(parse_source(source, path), track, workers, _remote(remote))
+    _print_indexed(source, index)
+    _print_left_out(skipped)
 
 
 @data.command("check")
@@ -148,6 +182,7 @@ def check_command(
     from distap.data.shards.checking import check, write_damage
 
     index, damaged = check(parse_source(source, path), workers, track, _remote(remote))
+    _print_left_out(index.left_out)
     for damage in damaged:
         console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
     if output is not None:
@@ -181,6 +216,7 @@ def stats_command(
 
     parsed, settings = parse_source(source, path), _remote(remote)
     reader = Reader(parsed, load_index(parsed, settings), remote=settings)
+    _print_left_out(reader.index.left_out)
     figures = statistics(reader)
     for table in statistics_tables(figures):
         console.print(table)
@@ -202,12 +238,48 @@ def _remote(text: str | None) -> "RemoteSettings | None":
         raise DistapError(f"--remote {text!r}: {error}") from error
 
 
-def _print_indexed(source: Path | str, index: "Index", skipped: "list[Skipped]") -> None:
-    for image in skipped:
-        console.print(f"left out: {image.name}: {image.reason}", markup=False)
-    counts = f"{len(index)} images of {len(index.class_name)} classes in {len(index.shard_name)} shards"
-    left_out = f", {len(skipped)} damaged ones left out" if skipped else ""
-    console.print(f"{source}: {counts}{left_out}", markup=False)
+def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
+    """Print what a data set holds; warn of classes that were expected and are not there, and of repeated images."""
+    import numpy as np
+    from rich.table import Table
+
+    from distap.data.shards.checking import same_bytes
+
+    names, sizes = index.class_name.tolist(), np.bincount(index.label).tolist()
+    counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
+    if len(names) > FEW_CLASSES:
+        counts += f": {', '.join(names[:SHOWN])} and {len(names) - SHOWN:,} more"
+    console.print(f"{source}: {counts}", markup=False)
+    if len(names) <= FEW_CLASSES:
+        table = Table("class", "images")
+        for name, size in zip(names, sizes, strict=True):
+            table.add_row(escape(name), f"{size:,}")
+        console.print(table)
+    warnings = []
+    if lost := sorted(set(expected) - set(names)):
+        warnings.append(f"no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
+    pairs = same_bytes(index)
+    across = index.label[pairs[:, 0]] != index.label[pairs[:, 1]]
+    called = index.path if index.path.all() else index.key
+    for kind, of_kind in (("in two classes", pairs[across]), ("twice in a class", pairs[~across])):
+        if len(of_kind):
+            first, second = called[of_kind[0]].tolist()
+            warnings.append(f"{len(of_kind):,} images are {kind}, byte for byte, such as {first} and {second}")
+    for warning in warnings:
+        console.print(f"{source}: {warning}", markup=False, style="yellow")
+
+
+def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:
+    """Print a line for each reason, and write a CSV of every file if an output is given."""
+    from distap.data.shards.left_out import as_line, counted
+    from distap.storage.atomic import write_whole
+
+    for line in counted(skipped):
+        console.print(f"left out: {line}", markup=False, style="yellow")
+    if output is not None:
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([("path", "reason"), *((as_line(name), reason) for name, reason in skipped)])
+        write_whole(output, text.getvalue())
 
 
 def _warnings(part: "Converted") -> list[str]:

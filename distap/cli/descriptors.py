@@ -111,7 +111,7 @@ def extract_command(
         raise
     if written is not None:
         left_out = len(left_out_of(output))
-        told = f"; {left_out} images left out, see {output / 'left_out.txt'}" if left_out else ""
+        told = f"; {left_out} files left out, see {output / 'left_out.txt'}" if left_out else ""
         numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions, {dtype}"
         console.print(f"{output}: {numbers}{told}", markup=False)
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.image_sets import ImageSet
+from distap.data.shards.left_out import Skipped, warn_of
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.parts import NOT_FINITE, Extraction, extract_descriptors
@@ -69,5 +71,8 @@ class Describing:
                 f"{broken[0]}: the network is broken"
             )
         if self.world.rank == 0:
+            warn_of(images.name, tuple(starmap(Skipped, images.left_out)))
+            told = dict(images.left_out)
             for key, reason in left_out.items():
-                logger.warning("left out of the evaluation: %s of %s: %s", key, images.name, reason)
+                if key not in told:
+                    logger.warning("left out of the evaluation: %s of %s: %s", key, images.name, reason)

@@ -78,7 +78,7 @@ class DescribedLabelledSet:
         }
         retrieved = Retrieved(
             samples,
-            index.key[samples],
+            self.of.images.keys[samples],
             index.label[samples],
             result.average_precision.numpy(),
             result.average_precision_at_r.numpy(),

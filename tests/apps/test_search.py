@@ -119,12 +119,16 @@ def test_a_data_set_that_moved_is_named_and_missing_pictures_are_told(tmp_path, 
     shutil.copytree(gallery.shards, tmp_path / "moved")
     assert open_thumbnails(searcher.index, str(tmp_path / "moved")).jpeg(0)
     caplog.clear()
-    assert open_thumbnails(searcher.index, str(gallery.images)).jpeg(0) is None
+    assert open_thumbnails(searcher.index, str(gallery.images)).jpeg(0)  # images are called by their paths
+    assert not caplog.text
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "0.png").write_bytes(upload(1))
+    assert open_thumbnails(searcher.index, str(tmp_path / "others")).jpeg(0) is None
     assert "no image for 40 of the 40 keys" in caplog.text
 
 
 def test_the_command_prints_hits_as_json(tmp_path, gallery, searcher, monkeypatch, capsys):
-    file, key = tmp_path / "query.png", str(searcher.index.keys[2])
+    file, key = tmp_path / "query.png", "<i>apple/кот 0.png"
     file.write_bytes(upload(3))
     options = ("--checkpoint", gallery.run, "-k", 4, "--json")
     assert distap(monkeypatch, "search", gallery.index, file, key, *options) == 0

@@ -142,7 +142,7 @@ def test_nothing_in_the_folder_is_changed(shards):
 def test_samples_that_share_bytes_are_all_looked_at(tmp_path, shards):
     index = load_index(shards)
     rows = {name: np.concatenate([getattr(index, name), getattr(index, name)[:1]]) for name in (
-        "shard", "offset", "size", "crc32", "label", "width", "height", "key")}  # fmt: skip
+        "shard", "offset", "size", "crc32", "label", "width", "height", "key", "path")}  # fmt: skip
     type(index)(**{**vars(index), **rows}).save(shards)
     assert check(shards)[1] == []
     flip(shards / "000000.tar", int(index.offset[0]) + 30)

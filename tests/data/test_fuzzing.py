@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.lib import format as npy
 
 from distap.data.shards.index import Index, load_index, parse_index
-from distap.data.shards.tar import Skipped, read_samples
+from distap.data.shards.left_out import Skipped
+from distap.data.shards.tar import read_samples
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.locations import parse_source, shard_names
@@ -20,7 +21,7 @@ quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthC
 
 SHARD = 10_000  # bytes
 COLUMNS = {
-    "version": np.array(2),
+    "version": np.array(3),
     "shard": np.array([0, 0, 1], dtype=np.int32),
     "offset": np.array([512, 2048, 512], dtype=np.int64),
     "size": np.array([100, 200, 300], dtype=np.int64),
@@ -29,6 +30,7 @@ COLUMNS = {
     "width": np.array([8, 8, 8], dtype=np.int32),
     "height": np.array([6, 6, 6], dtype=np.int32),
     "key": np.array(["a", "b", "c"]),
+    "path": np.array(["x/a.png", "y/b.png", "y/c 0.png"]),
     "shard_name": np.array(["0.tar", "sub/1.tar"]),
     "shard_size": np.array([SHARD, SHARD], dtype=np.int64),
     "shard_sha256": np.array(["0" * 64, "f" * 64]),
@@ -89,6 +91,12 @@ def test_the_index_that_is_mutated_here_is_sound():
     assert read(packed()) is not None
 
 
+def test_an_index_from_before_paths_were_kept_is_read():
+    before = read(packed(version=np.array(2), path=None))
+    assert before.path.tolist() == ["", "", ""]
+    assert before.fingerprint == read(packed()).fingerprint
+
+
 @given(st.binary(max_size=2000))
 @example(b"PK\x05\x06" + bytes(18))
 @quick
@@ -145,7 +153,7 @@ def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
         ({"key": np.array([b"a", b"b", b"c"])}, r"column key: of type \|S1, expected str"),
         ({"label": None}, "column label: missing"),
         ({"class_group": None}, "column class_group: missing"),
-        ({"version": np.array(7)}, "version 7 of the index, expected 2"),
+        ({"version": np.array(7)}, "version 7 of the index, expected 3"),
         ({"shard_size": np.array([-5, SHARD])}, "negative size"),
         ({"shard_sha256": np.array(["0" * 64, "../../../etc/passwd"])}, "no SHA-256"),
         ({"shard_name": np.array(["0.tar", "0.tar"])}, "two shards of one name"),

@@ -14,8 +14,9 @@ from distap.data.shards import indexing
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
+from distap.data.shards.left_out import Skipped
 from distap.data.shards.packing import pack
-from distap.data.shards.tar import BLOCK, Skipped, read_samples
+from distap.data.shards.tar import BLOCK, read_samples
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings, UnreachableError

@@ -127,7 +127,7 @@ def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
 def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
     table = image_folder / "list.csv"
     table.write_text(text, encoding="utf-8")
-    assert [(image.class_name, image.group) for image in list_images(table)] == expected
+    assert [(image.class_name, image.group) for image in list_images(table).images] == expected
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_nothing_is_packed_over(image_folder, shards):
 
 
 def test_an_image_that_vanishes_is_named(tmp_path, image_folder):
-    images = list_images(image_folder)
+    images = list_images(image_folder).images
     images[3].path.unlink()
     with pytest.raises(DistapError, match=r"apple/3\.png: the image cannot be read: No such file"):
         pack(images, tmp_path / "out")
@@ -368,7 +368,7 @@ def test_a_mount_point_is_refused_before_any_work(image_folder, small_disk):
 
 
 def test_packing_takes_what_pillow_reads_under_any_suffix_case(tmp_path):
-    folder = tmp_path / "images" / "a" / "deeper"
+    folder = tmp_path / "images" / "a"
     folder.mkdir(parents=True)
     for name, kind in {"x.JPG": "JPEG", "y.webp": "WEBP", "z.tiff": "TIFF"}.items():
         buffer = io.BytesIO()
@@ -378,4 +378,7 @@ def test_packing_takes_what_pillow_reads_under_any_suffix_case(tmp_path):
     (folder / "folder.png").mkdir()
     index, skipped = pack(tmp_path / "images", tmp_path / "out")
     assert index.key.tolist() == ["00000000-x", "00000001-y", "00000002-z"]
-    assert not skipped
+    assert index.path.tolist() == ["a/x.JPG", "a/y.webp", "a/z.tiff"]
+    assert [(s.name, s.reason) for s in skipped] == [
+        (str(folder / "notes.txt"), ".txt, no format of images that is read")
+    ]

@@ -41,6 +41,8 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
     run = folder / "run"
     Trainer(recipe(run, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()).train()
     images = write_images(folder / "images", CLASSES, size=48, seed=5)
+    first = next(iter(CLASSES))
+    (images / first / "0.png").rename(images / first / "кот 0.png")
     pack(images, folder / "shards", images_per_shard=16)
     describer = ImageDescriber(trained_network(run, World())[1], Sizing("crop", 32))
     extraction = Extraction(describer, open_images(folder / "shards"), World(), workers=0)

@@ -12,7 +12,7 @@ from distap import __version__
 from distap.apps.serve.guard import Guard
 from distap.apps.serve.service import Service
 from distap.apps.serve.uploads import EXPECTED, RefusedError, read_upload
-from distap.data.images.decoding import FORMATS
+from distap.data.images.formats import readable_formats
 from distap.pages.page import page_asset, page_text
 from distap.retrieval.index_files import Hit
 
@@ -122,7 +122,8 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI, max_k: int) -> None:
-    formats = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+    *others, last = readable_formats()
+    formats = f"{', '.join(others)} or {last}"
 
     def add(path: str, content: str | bytes, media_type: str) -> None:
         async def asset() -> Response:

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Message
 
 from distap.apps.serve.settings import ServeSettings
-from distap.data.images.decoding import FORMATS, DamagedImageError
+from distap.data.images.decoding import DamagedImageError, NoReaderError
+from distap.data.images.formats import readable_formats
 
 FIELDS, FIELD_BYTES = 4, 1_000  # beside the image
 K = re.compile(r"[0-9]{1,9}")
@@ -41,8 +42,9 @@ def busy(problem: str) -> RefusedError:
 def refused_image(error: DamagedImageError) -> RefusedError:
     if error.reason == "too_large":
         return RefusedError(413, "too_many_pixels", f"the image is too large ({error}): scale it down")
-    if error.reason != "truncated" and isinstance(error.__cause__, UnidentifiedImageError):
-        expected = f"send one of {', '.join(FORMATS)}"
+    is_unknown = isinstance(error.__cause__, UnidentifiedImageError) and error.reason != "truncated"
+    if is_unknown or isinstance(error, NoReaderError):
+        expected = f"send one of {', '.join(readable_formats())}"
         return RefusedError(415, "unknown_format", f"this is no image that can be read: {expected}")
     return RefusedError(400, "damaged", f"the image is damaged ({error}): save it again and send it whole")
 

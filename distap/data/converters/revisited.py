@@ -11,7 +11,8 @@ from typing import Any
 
 from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, ListLine, Split, read_table
 from distap.data.converters.pickles import PlainValue, read_plain_pickle
-from distap.data.shards.image_files import IMAGE_SUFFIXES, ImageFile
+from distap.data.images.formats import IMAGE_SUFFIXES
+from distap.data.shards.image_files import ImageFile
 
 SITE = "http://cmp.felk.cvut.cz/revisitop"
 

@@ -18,11 +18,11 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
+from distap.data.images.formats import format_of, jxl_size, missing_reader, readable_formats
 from distap.errors import FAILED, DistapError
 
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
 REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # no others: decoders such as that of EPS run programs
 MAX_PIXELS = 100_000_000
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 MAX_SCANS = 100  # of a progressive JPEG of the allowed size, more of smaller ones: each takes a tenth of a second
@@ -44,6 +44,10 @@ class DamagedImageError(Exception):
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+class NoReaderError(DamagedImageError):
+    """An image of a format whose reader is not installed; its message says how to install it."""
 
 
 class OutOfMemoryError(DistapError):
@@ -77,8 +81,8 @@ def reduction(box: Box, shape: Shape) -> int:
 class EncodedImage:
     """An image file in memory, which is decoded as far as a crop needs it; `size` is its width and height, upright.
 
-    This and the methods raise DamagedImageError if it is no image of FORMATS, has more pixels than `max_pixels`, or
-    cannot be decoded, and OutOfMemoryError if memory does not suffice.
+    This and the methods raise DamagedImageError if it is no image of `readable_formats`, has more pixels than
+    `max_pixels`, or cannot be decoded, and OutOfMemoryError if memory does not suffice.
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
@@ -91,6 +95,7 @@ class EncodedImage:
             self._is_jpeg = self._image.format in ("JPEG", "MPO")
             if not self._is_jpeg:
                 self._image.load()  # EXIF may stand after the pixels
+                _refuse_large(*self._image.size, max_pixels)  # HEIF may tell another size now
             self._turns = _turns(self._image)
         self.size = self._image.size[::-1] if self._turns[2] else self._image.size
 
@@ -146,12 +151,19 @@ class EncodedImage:
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
+    if not data:
+        raise DamagedImageError("truncated", "the file is empty")
+    found = format_of(data)
+    if found is not None and (missing := missing_reader(found.name)):
+        raise NoReaderError("decode_error", f"{found.name}, for which there is no reader: {missing}")
+    if found is not None and found.name == "JXL":
+        _refuse_large(*jxl_size(data), max_pixels)
     if data[:4] == b"RIFF" and data[12:16] == b"VP8X":  # Pillow allocates the canvas before it tells the size
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
         _refuse_large(width, height, max_pixels)
     if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit must not be lower than ours
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    image = Image.open(io.BytesIO(data), formats=readable_formats())
     _refuse_large(*image.size, max_pixels)
     if image.info.get("progressive"):
         scans = data.count(START_OF_SCAN)
@@ -172,6 +184,8 @@ def _refuse_large(width: int, height: int, max_pixels: int) -> None:
 
 def _turns(image: Image.Image) -> tuple[bool, bool, bool]:
     """Tell whether EXIF mirrors the stored image left to right, mirrors it top to bottom, and transposes it."""
+    if image.format == "JXL" and not getattr(image, "jpeg", False):
+        return False, False, False  # its decoder has turned it already, whatever EXIF says
     try:
         orientation = image.getexif().get(ORIENTATION)
     except Exception:  # Pillow raises anything on broken EXIF; the image itself is sound
@@ -211,7 +225,7 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
             reason: Reason = "truncated" if "truncated" in str(error).lower() or _is_cut(data) else "decode_error"
             detail = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
-                detail = f"not an image of {', '.join(FORMATS)}"
+                detail = f"not an image of {', '.join(readable_formats())}"
             raise DamagedImageError(reason, detail) from error
 
 

@@ -2,18 +2,20 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
+from distap.data.images.formats import readable_formats
 from distap.data.loading.indexed import Reader
 from distap.data.settings import CacheSettings
-from distap.data.shards.image_files import IMAGE_SUFFIXES
 from distap.data.shards.index import load_index
+from distap.data.shards.left_out import Skipped, as_line, counted, is_line, walk_images
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
@@ -29,7 +31,7 @@ class ImageFolder:
     folder: Path
     names: tuple[str, ...]  # paths within it, with slashes, in order
     fingerprint: str  # a hash of names, sizes and times of change
-    left_out: tuple[tuple[str, str], ...]  # files that are named like images but are not read, and why
+    left_out: tuple[tuple[str, str], ...]  # files that are not read, and why
     max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
 
     def __len__(self) -> int:
@@ -61,41 +63,32 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
     found: list[tuple[str, int, int]] = []
     left_out: list[tuple[str, str]] = []
     root = folder.resolve()
-    try:
-        for entry in _image_files(folder):
-            name = os.path.relpath(entry.path, folder).replace(os.sep, "/")
-            # Names that are not UTF-8 have surrogates in them, which are not printable either.
-            if not name.isprintable():
-                problem = "its name is no text in UTF-8, or has line breaks in it"
-            elif entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
-                problem = "a link that leads out of the folder"
-            elif not entry.is_file():
-                problem = "no regular file"
-            else:
-                status = entry.stat()
-                found.append((name, status.st_size, status.st_mtime_ns))
-                continue
-            left_out.append((name.encode(errors="backslashreplace").decode(), problem))
-    except OSError as error:
-        raise DistapError(f"{error.filename or folder}: cannot be listed: {error.strerror or error}") from error
+    for path in walk_images(folder, follow=False):
+        if isinstance(path, Skipped):
+            left_out.append((os.path.relpath(path.name, folder), path.reason))
+            continue
+        name = path.relative_to(folder).as_posix()
+        if not is_line(name):
+            problem = "names that are no text in UTF-8, or have line breaks or tabs in them"
+        elif path.is_symlink() and not path.resolve().is_relative_to(root):
+            problem = "links that lead out of the folder"
+        elif not path.is_file():
+            problem = "links to nothing" if path.is_symlink() else "no regular files"
+        else:
+            status = path.stat()
+            found.append((name, status.st_size, status.st_mtime_ns))
+            continue
+        left_out.append((name, problem))
     if not found:
-        raise DistapError(f"{folder}: no image in it, nor shards; expected {', '.join(sorted(IMAGE_SUFFIXES))} files")
+        told = "".join(f"\nleft out: {line}" for line in counted(starmap(Skipped, left_out)))
+        raise DistapError(
+            f"{folder}: no image in it, nor shards; expected {', '.join(readable_formats())} files{told}"
+        )
     found.sort()
     described = "".join(f"{name}\0{size}\0{modified}\n" for name, size, modified in found)
+    left_out = [(as_line(name), reason) for name, reason in left_out]
     fingerprint, names = hashlib.sha256(described.encode()).hexdigest(), tuple(name for name, *_ in found)
     return ImageFolder(folder, names, fingerprint, tuple(sorted(left_out)), max_pixels)
-
-
-def _image_files(folder: Path) -> "Iterator[os.DirEntry[str]]":
-    """Files named like images, also in sub-folders; hidden folders and files are ignored."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _image_files(Path(entry.path))
-            elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES:
-                yield entry
 
 
 @dataclass(frozen=True)
@@ -139,12 +132,12 @@ def open_images(
         keys, none = np.array(images.names, dtype=np.str_), np.zeros(len(images), dtype="<U1")
         return ImageSet(str(source), images.fingerprint, keys, none, images, images.left_out)
     index = load_index(source, remote)
-    keys = index.key
+    keys = index.path if index.path.all() else index.key
     if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
         shards = index.shard_name[index.shard].tolist()
-        keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, keys.tolist(), strict=True)])
+        keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, index.key.tolist(), strict=True)])
     reader = Reader(source, index, max_pixels, remote, cache)
-    return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader)
+    return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader, index.left_out)
 
 
 def _is_plain(source: Source) -> bool:

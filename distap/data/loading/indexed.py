@@ -16,6 +16,7 @@ from distap.data.loading.workers import handed_over
 from distap.data.plan import Classes, Plan
 from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index, load_index
+from distap.data.shards.left_out import warn_of
 from distap.stopwatch import Stopwatch
 from distap.storage.files import storage_of
 from distap.storage.locations import Source, parse_source
@@ -99,6 +100,8 @@ class IndexedImages:
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         index = load_index(job.source, job.remote)
+        if world.rank == 0:
+            warn_of(str(job.source), index.left_out)
         self.index: Index | None = index
         self.fingerprint = index.fingerprint
         self.plan = Plan(Classes(index.label, index.class_group), job.sampling, job.seed)
@@ -148,7 +151,7 @@ class SlotImages(Dataset[tuple[Tensor, Loaded]]):
             try:
                 pixels = self.job.augmented(self.reader.encoded(candidate), step, slot)
             except DamagedImageError as error:
-                failures.append(Failure(name, error.reason))
+                failures.append(Failure.of(name, error))
             else:
                 return pixels, Loaded(candidate, int(self.plan.classes.labels[candidate]), name, failures)
         blank = torch.zeros(3, self.job.image_size, self.job.image_size, dtype=torch.uint8)

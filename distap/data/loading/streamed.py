@@ -194,7 +194,7 @@ class StreamImages(IterableDataset[Chunk]):
                 label, image, _ = labelled_image(key, self.source.labelled(key, members))
                 pixels = self.job.augmented(EncodedImage(image.data, self.job.max_pixels, name), step, slot)
             except DamagedImageError as error:
-                failures.append(Failure(name, error.reason))
+                failures.append(Failure.of(name, error))
             else:
                 stream.in_batch.add(name)
                 return pixels, Loaded(number_of(name), label, name, failures)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distap.data.images.augmentation import Croppable, Transform, seeded
-from distap.data.images.decoding import MAX_PIXELS, Reason
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
 from distap.data.loading.pixels import HeldPixels, Reread, held_pixels
 from distap.data.plan import Sampling
 from distap.data.settings import CacheSettings, PixelSettings
@@ -71,6 +71,13 @@ class Failure(NamedTuple):
 
     where: str
     reason: Reason
+
+    @classmethod
+    def of(cls, where: str, error: DamagedImageError) -> "Failure":
+        """Raises a DistapError if the reader of the image's format is not installed."""
+        if isinstance(error, NoReaderError):
+            raise DistapError(f"{where}: {error}") from error
+        return cls(where, error.reason)
 
 
 class Loaded(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError, OutOfMemoryError, decode
 from distap.data.shards.index import Index, load_index
@@ -62,6 +63,14 @@ def check(
     jobs = list(_jobs(index))
     found = spread(partial(_check_shard, source.base, settings), jobs, workers, "checking shards", track)
     return index, [damage for shard in found for damage in shard]
+
+
+def same_bytes(index: Index) -> NDArray[np.int64]:
+    """(n, 2) pairs of samples whose images have the same size and checksum, neighbours in groups of such images."""
+    order = np.lexsort((index.label, index.size, index.crc32))
+    first, second = order[:-1], order[1:]
+    same = (index.crc32[first] == index.crc32[second]) & (index.size[first] == index.size[second])
+    return np.stack([first, second], axis=1)[same & (index.crc32[first] != 0)]
 
 
 def write_damage(path: Path, damaged: list[Damage]) -> None:

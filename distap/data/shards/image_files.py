@@ -1,24 +1,22 @@
-"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV file."""
+"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV file.
+
+Every file that is found is either an image of the list or told as left out, with the reason.
+"""
 
 import csv
-import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
+from distap.data.shards.left_out import Skipped, as_line, counted, walk_images
+from distap.data.shards.parallel import Track, ask_files
 from distap.errors import DistapError
+from distap.randomness import permutation
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-# The first bytes of a file by the suffix of its format.
-FIRST_BYTES: dict[str, bytes | tuple[bytes, ...]] = {
-    "jpg": b"\xff\xd8",
-    "png": b"\x89PNG",
-    "webp": b"RIFF",
-    "bmp": b"BM",
-    "gif": b"GIF8",
-    "tif": (b"II", b"MM"),
-}
+Nested = Literal["top", "leaf", "merge", "path"]
 HEADINGS = (["path", "label"], ["path", "label", "group"], ["path", "class"], ["path", "class", "group"])
 
 
@@ -46,21 +44,27 @@ class Entry(NamedTuple):
         return data
 
 
-def look_at(image: ImageFile) -> Entry:
+def look_at_all(images: Sequence[ImageFile], about: str, track: Track) -> tuple[list[Entry], list[Skipped]]:
+    """The images with their sizes, and those that are links to nothing, or no files."""
+    answers = ask_files(_look_at, images, about, track)
+    left_out = [answer for answer in answers if isinstance(answer, Skipped)]
+    return [answer for answer in answers if isinstance(answer, Entry)], left_out
+
+
+def _look_at(image: ImageFile) -> Entry | Skipped:
     try:
         status = image.path.stat()
     except OSError as error:
+        if image.path.is_symlink():
+            return Skipped(str(image.path), "links to nothing")
         raise _unreadable(image.path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        return Skipped(str(image.path), "no regular files")
     return Entry(image, status.st_size, status.st_mtime_ns)
 
 
 def _unreadable(path: Path, error: OSError) -> DistapError:
     return DistapError(f"{path}: the image cannot be read: {error.strerror or error}")
-
-
-def suffix_of(data: bytes) -> str:
-    """The usual suffix, without its dot, of a file with this content, "" if its format is unknown."""
-    return next((suffix for suffix, start in FIRST_BYTES.items() if data.startswith(start)), "")
 
 
 def field_of(path: Path, data: bytes) -> str:
@@ -69,22 +73,55 @@ def field_of(path: Path, data: bytes) -> str:
     return suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
 
 
-def list_images(source: Path) -> list[ImageFile]:
+class Listing(NamedTuple):
+    """Images of a source in order, and the files that are none of them."""
+
+    images: Sequence[ImageFile]
+    left_out: Sequence[Skipped]
+    root: Path  # that the names of images are relative to
+
+    def name_of(self, image: ImageFile) -> str:
+        """The image's path within the source, as one line of text."""
+        path = image.path.absolute() if self.root.is_absolute() else image.path
+        return as_line(path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path))
+
+    def halves(self, share: float, seed: int) -> tuple["Listing", "Listing"]:
+        """Two listings with different classes, the second with this share of them, drawn at random.
+
+        The files that are left out stay with the first.
+        """
+        names = sort_classes(image.class_name for image in self.images)
+        count = round(share * len(names))
+        if not 0 < count < len(names):
+            raise DistapError(f"--split {share:g} of {len(names)} classes leaves one side without any")
+        chosen = {names[place] for place in permutation(len(names), seed)[:count]}
+        first = [image for image in self.images if image.class_name not in chosen]
+        second = [image for image in self.images if image.class_name in chosen]
+        return self._replace(images=first), self._replace(images=second, left_out=())
+
+
+def list_images(source: Path, nested: Nested | None = None) -> Listing:
     """List the images of a folder with a sub-folder per class, or of a CSV file.
 
     A CSV has the columns path,label or path,class and optionally group, the super-category of the class. Paths are
     relative to the file. Labels are integers; for classes with other names the first line must be path,class. Without
     a heading the columns are path,label or path,label,group.
+
+    Args:
+        nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
+            innermost folder, no two of which may have one name; `merge`, the same, but folders of one name are one
+            class; `path`, all folders. None refuses such images.
     """
     if source.is_dir():
-        images, expected = list(_in_folders(source)), "one sub-folder a class, with images in it"
+        listing, expected = _in_folders(source, nested), "one sub-folder a class, with images in it"
     elif source.is_file():
-        images, expected = list(_in_csv(source)), "lines of path,label"
+        listing, expected = Listing(list(_in_csv(source)), (), source.parent), "lines of path,label"
     else:
         raise DistapError(f"{source}: no such folder or CSV file")
-    if not images:
-        raise DistapError(f"{source}: the data set is empty; expected {expected}")
-    return images
+    if not listing.images:
+        told = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
+        raise DistapError(f"{source}: the data set is empty; expected {expected}{told}")
+    return listing
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
@@ -92,23 +129,43 @@ def sort_classes(names: Iterable[str]) -> list[str]:
     return sorted(set(names), key=lambda name: (len(name) if name.isdigit() else 0, name))
 
 
-def _in_folders(source: Path) -> Iterator[ImageFile]:
-    for folder in sorted(path for path in source.iterdir() if path.is_dir()):
-        for path in sorted(_files_below(folder)):
-            if path.suffix.lower() in IMAGE_SUFFIXES:
-                yield ImageFile(path, folder.name)
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    seen = set()  # a link may lead to a folder above it, or to one that is listed anyway
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
+def _in_folders(source: Path, nested: Nested | None) -> Listing:
+    found: dict[Path, tuple[str, ...]] = {}  # images, and the folders that they are in
+    left_out = []
+    for path in walk_images(source):
+        if isinstance(path, Skipped):
+            left_out.append(path)
+        elif folders := path.parts[len(source.parts) : -1]:
+            found[path] = folders
         else:
-            seen.add(real)
-            yield from (Path(parent, name) for name in names)
+            left_out.append(Skipped(str(path), "loose images, in no class's folder"))
+    filled = {folders[0] for folders in found.values()}
+    for folder in sorted(source.iterdir()):
+        if folder.is_dir() and folder.name not in filled and not folder.name.startswith("."):
+            left_out.append(Skipped(str(folder), "class folders without an image"))
+    deep = min((path for path, folders in found.items() if len(folders) > 1), default=None)
+    if deep is not None and nested is None:
+        top, *_, leaf = found[deep]
+        raise DistapError(
+            f"{source}: images lie in folders of folders, such as {deep.relative_to(source)}: say with `distap data "
+            f"pack --nested` what its class is: `leaf` {leaf!r}, `top` {top!r}, `path` {'/'.join(found[deep])!r}; "
+            "`merge` is leaf with folders of one name as one class"
+        )
+    if nested == "leaf":
+        _require_different_names(source, set(found.values()))
+    named = {"top": lambda folders: folders[0], "path": "/".join}.get(nested or "", lambda folders: folders[-1])
+    return Listing([ImageFile(path, named(folders)) for path, folders in sorted(found.items())], left_out, source)
+
+
+def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) -> None:
+    known: dict[str, tuple[str, ...]] = {}
+    for folders in sorted(places):
+        other = known.setdefault(folders[-1], folders)
+        if other != folders:
+            raise DistapError(
+                f"{source}: two folders have one name: {'/'.join(other)} and {'/'.join(folders)}: `--nested merge` "
+                "makes one class of them, `--nested path` two"
+            )
 
 
 def _in_csv(source: Path) -> Iterator[ImageFile]:

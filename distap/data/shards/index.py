@@ -16,14 +16,16 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from distap.data.shards.image_files import group_of_each_class, list_images, look_at, sort_classes
-from distap.data.shards.parallel import ask_files, untracked
+from distap.data.shards.image_files import group_of_each_class, list_images, look_at_all, sort_classes
+from distap.data.shards.left_out import Skipped, as_line, is_line
+from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
-VERSION = 2
+VERSION = 3
+WITHOUT_PATHS = 2  # the version before; its images are called by their keys
 THREADS = 16  # remote shards whose sizes are asked for at once
 LAST_CODE_POINT = 0x10FFFF
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -41,11 +43,13 @@ class Index:
     width: NDArray[np.int32]  # (N,) pixels
     height: NDArray[np.int32]  # (N,) pixels
     key: NDArray[np.str_]  # (N,) name of the sample in its shard
+    path: NDArray[np.str_]  # (N,) of the file that was packed, within the folder of the images; "" is unknown
     shard_name: NDArray[np.str_]  # (S,) file name
     shard_size: NDArray[np.int64]  # (S,) bytes
     shard_sha256: NDArray[np.str_]  # (S,) hexadecimal
     class_name: NDArray[np.str_]  # (K,)
     class_group: NDArray[np.str_]  # (K,) name of the class's super-category, or ""
+    left_out: tuple[Skipped, ...] = ()  # files of a folder of images that are not in it, and why
 
     def __len__(self) -> int:
         return len(self.label)
@@ -56,8 +60,8 @@ class Index:
         digest = hashlib.sha256()
         for name in COLUMNS:
             values = getattr(self, name)
-            if name == "class_group" and not any(values.tolist()):
-                continue  # so that groups left the older fingerprints of data sets without groups as they were
+            if name == "path" or (name == "class_group" and not any(values.tolist())):
+                continue  # so that paths and groups left older fingerprints as they were
             if values.dtype.kind == "U":
                 digest.update("\0".join(values.tolist()).encode())
             else:
@@ -82,8 +86,9 @@ class Index:
         return buffer.getvalue()
 
 
+HINTS = {name: hint for name, hint in get_type_hints(Index).items() if name != "left_out"}
 # The numpy types of the columns by name, as read_columns takes them.
-COLUMNS = {name: np.dtype(get_args(get_args(array)[1])[0]).name for name, array in get_type_hints(Index).items()}
+COLUMNS = {name: np.dtype(get_args(get_args(array)[1])[0]).name for name, array in HINTS.items()}
 SHARD_COLUMNS, CLASS_COLUMNS = ([name for name in COLUMNS if name.startswith(of)] for of in ("shard_", "class_"))
 SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLASS_COLUMNS)]
 
@@ -114,14 +119,16 @@ def _index_of_images(source: Source) -> Index:
     folder = Path(source.base)
     if not folder.is_dir():
         raise DistapError(f"{source}: no such folder")
-    images = list_images(folder)
-    sizes = np.array([entry.size for entry in ask_files(look_at, images, "", untracked)], dtype=np.int64)
+    listing = list_images(folder)
+    entries, broken = look_at_all(listing.images, "", untracked)
+    images = [entry.image for entry in entries]
+    sizes = np.array([entry.size for entry in entries], dtype=np.int64)
     classes = sort_classes(group_of_each_class(images))
     numbers = {name: number for number, name in enumerate(classes)}
     names = [image.path.relative_to(folder).as_posix() for image in images]
     for name in names:
-        if name.encode(errors="replace").decode().splitlines() != [name]:
-            raise DistapError(f"{source}: {name!r}: rename it without line breaks and bytes that are no UTF-8")
+        if not is_line(name):
+            raise DistapError(f"{source}: {name!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
     count, zeros = len(images), np.zeros(len(images), dtype=np.int32)
     return Index(
         shard=np.arange(count, dtype=np.int32),
@@ -132,11 +139,13 @@ def _index_of_images(source: Source) -> Index:
         width=zeros,
         height=zeros,
         key=np.array(names),
+        path=np.array(names),
         shard_name=np.array(names),
         shard_size=sizes,
         shard_sha256=np.full(count, ""),
         class_name=np.array(classes),
         class_group=np.full(len(classes), ""),
+        left_out=tuple(Skipped(as_line(name), reason) for name, reason in (*listing.left_out, *broken)),
     )
 
 
@@ -152,9 +161,11 @@ def parse_index(data: bytes, where: str) -> Index:
     remedy = "make it anew with `distap data index`"
     try:
         version = int(read_columns(data, {"version": "scalar"})["version"])
-        if version != VERSION:
+        if version not in (VERSION, WITHOUT_PATHS):
             raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
-        columns: dict[str, Any] = read_columns(data, COLUMNS)
+        stored = {name: COLUMNS[name] for name in COLUMNS if name != "path" or version != WITHOUT_PATHS}
+        columns: dict[str, Any] = read_columns(data, stored)
+        columns.setdefault("path", np.full(len(columns["key"]), ""))
     except ValueError as error:
         raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error
     index = Index(**columns)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index, read_columns
+from distap.data.shards.left_out import Skipped
 from distap.data.shards.parallel import Track, spread, untracked
-from distap.data.shards.tar import DamagedShardError, Readable, Sample, Skipped, read_samples
+from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
@@ -22,7 +25,9 @@ from distap.storage.locations import LISTABLE, Source, joined, parse_source, sha
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category if it has one
+PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
 RECORD_VERSION = 2
+logger = logging.getLogger("distap")
 
 # An index of one shard, whose classes are called by their numbers in the shard; and the images left out.
 Scan = tuple[Index, list[Skipped]]
@@ -67,6 +72,7 @@ def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
     rows: dict[str, Any] = {field: [sample[at] for sample in samples] for at, field in enumerate(Sample._fields)}
     present, label = np.unique(np.array(rows["label"], dtype=np.int64), return_inverse=True)
     rows |= {"label": label, "shard": [0] * len(samples)}
+    rows["path"] = [""] * len(samples)
     columns: dict[str, Any] = {name: np.array(rows[name], COLUMNS[name]) for name in SAMPLE_COLUMNS}
     index = Index(
         **columns,
@@ -89,22 +95,42 @@ def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Ind
     columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     columns["label"] = label.astype(np.int64)
+    columns["path"] = _paths(storage, columns["key"])
     class_names, groups = _class_names(storage, present.tolist())
     return Index(**columns, class_name=np.array(class_names), class_group=np.array(groups))
 
 
+def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
+    """The path of each key's image if all are known, otherwise none."""
+    none = np.full(len(keys), "")
+    if (lines := _lines(storage, PATHS_FILE)) is None:
+        return none
+    known = dict(line.partition("\t")[::2] for line in lines)
+    paths = np.array([known.get(key, "") for key in keys.tolist()])
+    if len(np.unique(keys)) < len(keys) or not paths.all():
+        where = f"{storage.where(PATHS_FILE)}: it does not name every image"
+        logger.warning("%s: images are called by their keys", where)
+        return none
+    return paths
+
+
+def _lines(storage: Storage, name: str) -> list[str] | None:
+    """The lines of a text beside the shards; None if there is no such file."""
+    try:
+        with storage.open(name) as file:
+            return file.read().decode("utf-8").splitlines()
+    except MissingFileError:
+        return None
+    except UnicodeDecodeError as error:
+        raise DistapError(f"{storage.where(name)}: not UTF-8: {error}") from error
+
+
 def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[str]]:
     """Return names and super-categories of the classes with these numbers, which ascend."""
-    where = storage.where(NAMES_FILE)
-    try:
-        with storage.open(NAMES_FILE) as file:
-            lines = file.read().decode("utf-8").splitlines()
-    except MissingFileError:
+    if (lines := _lines(storage, NAMES_FILE)) is None:
         return [str(number) for number in numbers], [""] * len(numbers)
-    except UnicodeDecodeError as error:
-        raise DistapError(f"{where}: not UTF-8: {error}") from error
     if numbers[-1] >= len(lines):
-        raise DistapError(f"{where}: {len(lines)} names, but a shard has class {numbers[-1]}")
+        raise DistapError(f"{storage.where(NAMES_FILE)}: {len(lines)} names, but a shard has class {numbers[-1]}")
     pairs = [lines[number].partition("\t") for number in numbers]
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]
 

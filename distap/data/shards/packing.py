@@ -23,16 +23,18 @@ from distap.data.images.decoding import DamagedImageError, decode, image_size
 from distap.data.shards.image_files import (
     Entry,
     ImageFile,
+    Listing,
     field_of,
     group_of_each_class,
     list_images,
-    look_at,
+    look_at_all,
     sort_classes,
 )
 from distap.data.shards.index import Index
-from distap.data.shards.indexing import NAMES_FILE, merge_scans, scan_shard
-from distap.data.shards.parallel import Track, ask_files, spread, untracked
-from distap.data.shards.tar import BLOCK, LABEL_FIELD, DamagedShardError, Skipped
+from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, merge_scans, scan_shard
+from distap.data.shards.left_out import Skipped
+from distap.data.shards.parallel import Track, spread, untracked
+from distap.data.shards.tar import BLOCK, LABEL_FIELD, DamagedShardError
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import UnwritableError, replacing, sync_path, write_whole
@@ -40,7 +42,7 @@ from distap.storage.files import storage_of
 from distap.storage.hashing import Hashed
 from distap.storage.locations import parse_source
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
 
 
@@ -63,7 +65,7 @@ class _Layout(NamedTuple):
 
 
 def pack(
-    images: Path | Sequence[ImageFile],
+    images: Path | Listing | Sequence[ImageFile],
     output: Path,
     images_per_shard: int = 1000,
     track: Track = untracked,
@@ -73,12 +75,13 @@ def pack(
     decode: bool = False,
     workers: int = 1,
 ) -> tuple[Index, list[Skipped]]:
-    """Pack images into shards with an index beside them; return the index and the damaged images that were left out.
+    """Pack images into shards with an index beside them; return the index and the files that were left out.
 
-    The bytes of an image stay as they are.
+    The bytes of an image stay as they are, and the index keeps its path.
 
     Args:
-        images: in the order in which to pack them; or a folder or CSV, as in `list_images`.
+        images: in the order in which to pack them; or a folder or CSV, as in `list_images`. Their paths are kept
+            within the folder, or within the lowest one that holds all of them.
         output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
         images_per_shard: at most; the last shard, and those with damaged images, have fewer.
         max_shard_bytes: at most; a larger image has a shard of its own.
@@ -92,15 +95,17 @@ def pack(
         raise DistapError(f"{output}: there is something already; choose another folder or remove it")
     if output.is_mount():
         raise DistapError(f"{output}: the root of a file system cannot appear by a rename; choose a folder in it")
-    listed = list_images(images) if isinstance(images, Path) else images
-    if not listed:
-        raise DistapError(f"{output}: there are no images to pack")
-    groups = group_of_each_class(listed)
+    listing = list_images(images) if isinstance(images, Path) else images
+    if not isinstance(listing, Listing):
+        if not listing:
+            raise DistapError(f"{output}: there are no images to pack")
+        listing = Listing(listing, (), Path(os.path.commonpath([image.path.absolute().parent for image in listing])))
+    groups = group_of_each_class(listing.images)
     layout = _Layout(images_per_shard, max_shard_bytes, shuffle, decode)
     aside = output.with_name(f".{output.name}.packing")
     try:
         with _locked(aside):
-            index, skipped = _pack_aside(aside, listed, groups, layout, workers, track)
+            index, skipped = _pack_aside(aside, listing, groups, layout, workers, track)
             sync_path(aside / SHARDS)
             (aside / SHARDS).replace(output)
             sync_path(output.parent)
@@ -113,14 +118,14 @@ def pack(
 
 
 def _pack_aside(
-    aside: Path, images: Sequence[ImageFile], groups: dict[str, str], layout: _Layout, workers: int, track: Track
+    aside: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, track: Track
 ) -> tuple[Index, list[Skipped]]:
     """Write the shards that are not there yet, and their index; return it with the images left out.
 
     If a class or a shard turns out to hold no sound image, all are packed once more without the damaged images, so
     that every class number has an image.
     """
-    entries = ask_files(look_at, images, "listing images", track)
+    entries, broken = look_at_all(listing.images, "listing images", track)
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
     fingerprint = _fingerprint(layout, entries)
@@ -128,8 +133,8 @@ def _pack_aside(
     while True:
         sound = _without(entries, left_out)
         if not sound:
-            first = f"{left_out[0].name}: {left_out[0].reason}"
-            raise DistapError(f"none of the {len(entries)} images can be read; first: {first}")
+            first = ": ".join((left_out or broken)[0])
+            raise DistapError(f"none of the {len(listing.images)} images can be read; first: {first}")
         # The labels of a CSV are numbers already; other classes are numbered in the order of their names.
         names = sort_classes(_class_names(sound))
         lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
@@ -146,9 +151,12 @@ def _pack_aside(
             break
         _start(aside, fingerprint, left_out)
     source = parse_source(aside / SHARDS)
+    keys = chain.from_iterable(part.key.tolist() for part in parts)
+    paths = (f"{key}\t{listing.name_of(sound[int(key.partition('-')[0])].image)}\n" for key in keys)
+    write_whole(aside / SHARDS / PATHS_FILE, "".join(paths))
     index = merge_scans(source, storage_of(source.base), parts)
     index.save(source)
-    return index, left_out
+    return index, [*listing.left_out, *broken, *left_out]
 
 
 def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
@@ -200,6 +208,9 @@ def _write(job: _Job) -> tuple[str, list[Skipped]]:
         with webdataset.TarWriter(hashed, mtime=0, encoder=False) as writer:
             for position, entry in enumerate(job.entries, job.first):
                 data, path = entry.read(), entry.image.path
+                if not data:
+                    skipped.append(Skipped(str(path), "empty files"))
+                    continue
                 try:
                     decode(data, name=str(path)) if job.decode else image_size(data)
                 except DamagedImageError as error:

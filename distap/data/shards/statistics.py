@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError
+from distap.data.images.formats import format_of
 from distap.data.loading.indexed import Reader
 from distap.data.plan import Classes
-from distap.data.shards.image_files import suffix_of
 from distap.data.shards.index import Index
 from distap.randomness import permutation
 
@@ -147,8 +147,8 @@ def _format(reader: Reader, sample: int) -> str:
         data = reader.data(sample)
     except DamagedImageError:
         return "damaged"
-    suffix = suffix_of(data)
-    return {"jpg": "JPEG", "tif": "TIFF", "": "other"}.get(suffix, suffix.upper())
+    found = format_of(data)
+    return found.name if found else "other"
 
 
 def _short(value: float) -> str:

@@ -14,7 +14,8 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, image_size
-from distap.data.shards.image_files import IMAGE_SUFFIXES
+from distap.data.images.formats import IMAGE_SUFFIXES
+from distap.data.shards.left_out import Skipped
 from distap.errors import DistapError
 
 BLOCK = 512  # bytes of a tar block; two blocks of zeros end an archive
@@ -54,13 +55,6 @@ class Sample(NamedTuple):
     crc32: int
     width: int
     height: int
-
-
-class Skipped(NamedTuple):
-    """An image that was left out, and why."""
-
-    name: str
-    reason: str
 
 
 def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | Skipped]:

@@ -1,0 +1,104 @@
+"""Walk through folders, and tell of every file that is no image why it is left out."""
+
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from distap.data.images.formats import OF_SUFFIX, START_BYTES, format_of, missing_reader
+
+logger = logging.getLogger("distap")
+_EXTENSION = re.compile(r"\.(?=[a-z0-9]{1,5}$)\d*[a-z]\w*")  # ".mp4", but not ".02" or ".jpg_large"
+
+
+class Skipped(NamedTuple):
+    """A file that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+def counted(left_out: Iterable[Skipped]) -> list[str]:
+    """A line for each reason: the number of files, the reason, and one of the files as an example."""
+    groups: dict[str, list[Skipped]] = defaultdict(list)
+    for skipped in left_out:
+        groups[skipped.reason.partition(":")[0]].append(skipped)
+    ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].reason))
+    return [f"{len(group):,} {group[0].reason} ({as_line(group[0].name)})" for group in ordered]
+
+
+def is_line(name: str) -> bool:
+    """Tell whether a name is one line of text that UTF-8 can hold; bytes that are no UTF-8 are surrogates in it."""
+    return name.encode(errors="replace").decode().splitlines() == [name] and "\t" not in name
+
+
+def as_line(name: str) -> str:
+    """The name, with what one line of text cannot hold as escape sequences."""
+    return name if is_line(name) else repr(name)[1:-1]
+
+
+@cache
+def warn_of(source: str, left_out: tuple[Skipped, ...]) -> None:
+    """Log what is left out of a source, once."""
+    for line in counted(left_out):
+        logger.warning("%s: left out: %s", source, line)
+
+
+def walk_images(folder: Path, follow: bool = True) -> Iterator[Path | Skipped]:
+    """Every file below a folder: images by their paths, anything else as Skipped.
+
+    Links to folders are followed, or told where not; what they lead to is not listed a second time.
+    """
+    errors: list[OSError] = []
+    seen: set[str] = set()
+    tops = [str(folder)]
+    for top in tops:  # grows by the links that are found: what is really there comes first
+        for parent, folders, names in os.walk(top, onerror=errors.append):
+            real = os.path.realpath(parent)
+            if real in seen:
+                folders.clear()
+                yield Skipped(parent, "links to a folder that is listed already")
+                continue
+            seen.add(real)
+            links = [os.path.join(parent, name) for name in folders if os.path.islink(os.path.join(parent, name))]  # noqa: PTH114, PTH118
+            tops += links if follow else []
+            yield from (Skipped(link, "links to folders") for link in links if not follow)
+            is_hidden = any(part.startswith(".") for part in Path(parent).parts[len(folder.parts) :])
+            for name in sorted(names):
+                path = Path(parent, name)
+                reason = _left_out(path, is_hidden)
+                yield Skipped(str(path), reason) if reason else path
+    for error in errors:
+        yield Skipped(str(error.filename), f"folders that cannot be read: {error.strerror}")
+
+
+def _left_out(path: Path, is_hidden: bool) -> str:
+    """Why a file is no image that can be read, as far as its name tells, or the content if it has no extension.
+
+    `is_hidden` tells that a folder above it is.
+    """
+    suffix = path.suffix.lower()
+    if path.name.startswith("._"):
+        return "._ files of macOS, which hold no image"
+    if is_hidden or path.name.startswith("."):
+        return "hidden files"
+    if known := OF_SUFFIX.get(suffix):
+        missing = missing_reader(known.name)
+        return f"{suffix}, no reader: {missing}" if missing else ""
+    if _EXTENSION.fullmatch(suffix):
+        return f"{suffix}, no format of images that is read"
+    if not path.is_file():
+        return "links to nothing" if path.is_symlink() else "no regular files"
+    try:
+        with path.open("rb") as file:
+            known = format_of(file.read(START_BYTES))
+    except OSError as error:
+        return f"files that cannot be read: {error.strerror}"
+    if known is None:
+        return "without an extension, and by their content no images"
+    missing = missing_reader(known.name)
+    return f"{known.name} without an extension, no reader: {missing}" if missing else ""
