@@ -8,7 +8,7 @@ from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
 from distap.cli.k8s import k8s
 from distap.cli.search import search_command, serve_command
-from distap.cli.training import plan_command, report_command, train_command
+from distap.cli.training import init_command, plan_command, report_command, train_command
 from distap.train import run
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data, name="data")
+app.command("init")(init_command)
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("extract")(extract_command)

@@ -1,4 +1,4 @@
-"""`distap train`, `distap report` and `distap plan`: what is done with a recipe and its runs."""
+"""`distap init`, `distap train`, `distap report` and `distap plan`: what is done with a recipe and its runs."""
 
 import json
 import re
@@ -16,7 +16,36 @@ BEFORE = "Evaluation before the training, a folder that `distap eval --output` w
 AFTER = "Evaluation after the training, a folder like --before; by default the run's."
 CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090."
 LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
+IMAGES = "Folder with a sub-folder a class, shards, or a folder with `train` and `test` of either."
 MEASURE = "Measure this machine and predict for more machines like it."
+
+
+def init_command(
+    images: Annotated[str, typer.Argument(help=IMAGES, show_default=False)],
+    output: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
+    run: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="runs/, then the name")] = None,
+    backbone: Annotated[str | None, typer.Option(help="Name of timm.", show_default="by the machine")] = None,
+    image_size: Annotated[int | None, typer.Option(min=1, show_default="by images and machine")] = None,
+) -> None:
+    """Look at your images and write a recipe to begin with, which says why it is as it is.
+
+    It trains with `distap train recipe.yaml`; change in it what you know better.
+    """
+    from distap.apps.advice import look, recipe_for
+    from distap.config.reading import load_recipe
+    from distap.storage.atomic import write_whole
+    from distap.telemetry.terminal import console
+
+    if output.exists():
+        raise DistapError(f"{output}: there is such a file already; give another --output")
+    seen, classes = look(images)
+    folder = run or str(Path("runs") / output.stem)
+    write_whole(output, recipe_for(seen, classes, folder, backbone, image_size))
+    load_recipe(output)
+    console.print(output.read_text(), markup=False, end="")
+    if seen.alone:
+        console.print(f"{seen.alone:,} classes have one image, which is never learned from", style="yellow")
+    console.print(f"{output}: written. Next: distap train {output} --check, and without --check", markup=False)
 
 
 def train_command(
@@ -125,6 +154,7 @@ def plan_command(
     console.print(plan["network"], *plan_tables(plan["steps"]), sep="\n", markup=False)
     for line in plan["assumptions"]:
         console.print(f"- {line}", markup=False, highlight=False)
+    console.print(f"advice: {plan['advice']}", markup=False, highlight=False)
     if json_file is not None:
         write_whole(json_file, json.dumps(plan, indent=2) + "\n")
         console.print(f"{json_file}: written", markup=False)

@@ -26,6 +26,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     A DistapError names each wrong key or value.
     """
+    if path.is_dir():
+        raise DistapError(
+            f"{path}: a folder; a recipe is a YAML file, and `distap init {path}` writes one for images"
+        )
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

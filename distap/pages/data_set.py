@@ -31,8 +31,7 @@ def statistics_tables(figures: Statistics) -> list[Table | str]:
         _table([], _facts(figures).items(), show_header=False),
         text_table("", "", SPREAD_COLUMNS, _spreads(figures)),
         *(_bars(title, bins) for title, bins in _histograms(figures).items()),
-        text_table("", "", RANDOM_COLUMNS, _random(figures)),
-        text_table("", "", P_BY_K_COLUMNS, _p_by_k(figures)),
+        *(text_table("", "", columns, rows) for columns, rows in _samplings(figures)),
         *_sampling(figures),
     ]
 
@@ -58,7 +57,7 @@ def write_statistics(path: Path, figures: Statistics, title: str, reader: Reader
         facts=_facts(figures),
         spreads=(SPREAD_COLUMNS, _spreads(figures)),
         histograms=_histograms(figures),
-        sampling=[(RANDOM_COLUMNS, _random(figures)), (P_BY_K_COLUMNS, _p_by_k(figures))],
+        sampling=_samplings(figures),
         sentences=_sampling(figures),
         largest=figures["largest"],
         groups=figures["group_sizes"],
@@ -108,6 +107,12 @@ def _histograms(figures: Statistics) -> dict[str, Histogram]:
         "Images by bytes an image": figures["image_bytes_histogram"],
     }
     return {title: bins for title, bins in histograms.items() if bins}
+
+
+def _samplings(figures: Statistics) -> list[tuple[list[str], list[list[str]]]]:
+    """Columns and rows of the tables that are not empty."""
+    tables = [(RANDOM_COLUMNS, _random(figures)), (P_BY_K_COLUMNS, _p_by_k(figures))]
+    return [(columns, rows) for columns, rows in tables if rows]
 
 
 def _random(figures: Statistics) -> list[list[str]]:

@@ -6,6 +6,7 @@ directions in which matching images differ. Covariances are accumulated in float
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -30,6 +31,8 @@ WHITENED_ROWS = 8_192  # descriptors whitened at once
 BLOCK_NUMBERS = 2**23  # numbers held in float64 at once: 64 MB
 NO_VARIANCE = 1e-9  # share of the greatest variance that rounding to float16 leaves in a constant direction
 HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whitening
+
+logger = logging.getLogger("distap")
 
 WhiteningKind = Literal["pca", "lw"]
 Covariance = Float64[np.ndarray, "C C"]
@@ -188,6 +191,9 @@ def _first(
             f"whitening: {dimensions} dimensions cannot be learned from the {len(descriptors)} descriptors of "
             f"{descriptors.data}, which vary in {found} directions of {among}; ask for fewer, or use more images"
         )
+    if dimensions is None and found < among:
+        told = "whitening keeps %d of %d dimensions, since the %d descriptors of %s vary in no more; use more images"
+        logger.warning(told, found, among, len(descriptors), descriptors.data)
     return projection[:dimensions]
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -111,6 +112,10 @@ def test_more_gpus_are_faster_and_never_beyond_linear():
     rates = [step["images_per_second"] for step in plan["steps"]]
     assert rates == sorted(rates)
     assert all(step["efficiency"] <= 1 and step["fits"] for step in plan["steps"])
+    most = plan["steps"][1]["greatest_keep"]
+    assert re.search(
+        rf"on 8 GPUs set replay.size=\d+ replay.keep={most} data.workers=\d+; a host needs", plan["advice"]
+    )
 
 
 ATTEMPTS = 5  # since a busy machine may be slow for one measurement and fast for the next

@@ -69,7 +69,9 @@ def test_shards_class_by_class_are_told_from_mixed_ones(tmp_path):
     images = write_images(tmp_path / "images", {f"{c}": 6 for c in range(12)}, size=8)
     listed, _ = pack(images, tmp_path / "listed", images_per_shard=6)
     mixed, _ = pack(images, tmp_path / "mixed", images_per_shard=6, shuffle=0)
+    in_one, _ = pack(images, tmp_path / "in_one")
     assert statistics(Reader(tmp_path / "listed", listed))["mixed"] < 0.3
+    assert statistics(Reader(tmp_path / "in_one", in_one))["mixed"] < 0.3
     assert 0.8 < statistics(Reader(tmp_path / "mixed", mixed))["mixed"] < 1.2
 
 
@@ -116,4 +118,4 @@ def test_no_value_falls_between_the_bins(values):
 
 def test_batches_larger_than_the_data_set_are_not_told_of(tmp_path):
     index, _ = pack(write_images(tmp_path / "images", {"a": 150, "b": 150}, size=4), tmp_path / "out")
-    assert [batch["size"] for batch in statistics(Reader(tmp_path / "out", index))["random"]] == [256]
+    assert [batch["size"] for batch in statistics(Reader(tmp_path / "out", index))["random"]] == [64, 256]

@@ -22,7 +22,7 @@ def listwise_loss(
     if name == "roadmap":
         return _roadmap(descriptors, labels, gallery, gallery_labels, weights, self_pair, **settings)
     if self_pair is None:
-        self_pair = name not in ("fast_ap", "calibration", "blackbox_ap")
+        self_pair = name in ("ap_q", "ap_t", "smooth_ap", "sup_ap")
     batch = labels.tolist()
     everything = batch + ([] if gallery_labels is None else gallery_labels.tolist())
     images = descriptors if gallery is None else torch.cat([descriptors, gallery])
@@ -214,6 +214,45 @@ def blackbox_ap(positives: Tensor, negatives: Tensor, lam: float = 4.0, margin: 
     return 1 - (among_positives / of_positives).mean()
 
 
+def multi_similarity(
+    positives: Tensor,
+    negatives: Tensor,
+    alpha: float = 2.0,
+    beta: float = 50.0,
+    base: float = 0.5,
+    epsilon: float | None = 0.1,
+) -> Tensor:
+    """Wang et al. 2019, eq. 8 to 10."""
+    hard = [*positives], [*negatives]
+    if epsilon is not None:
+        hard = (
+            [s for s in positives if len(negatives) and s < negatives.max() + epsilon],
+            [s for s in negatives if s > positives.min() - epsilon],
+        )
+    total = 0 * positives.sum()
+    for side, factor in zip(hard, (-alpha, beta), strict=True):
+        total = total + torch.log1p(sum((torch.exp(factor * (s - base)) for s in side), 0 * total)) / abs(factor)
+    return total
+
+
+def distance(similarity: Tensor) -> Tensor:
+    return (2 - 2 * similarity).clamp(min=1e-12).sqrt()
+
+
+def contrastive(positives: Tensor, negatives: Tensor, margin: float = 0.7) -> Tensor:
+    """Radenović et al. 2018, eq. 4, with means over the query's positives and its negatives within the margin."""
+    pushed = [(margin - distance(s)) ** 2 / 2 for s in negatives if distance(s) < margin]
+    return (2 - 2 * positives).mean() / 2 + (sum(pushed) / len(pushed) if pushed else 0)
+
+
+def triplet(positives: Tensor, negatives: Tensor, margin: float | None = 0.1) -> Tensor:
+    """Hermans et al. 2017, eq. 5, and the soft margin below it."""
+    if not len(negatives):
+        return 0 * positives.sum() + (math.log(2) if margin is None else margin)
+    violation = distance(positives.amin()) - distance(negatives.amax())
+    return torch.log(1 + violation.exp()) if margin is None else (violation + margin).clamp(min=0)
+
+
 LOSS_OF_QUERY: dict[str, Callable[..., Tensor]] = {
     "ap_q": ap_q,
     "ap_t": ap_t,
@@ -222,6 +261,9 @@ LOSS_OF_QUERY: dict[str, Callable[..., Tensor]] = {
     "sup_ap": sup_ap,
     "calibration": calibration,
     "blackbox_ap": blackbox_ap,
+    "multi_similarity": multi_similarity,
+    "contrastive": contrastive,
+    "triplet": triplet,
 }
 
 

@@ -60,6 +60,16 @@ def test_what_is_drawn_at_random_depends_on_the_batch_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_multi_similarity_is_that_of_pytorch_metric_learning(epsilon):
+    raw, labels = problem(6, 40, 8)[0], torch.arange(40) % 10
+    mined = {} if epsilon is None else {"miner": "MultiSimilarityMiner", "miner_options": {"epsilon": epsilon}}
+    theirs, their_gradient = rank_raw(raw, labels, "metric_learning", function="MultiSimilarityLoss", **mined)
+    ours, gradient = rank_raw(raw, labels, "multi_similarity", epsilon=epsilon)
+    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-9)
+    torch.testing.assert_close(gradient, their_gradient, rtol=1e-9, atol=1e-13)
+
+
 @pytest.mark.parametrize("miner", [None, "PairMarginMiner"])
 def test_with_a_memory_remembered_images_are_references(miner):
     (raw, labels), (other, other_labels) = problem(3, 20, 4), problem(4, 15, 4)

@@ -15,13 +15,14 @@ from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank, rank_descriptors
+from distap.registry import REGISTRY
 from distap.world import World
 
 SLOTS = 23  # uneven on 2, 3 and 4 ranks
-NAMES = ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]
+NAMES = [name for name in REGISTRY["loss"] if name not in ("sum", "metric_learning")]
 LOSSES = {name: build_loss(name) for name in NAMES} | {
     "violating": build_loss("calibration", preset="released"),
-    "contrastive": build_loss("metric_learning", function="ContrastiveLoss"),
+    "of another package": build_loss("metric_learning", function="ContrastiveLoss"),
 }
 MODES = ("sharded", "central")
 

@@ -1,5 +1,6 @@
 """Predict the cost of a recipe's steps for several numbers of GPUs, as tables and as JSON."""
 
+import math
 from typing import Any
 
 from rich.table import Table
@@ -16,6 +17,9 @@ from distap.world import joined_world
 HEADINGS = ("GPUs", "images", "s/step", "images/s", "efficient", "waits", "hours", "GB", "micro-batch", "keep")
 SUMMARY = "{gpus:,}|{images_a_gpu:,}|{seconds_a_step:.3g}|{images_per_second:,.0f}|{efficiency:.0%}|"
 SUMMARY += "{communication_share:.1%}|{hours:,.3g}|{gb:.2f}{mark}|{greatest_replay_size}|{greatest_keep}"
+DECODED_WHOLE, DECODED_REDUCED = 157, 277  # photographs of a megapixel a second of a core, measured to 224 px
+REDUCED_SIDE = 500  # pixels up to which such a photograph is decoded at half scale
+RANK_BYTES = 4e9  # of the host's memory, beside pixels
 CAPTION = (
     "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share of a step that "
     "a GPU waits for others. micro-batch, keep: the most that fit."
@@ -47,6 +51,7 @@ def cost_plan(
     return {
         "network": f"{described}, {recipe.steps:,} steps, engine {name_of('engine', recipe.engine)}",
         "assumptions": [basis, *_assumptions(steps[0])],
+        "advice": _advice(steps),
         "steps": [_figures(step) for step in steps],
     }
 
@@ -85,6 +90,26 @@ def _assumptions(step: StepCost) -> list[str]:
     if bins_of(step.recipe.loss) is None:
         lines.append("a loss by rows of similarities is taken to cost as much a pair as AP_Q, which is too little")
     return lines
+
+
+def _advice(steps: list[StepCost]) -> str:
+    """What to set for as many GPUs as a host has, or the most below."""
+    a_host = [step for step in steps if step.ranks <= step.machine.gpus_a_host]
+    step = a_host[-1] if a_host else steps[0]
+    figures, data = _figures(step), step.recipe.data
+    gpus = f"{step.ranks} GPU{'s' * (step.ranks > 1)}"
+    if not figures["fits"]:
+        return f"on {gpus} this does not fit: choose a smaller data.image_size, step.activation_checkpointing or fsdp"
+    local = min(step.ranks, step.machine.gpus_a_host)
+    # As much again as pixels, for what workers have read ahead.
+    memory = local * (RANK_BYTES + 2 * figures["host_memory"]) / 1e9
+    decoded = DECODED_REDUCED if data.image_size <= REDUCED_SIDE else DECODED_WHOLE
+    cores = math.ceil(figures["images_per_second"] * local / step.ranks / decoded)
+    return (
+        f"on {gpus} set replay.size={step.replay_size} replay.keep={figures['greatest_keep']} "
+        f"data.workers={math.ceil(cores / local)}; a host needs {memory:,.0f} GB of memory, and {cores} cores to "
+        f"decode photographs of a megapixel to {data.image_size} px"
+    )
 
 
 def _figures(step: StepCost) -> dict[str, Any]:

@@ -105,6 +105,11 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     except MissingFileError as error:
         if not source.scheme and not Path(source.base).is_dir():
             raise DistapError(f"{source}: no such data set; `distap data pack` makes one") from error
+        if not source.scheme and source.pattern is None and not any(Path(source.base).glob("*.tar")):
+            raise DistapError(
+                f"{source}: no .tar file is in it; for a folder with a sub-folder a class write "
+                f"imagefolder:{source}, or pack it by `distap data pack`"
+            ) from error
         missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
         raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
     if len(index) == 0:

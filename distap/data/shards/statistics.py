@@ -19,7 +19,7 @@ LOOKED_AT = 256  # images whose format is looked at; reading all of them would t
 LARGEST = 10  # largest classes to name
 MOST_SINGLE_BINS = 24  # with more distinct values, several values share a bin
 IMAGES_A_CLASS = (2, 3, 4, 5, 8, 10, 16, 32)  # values of K to count for p_by_k
-BATCHES = (256, 1024, 4096, 16384)  # values of B to count for random batches
+BATCHES = (64, 256, 1024, 4096, 16384)  # values of B to count for random batches
 ASPECTS = (0.0, 1 / 3, 1 / 2, 2 / 3, 0.9, 1.1, 3 / 2, 2.0, 3.0, np.inf)
 ASPECT_NAMES = ("<1:3", "1:3-1:2", "1:2-2:3", "2:3-0.9", "square", "1.1-3:2", "3:2-2:1", "2:1-3:1", ">3:1")
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -63,7 +63,7 @@ def statistics(reader: Reader) -> Statistics:
         "group_sizes": {name: (int(own.sum()), int(classes.sizes[own].sum())) for name, own in members.items()},
         "without_group": int((index.class_group == "").sum()),  # classes
         "classes_a_shard": _spread(classes_a_shard),
-        # Classes per shard over the number expected in a random order: near 1 is good for streamed reading.
+        # Near 1 for a random order, which is good for streamed reading; near 0 for class by class.
         "mixed": mixed,
         "images_a_class_histogram": doubling_histogram(classes.sizes),
         "shorter_side_histogram": decimal_histogram(shorter),
@@ -133,13 +133,22 @@ def _spread(values: NDArray[Any]) -> dict[str, float]:
 
 
 def _mixing(index: Index, classes: Classes) -> tuple[NDArray[np.int64], float]:
-    """Return the (S,) classes in each shard, and their sum over the sum expected if shards were filled at random."""
+    """Return the (S,) classes in each shard, and how well classes are mixed.
+
+    That is the sum of these classes, or the number of neighbours of different classes, over what is expected in a
+    random order, whichever is less.
+    """
     pairs = np.unique(index.shard.astype(np.int64) * classes.count + index.label)
     found = np.bincount(pairs // classes.count, minlength=len(index.shard_name))
     sizes, counts = np.unique(classes.sizes, return_counts=True)
     shares = index.shard_counts[:, None] / len(index)
     expected = float(((1 - (1 - shares) ** sizes) * counts).sum())
-    return found, float(found.sum()) / expected
+    order = np.lexsort((index.offset, index.shard))
+    shard, label = index.shard[order], index.label[order]
+    beside = shard[1:] == shard[:-1]
+    differ = float((label[1:] != label[:-1])[beside].mean()) if beside.any() else 1.0
+    by_chance = 1 - float(((classes.sizes / len(index)) ** 2).sum())
+    return found, min(float(found.sum()) / expected, differ / by_chance if by_chance else 1.0)
 
 
 def _format(reader: Reader, sample: int) -> str:

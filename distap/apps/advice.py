@@ -1,0 +1,163 @@
+"""Look at one's own images, and write the recipe to begin with."""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distap.data.images.decoding import DamagedImageError, image_size
+from distap.data.loading.indexed import Reader
+from distap.data.plan import Classes
+from distap.data.shards.index import Index, load_index
+from distap.data.shards.statistics import most_classes
+from distap.errors import DistapError
+from distap.randomness import permutation
+from distap.storage.locations import parse_source
+
+TRAIN, TEST = ("train", "training"), ("test", "validation", "val", "valid")  # names of folders
+LOOKED_AT = 200  # images whose size is looked at if the index does not say it
+FEW_CLASSES = 100  # with fewer, a batch of every class has many images of each
+SMALL_BATCH = 60  # of few classes
+IMAGES_A_CLASS = 4  # K of a batch of many classes
+LARGEST_BATCH = {"cpu": 512, "cuda": 4096}
+BATCHES_AN_EPOCH = 8  # at least, of many classes: more updates gain more than larger batches
+EPOCHS, LEAST_STEPS = 10, 200
+LOSS = "ap_q"
+EVALUATIONS = 10
+SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
+LARGEST_SIDE = {"cpu": 128, "cuda": 224}
+BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What decides about a recipe."""
+
+    train: str  # data set, as a recipe names it
+    validation: str | None
+    images: int
+    classes: int  # with two images or more
+    alone: int  # classes with one image
+    images_a_class: int  # the median of classes with two or more
+    side: int  # median of the shorter sides, pixels
+    gpus: int
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+
+def look(place: str) -> tuple[Look, Classes]:
+    """Look at a folder with a sub-folder a class, at shards, or at a folder with `train` and `test` of these.
+
+    Raises:
+        DistapError: there are no images, or no class has two.
+    """
+    train, validation = _sets_in(place)
+    index = load_index(train)
+    classes = Classes(index.label, index.class_group)
+    pairs = classes.with_pairs
+    if len(pairs) < 2:
+        raise DistapError(
+            f"{train}: {classes.count} classes, of which {len(pairs)} have two images or more; training needs two "
+            "such classes at least: an image learns from others of its class and of other classes"
+        )
+    a_class = int(np.median(classes.sizes[pairs]))
+    counts = len(index), len(pairs), classes.count - len(pairs), a_class
+    return Look(train, validation, *counts, _side(train, index), torch.cuda.device_count()), classes
+
+
+def recipe_for(seen: Look, classes: Classes, run: str, backbone: str | None, size: int | None) -> str:
+    """The text of a recipe, with its reasons as comments."""
+    return "\n".join(_lines(seen, classes, run, backbone or BACKBONE[seen.device], size)) + "\n"
+
+
+def _lines(seen: Look, data: Classes, run: str, backbone: str, size: int | None) -> Iterator[str]:
+    if seen.classes < FEW_CLASSES:
+        images = max(2, min(SMALL_BATCH // min(seen.classes, SMALL_BATCH // 2), seen.images_a_class))
+        classes = min(SMALL_BATCH // images, seen.classes)
+        while images > 2 and most_classes(data, images) < classes:  # some classes are small
+            images -= 1
+        why = "A small batch has all of the few classes; a large one would have only more images of them, for fewer "
+        why += "updates. distap's large batches pay with hundreds of classes and more."
+    else:
+        images = min(IMAGES_A_CLASS, seen.images_a_class)
+        wanted = min(seen.images // BATCHES_AN_EPOCH, LARGEST_BATCH[seen.device])
+        classes = min(wanted // images, most_classes(data, images))
+        why = "With many classes, a large batch ranks an image against many others; it leaves "
+        why += f"{BATCHES_AN_EPOCH} updates an epoch at least."
+    batch = classes * images
+    steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
+    every = max(steps // EVALUATIONS, 1)
+    nearest = round(seen.side / STEP_OF_SIDE) * STEP_OF_SIDE
+    side = size or int(np.clip(nearest, SMALLEST_SIDE, LARGEST_SIDE[seen.device]))
+    yield from _comment(
+        f"Written by `distap init` for {seen.images:,} images. {seen.classes:,} classes have two images or more, "
+        f"{seen.images_a_class} in the median. The images' shorter side is {seen.side} px in the median."
+    )
+    yield f"run: {run}"
+    yield f"steps: {steps}  # {steps * batch / seen.images:.1f} epochs of {seen.images / batch:.1f} steps"
+    yield ""
+    yield "data:"
+    yield f'  train: "{seen.train}"'
+    if seen.validation is not None:
+        yield f'  validation: "{seen.validation}"'
+    else:
+        yield "  # No classes are held out, so no figures show what training gains. `distap data pack --split 0.5`"
+        yield "  # packs half of them apart. validation: shards/test"
+    yield f"  image_size: {side}  # more sees more detail, and costs more"
+    yield "  augmentation: {crop: 0.5, flip: 0.5, colour: 0.4, grey: 0.1}  # flip: 0 if left and right differ"
+    yield ""
+    yield from _comment(why)
+    yield f"sampling: {{name: p_by_k, classes: {classes}, images: {images}}}  # {batch} images a batch"
+    yield ""
+    yield "model:"
+    yield f"  backbone: {backbone}"
+    yield "  weights: timm  # pretrained, downloaded once; {name: run, path: RUN} goes on from another training"
+    yield ""
+    yield f"loss: {LOSS}"
+    yield "optimizer: {name: adam, learning_rate: 3.0e-4}"
+    yield "schedule: {name: linear, warmup: 20}"
+    yield "replay: {size: auto, keep: auto}  # the fastest micro-batch, and all graphs for which there is memory"
+    yield ""
+    if seen.validation is not None:
+        yield f"evaluation: {{every: {every}}}"
+    yield f"checkpoint: {{every: {every}}}"
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ")
+
+
+def _sets_in(place: str) -> tuple[str, str | None]:
+    """The training and the validation set of a place."""
+    folder = Path(place)
+    if not folder.is_dir():
+        return place, None
+    train = next((folder / name for name in TRAIN if (folder / name).is_dir()), None)
+    if train is None:
+        return _named(folder), None
+    test = next((folder / name for name in TEST if (folder / name).is_dir()), None)
+    return _named(train), None if test is None else _named(test)
+
+
+def _named(folder: Path) -> str:
+    return str(folder) if any(folder.glob("*.tar")) else f"imagefolder:{folder}"
+
+
+def _side(source: str, index: Index) -> int:
+    known = index.width > 0
+    if known.any():
+        return int(np.median(np.minimum(index.width, index.height)[known]))
+    reader, sides = Reader(parse_source(source), index), list[int]()
+    for sample in permutation(len(index), 0)[:LOOKED_AT].tolist():
+        try:
+            sides.append(min(image_size(reader.data(sample))))
+        except DamagedImageError:
+            continue
+    if not sides:
+        raise DistapError(f"{source}: none of {LOOKED_AT} images that were looked at can be read")
+    return int(np.median(sides))

@@ -1,0 +1,57 @@
+"""`distap init`: the recipe fits the images, and trains."""
+
+import pytest
+from commands import distap
+from images import write_images
+
+from distap.config.reading import load_recipe
+from distap.data.shards.packing import pack
+from distap.telemetry.runlog import read_run_log
+
+QUICK = ("model.weights=random", "model.backbone=test_resnet", "data.workers=0")
+
+
+@pytest.mark.parametrize("kind", ["few classes", "many classes", "shards"])
+def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypatch, capfd, kind):
+    train = {f"{number}": 3 for number in range(120)} if kind == "many classes" else {"cat": 40, "dog": 30, "cow": 4}
+    photos, recipe = tmp_path / "photos", tmp_path / "recipe.yaml"
+    for name, classes in (("train", train), ("test", {"hen": 3, "pig": 3})):
+        folder = write_images(photos / name, classes, size=32)
+        if kind == "shards":
+            pack(folder, tmp_path / "shards" / name)
+    place = tmp_path / "shards" if kind == "shards" else photos
+    assert distap(monkeypatch, "init", place, "--output", recipe, "--run", tmp_path / "run") == 0
+    loaded, images = load_recipe(recipe), sum(train.values())
+    assert loaded.sampling.classes == (len(train) if len(train) < 100 else images // 8 // 3)
+    assert loaded.steps * loaded.sampling.size >= 10 * images - loaded.sampling.size
+    assert loaded.data.image_size == 64
+    assert distap(monkeypatch, "train", recipe, "--check", *QUICK) == 0
+    assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
+    assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "validation" in entry] == [0, 2]
+    capfd.readouterr()
+    assert distap(monkeypatch, "init", place, "--output", recipe) == 2
+    assert "there is such a file already" in capfd.readouterr().err
+
+
+def test_what_is_missing_is_said(tmp_path, monkeypatch, capfd):
+    recipe = tmp_path / "recipe.yaml"
+    write_images(tmp_path / "alone", {f"{number}": 1 for number in range(9)})
+    assert distap(monkeypatch, "init", tmp_path / "alone", "--output", recipe) == 2
+    assert "9 classes, of which 0 have two images or more" in capfd.readouterr().err
+    assert distap(monkeypatch, "init", tmp_path / "nothing", "--output", recipe) == 2
+    assert "nothing: no such data set" in capfd.readouterr().err
+    assert not recipe.exists()
+    write_images(tmp_path / "mixed", {"cat": 5, "dog": 5, "cow": 1})
+    assert distap(monkeypatch, "init", tmp_path / "mixed", "--output", recipe) == 0
+    told = capfd.readouterr().err
+    assert "1 classes have one image" in told and "distap data pack --split" in told
+
+
+def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatch, capfd):
+    photos = write_images(tmp_path / "photos", {"cat": 5, "dog": 5})
+    assert distap(monkeypatch, "train", photos) == 2
+    assert f"`distap init {photos}` writes one" in capfd.readouterr().err
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"run: {tmp_path / 'run'}\nsteps: 2\ndata: {{train: {photos}}}\n")
+    assert distap(monkeypatch, "train", recipe) == 2
+    assert f"write imagefolder:{photos}" in capfd.readouterr().err
