@@ -9,29 +9,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import ModelHubMixin, snapshot_download
+from huggingface_hub import ModelHubMixin
 from numpy.typing import ArrayLike
 from PIL import Image, ImageOps
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from distap.config.reading import recorded_recipe
 from distap.config.sections import ModelSection
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.formats import readable_formats
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.model.backbone import RandomWeights, architecture_of
-from distap.model.network import build_network
+from distap.model.backbone import architecture_of
+from distap.model.trained import BACKBONE, CONFIG, HEAD, HUB, is_saved, read_saved
 from distap.retrieval.metrics import evaluate_labelled_set, evaluate_queries
 from distap.retrieval.ranks import require_finite
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
-from distap.training.build import trained_network
+from distap.training.build import network_of, trained_network
 from distap.world import World
 
-CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"
-HUB = "hf-hub:"
 CHUNK = 128  # images that are decoded before they are described
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 TIMM_KEYS = ("input_size", "interpolation", "crop_pct", "mean", "std", "first_conv", "classifier", "license")
@@ -130,23 +128,16 @@ class DescriptorNetwork(
         cls, *, model_id: str, device: str | torch.device = "cpu", **download: Any
     ) -> "DescriptorNetwork":
         download.pop("config", None)
+        saved = read_saved(model_id, **download)
+        about, recipe = saved.settings, recorded_recipe({"model": saved.settings["model"]}, model_id)
         try:
-            folder = Path(model_id) if Path(model_id).is_dir() else Path(snapshot_download(model_id, **download))
-            about = json.loads((folder / CONFIG).read_text("utf-8"))["distap"]
-            model = ModelSection.model_validate(about["model"] | {"weights": "random"})
             sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
-            whitening = load_whitening(folder) if about["whitened"] else None
+            whitening = load_whitening(Path(str(saved.folder))) if about["whitened"] else None
             most, scaled = int(about["max_pixels"]), bool(about["scaled_decoding"])
-            state = {f"backbone.{name}": tensor for name, tensor in load_file(folder / BACKBONE).items()}
-            state |= load_file(folder / HEAD)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
-        network = build_network(model.backbone, RandomWeights(), model.pooling, model.projection, model.batchnorm)
-        try:
-            network.load_state_dict(state)
-        except RuntimeError as error:
-            raise DistapError(f"{model_id}: its tensors are not those of its network: {error}") from error
-        return cls(ImageDescriber(network.to(device), sizing, scales, power, whitening, most, scaled=scaled), model)
+        network = network_of(recipe, World(device=torch.device(device)), saved)
+        return cls(ImageDescriber(network, sizing, scales, power, whitening, most, scaled=scaled), recipe.model)
 
 
 def load(
@@ -173,7 +164,7 @@ def load(
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = str(source)
-    if name.startswith(HUB) or (Path(name) / CONFIG).is_file():
+    if is_saved(name):
         found: DescriptorNetwork = DescriptorNetwork.from_pretrained(name.removeprefix(HUB), device=place)
         return found
     recipe, network = trained_network(source, World(device=place), best)

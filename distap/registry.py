@@ -54,6 +54,8 @@ REGISTRY: dict[str, dict[str, str]] = {
         "random": "distap.model.backbone:RandomWeights",
         "file": "distap.model.backbone:FileWeights",
         "package": "distap.model.backbone:PackageWeights",
+        "run": "distap.model.trained:RunWeights",
+        "hub": "distap.model.trained:HubWeights",
     },
     "pooling": {"gem": "distap.model.network:GeMPooling", "mean": "distap.model.network:MeanPooling"},
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.engine.optimizer:TimmOptimizer"),

@@ -14,6 +14,7 @@ from distap.config.recipe import Recipe
 from distap.data.loading.training import ShareOfBatch
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
+from distap.model.backbone import RandomWeights
 from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory
@@ -27,7 +28,7 @@ from distap.telemetry.tracing import Tracer
 from distap.training.build import describer_of, engine_of, evaluations_of, fitting_of, step_of
 from distap.training.checks import checked_images, checked_network, first_on_rank_0, require_same_data
 from distap.training.report import RunReport, logger
-from distap.training.state import RunState
+from distap.training.state import RunState, is_begun
 from distap.world import World
 
 TRACES = "traces"
@@ -56,7 +57,9 @@ class Trainer:
         self.images = first_on_rank_0(world, partial(checked_images, recipe, world, self.stopwatch))
         require_same_data(self.images, recipe.data.train, world)
         self.startup.reached("data")
-        self.network = first_on_rank_0(world, partial(checked_network, recipe, world)).train()
+        self.is_begun = is_begun(recipe, world)
+        # A checkpoint replaces the weights that the run began with, which need not be there any more.
+        self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None).train()
         describer = describer_of(recipe, self.network)
         self.evaluations = evaluations_of(recipe, self.network, world)
         self.engine = engine_of(recipe, self.network, world)
@@ -72,8 +75,12 @@ class Trainer:
 
         If a rank is asked to stop, write a checkpoint and return RESTART.
         """
-        with StopRequest(self.recipe.stop.grace_seconds, self.tracer.ask) as stop:
+        with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds, self.tracer.ask) as stop:
             self.done = self.state.resume()
+            if self.is_begun and self.done == 0:
+                raise DistapError(
+                    f"{self.recipe.run}: its checkpoints were removed meanwhile; start the training again"
+                )
             owes_evaluation = self.done > 0 and self._owes_evaluation() and self.state.score is None
             if self.done >= self.recipe.steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.recipe.steps)
@@ -96,6 +103,7 @@ class Trainer:
         lap, first, stopping = time.perf_counter(), self.done, False
         for share in self.images.shares(range(self.done, self.recipe.steps)):
             at_step(share.step + 1)
+            self.state.lease.require_held()
             factor = self.recipe.schedule.factor(share.step, self.recipe.steps)
             result = self.step(share, self.recipe.optimizer.learning_rate * factor)
             self.done = share.step + 1

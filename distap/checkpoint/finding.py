@@ -93,13 +93,8 @@ def newest_checkpoint(folder: Path, world: World, stored: StoredRun | None = Non
         newest = shared and _newest(folder, shared, lambda name: _verified(folder / name, world, True), world.rank)
         yield Found(newest[0], None, newest[2]) if newest else None
         return
-    names, attempt = on_all(world, lambda: [stored.names(), uuid.uuid4().hex[:8]], mine=world.rank == 0)[0]
-    seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
-    local = set[str]().union(*seen).intersection(*seen)
-    # At equal steps the store's, which every host can have.
-    candidates = sorted(
-        [(name[:STEP], True, name) for name in names] + [(name[:STEP], False, name) for name in local]
-    )
+    candidates = _candidates(folder, world, stored)
+    attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
     # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
     download = folder / f"{UNFINISHED}fetched-{attempt}-{world.rank - world.local_rank}"
 
@@ -118,6 +113,11 @@ def newest_checkpoint(folder: Path, world: World, stored: StoredRun | None = Non
     finally:
         if world.local_rank == 0:
             shutil.rmtree(download, ignore_errors=True)
+
+
+def has_checkpoints(folder: Path, world: World, stored: StoredRun | None = None) -> bool:
+    """Tell whether there is a checkpoint, good or damaged, that `newest_checkpoint` would look at."""
+    return bool(_seen_by_all(folder, world) if stored is None else _candidates(folder, world, stored))
 
 
 def probe(stored: StoredRun, world: World) -> None:
@@ -160,6 +160,15 @@ def _newest(
             logger.warning("%s; trying the one before", problems[-1])
     reason = f"none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}"
     raise DistapError(f"{where}: {reason}. To train anew, remove them")
+
+
+def _candidates(folder: Path, world: World, stored: StoredRun) -> list[tuple[str, bool, str]]:
+    """List step, whether it is in the store, and name of the checkpoints in the store and on all disks, in order."""
+    names = on_all(world, stored.names, mine=world.rank == 0)[0]
+    seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
+    local = set[str]().union(*seen).intersection(*seen)
+    # At equal steps the store's, which every host can have.
+    return sorted([(name[:STEP], True, name) for name in names] + [(name[:STEP], False, name) for name in local])
 
 
 def _seen_by_all(folder: Path, world: World) -> list[str]:

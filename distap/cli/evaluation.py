@@ -63,8 +63,8 @@ def eval_command(
 
     In shards with classes, every image is a query against all others. A folder that `distap data convert` wrote for
     Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its ground truth. Give a recipe to evaluate
-    the network that training starts from, or --checkpoint for a trained one. To use several ranks, run
-    `torchrun [...] -m distap.cli eval`.
+    the network that training starts from, or --checkpoint for a trained one, whose recipe key=value changes. To use
+    several ranks, run `torchrun [...] -m distap.cli eval`.
     """
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
@@ -75,6 +75,9 @@ def eval_command(
     from distap.training.build import describing_of, network_of, trained_network
     from distap.world import joined_world
 
+    changes = [*(overrides or [])]
+    if checkpoint is not None and config is not None and "=" in str(config):  # the first override
+        changes, config = [str(config), *changes], None
     if (config is None) == (checkpoint is None):
         raise DistapError("give either a recipe or --checkpoint")
     reranking = {} if rerank_neighbours is None else {"neighbours": rerank_neighbours}
@@ -88,10 +91,10 @@ def eval_command(
     with joined_world() as world:
         set_up_logging(world.rank)
         if checkpoint is not None:
-            recipe, network = trained_network(checkpoint, world, best)
+            recipe, network = trained_network(checkpoint, world, best, changes)
         else:
             assert config is not None
-            recipe = load_recipe(config, overrides or [])
+            recipe = load_recipe(config, changes)
             network = network_of(recipe, world)
         settings, factors = recipe.data, options.parse_scales(scales)
         sizing = options.sizing_of(image_size, max_side, original, settings.image_size)

@@ -1,15 +1,17 @@
 """Read a recipe from YAML, apply overrides, and say what is wrong with a key or value."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from distap.config.recipe import Recipe
+from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError
 from distap.registry import NAMES_ONLY, fields_of, problem_of, suggestion
+from distap.storage.locations import from_folder
 from distap.storage.redact import without_secrets
 
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours
@@ -19,6 +21,11 @@ PLACES = {
     "warmup": "schedule.warmup",
     "weight_decay": "weight_decay of optimizer.backbone, optimizer.pooling or optimizer.head",
 }
+
+# Keys that decide what a network sees; a recorded value that this version cannot read is an error.
+OF_PIXELS = ("image_size", "max_pixels", "scaled_decoding")
+R = TypeVar("R", bound=NetworkRecipe)
+logger = logging.getLogger("distap")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -45,12 +52,52 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def recipe_from(settings: dict[str, Any], source: str) -> Recipe:
     """Check settings; a DistapError names `source`."""
+    return _checked(Recipe, settings, source)
+
+
+def recorded_recipe(
+    settings: Mapping[str, Any], source: str, folder: str | None = None, overrides: Sequence[str] = ()
+) -> NetworkRecipe:
+    """Read what a trained network needs of the recipe that was recorded with it, and nothing else.
+
+    So a loss, sampler or key that this version does not know does no harm. An unknown key of the sections that are
+    read, or a value that only reading the recorded data set needs, is left out with a warning.
+
+    Args:
+        source: what a DistapError about a wrong value names.
+        folder: that relative paths in it were relative to; None takes them as they are.
+        overrides: changes, such as `data.image_size=320`.
+    """
+    kept: dict[str, Any] = {}
+    for name in ("model", "data", "evaluation"):
+        whole, part = (kind.model_fields[name].annotation for kind in (Recipe, NetworkRecipe))
+        of_training = set(fields_of(whole)) - set(fields_of(part))  # type: ignore[arg-type]
+        kept[name] = {key: value for key, value in settings.get(name, {}).items() if key not in of_training}
+    kept["model"]["weights"] = "random"
+    for key in ("validation", "validation_index"):
+        if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
+            kept["data"][key] = from_folder(kept["data"][key], str(folder))
+    try:
+        NetworkRecipe.model_validate(kept)
+    except ValidationError as error:
+        for item in error.errors():
+            section, key = map(str, item["loc"][:2])
+            is_unknown = item["type"] in UNKNOWN_KEY and len(item["loc"]) == 2
+            if key in kept[section] and (is_unknown or (section != "model" and key not in OF_PIXELS)):
+                del kept[section][key]
+                logger.warning("%s: %s.%s is left out: this version cannot read it", source, section, key)
+    for override in overrides:
+        _override(kept, override)
+    return _checked(NetworkRecipe, kept, source)
+
+
+def _checked(kind: type[R], settings: dict[str, Any], source: str) -> R:
     try:
         # First check all that needs no class behind a chosen name, to answer a typo before torch is imported.
-        Recipe.model_validate(settings, context=NAMES_ONLY)
-        return Recipe.model_validate(settings)
+        kind.model_validate(settings, context=NAMES_ONLY)
+        return kind.model_validate(settings)
     except ValidationError as error:
-        problems = [_problem(dict(item), settings) for item in error.errors()]
+        problems = [_problem(dict(item), settings, kind) for item in error.errors()]
         raise DistapError(f"{source}: " + f"\n{source}: ".join(problems)) from error
 
 
@@ -75,12 +122,12 @@ def _override(settings: dict[str, Any], override: str) -> None:
     section[last] = value
 
 
-def _problem(error: dict[str, Any], settings: dict[str, Any]) -> str:
+def _problem(error: dict[str, Any], settings: dict[str, Any], kind: type[NetworkRecipe]) -> str:
     keys = _written_keys(error["loc"], settings)
     if error["type"] in UNKNOWN_KEY and keys and keys[-1] in PLACES:
         return f"{'.'.join(keys)}: unknown key; did you mean {PLACES[keys[-1]]}?"
     if error["type"] in UNKNOWN_KEY[:2]:
-        return f"{'.'.join(keys)}: unknown key; {suggestion(keys[-1], _known_beside(keys))}"
+        return f"{'.'.join(keys)}: unknown key; {suggestion(keys[-1], _known_beside(keys, kind))}"
     return without_secrets(problem_of(error, keys))
 
 
@@ -102,9 +149,9 @@ def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> 
     return keys
 
 
-def _known_beside(keys: list[str]) -> list[str]:
+def _known_beside(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
     """The keys of the section that the last of `keys` was written in."""
-    section: Any = Recipe
+    section: Any = kind
     for key in keys[:-1]:
         if not issubclass(section, BaseModel):
             break

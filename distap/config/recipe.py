@@ -10,7 +10,9 @@ from distap.config.sections import (
     CheckpointSection,
     DataSection,
     DescribeSection,
+    DescribingSection,
     EvaluationSection,
+    ImagesSection,
     LoggersSection,
     LogsSection,
     MemorySection,
@@ -31,11 +33,19 @@ RESOLVED_LATE: Any = {}  # the default of sections whose own defaults are names 
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 
 
-class Recipe(Section):
+class NetworkRecipe(Section):
+    """What a trained network needs of its recipe: how it is built, and how it takes images."""
+
+    seed: int = Field(0, ge=0)
+    model: ModelSection = RESOLVED_LATE
+    data: ImagesSection = ImagesSection()
+    evaluation: DescribingSection = DescribingSection()
+
+
+class Recipe(NetworkRecipe):
     """One training."""
 
     run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
-    seed: int = Field(0, ge=0)
     steps: PositiveInt
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     precision: PrecisionName = Field(
@@ -44,7 +54,6 @@ class Recipe(Section):
     timeout_seconds: PositiveFloat = Field(600, description="Fail a collective that takes longer.")
     data: DataSection
     sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = "random"
-    model: ModelSection = RESOLVED_LATE
     loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
     memory: MemorySection = MemorySection()
     describe: DescribeSection = DescribeSection()

@@ -24,28 +24,37 @@ from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
 
 
-class DataSection(Section):
+class ImagesSection(Section):
+    """The images as evaluation sees them: what a trained network needs of the data section."""
+
+    validation: Shards | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
+    validation_index: Path | None = Field(None, description="Index of the validation shards, if not beside them.")
+    remote: Remote = Field(RemoteSettings(), description="Retries, time-outs and options of remote reads.")
+    cache: CacheSettings | None = Field(None, description="Keep shards on each host's own disk; null keeps none.")
+    image_size: PositiveInt = Field(224, description="Width and height of the network's input, pixels.")
+    workers: int = Field(2, ge=0, description="Reader processes of each rank; 0 reads in the rank itself.")
+    max_pixels: PositiveInt = Field(100_000_000, description="Refuse images with more pixels without decoding them.")
+    scaled_decoding: bool = Field(True, description="Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it.")
+
+    @property
+    def validation_source(self) -> Source | None:
+        return parse_source(self.validation, self.validation_index) if self.validation else None
+
+
+class DataSection(ImagesSection):
     """The images: their places, and how to read them."""
 
     train: TrainShards = Field(description="Shards to train on: a folder, a pattern or a URL.")
-    validation: Shards | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
     train_index: Path | None = Field(None, description="Index of the training shards, if not beside them.")
-    validation_index: Path | None = Field(None, description="Index of the validation shards, if not beside them.")
     reading: Annotated[Any, Chosen("source")] = Field(
         "indexed",
         description="`indexed` reads image by image; `streamed` reads shard by shard, with weaker promises.",
     )
     allow_pipes: bool = Field(False, description="Allow `train: pipe:COMMAND`, which runs a shell command.")
-    remote: Remote = Field(RemoteSettings(), description="Retries, time-outs and options of remote reads.")
-    cache: CacheSettings | None = Field(None, description="Keep shards on each host's own disk; null keeps none.")
     unseen_classes: bool = Field(True, description="Refuse a validation set that shares a class with training.")
-    image_size: PositiveInt = Field(224, description="Width and height of the network's input, pixels.")
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
-    workers: int = Field(2, ge=0, description="Reader processes of each rank; 0 reads in the rank itself.")
     prefetch: PositiveInt = Field(4, description="Micro-batches that each worker reads ahead.")
     pixels: PixelSettings = Field(PixelSettings(), description="Where pixels wait between describe and replay.")
-    max_pixels: PositiveInt = Field(100_000_000, description="Refuse images with more pixels without decoding them.")
-    scaled_decoding: bool = Field(True, description="Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it.")
     max_damaged: float = Field(
         0.05, ge=0, le=1, description="Stop when more than this share of images is damaged (10 are always tolerated)."
     )
@@ -56,10 +65,6 @@ class DataSection(Section):
     @property
     def train_source(self) -> Source:
         return parse_source(self.train, self.train_index, self.allow_pipes)
-
-    @property
-    def validation_source(self) -> Source | None:
-        return parse_source(self.validation, self.validation_index) if self.validation else None
 
 
 class ModelSection(Section):
@@ -221,14 +226,19 @@ class EvaluatedSet(Section):
     )
 
 
-class EvaluationSection(Section):
+class DescribingSection(Section):
+    """What describing images needs of the evaluation section."""
+
+    batch_size: PositiveInt = Field(64, description="Images described at once.")
+
+
+class EvaluationSection(DescribingSection):
     """Evaluation during training, on data.validation and on other sets."""
 
     every: int | None = Field(
         None, ge=0, description="Steps between evaluations; null evaluates first and last, 0 never."
     )
     at_start: bool = Field(True, description="Evaluate before the first step too, to show what training gains.")
-    batch_size: PositiveInt = Field(64, description="Images described at once.")
     also: dict[str, EvaluatedSet] = Field(
         {}, description="Other data sets, by the name under which their figures appear."
     )

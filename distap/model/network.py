@@ -185,16 +185,18 @@ def build_network(
 
     Args:
         backbone: its `build(drop_rate, drop_path_rate)` returns a module with `num_features`.
-        weights: its `load(module)` loads weights into that module.
+        weights: its `load(module)` loads weights into that module or, if its `whole` is true, into the whole network.
         pooling: its `build()` returns a module.
     """
-    network = backbone.build(drop_rate, drop_path_rate)
-    weights.load(network)
-    about = getattr(network, "pretrained_cfg", None) or {}
+    built, whole = backbone.build(drop_rate, drop_path_rate), getattr(weights, "whole", False)
+    if not whole:
+        weights.load(built)
+    about = getattr(built, "pretrained_cfg", None) or {}
     pixels = {name: tuple(about[name]) for name in ("mean", "std") if name in about}
-    return RetrievalNetwork(network, pooling.build(), projection, batchnorm, **pixels).to(
-        memory_format=torch.channels_last
-    )
+    network = RetrievalNetwork(built, pooling.build(), projection, batchnorm, **pixels)
+    if whole:
+        weights.load(network)
+    return network.to(memory_format=torch.channels_last)
 
 
 def fingerprint(network: RetrievalNetwork) -> str:
@@ -203,16 +205,7 @@ def fingerprint(network: RetrievalNetwork) -> str:
     It covers the architecture's name, the pooling and its settings, and the name, dtype, shape and bytes of every
     parameter and buffer, including the mean and deviation of pixels. The device and memory layout do not count.
     """
-    pooling = network.pooling
-    about = {
-        "architecture": architecture_of(network.backbone),
-        "pooling": type(pooling).__name__,
-        "settings": {
-            name: value
-            for name, value in vars(pooling).items()
-            if name != "training" and not name.startswith("_") and isinstance(value, bool | int | float | str)
-        },
-    }
+    about = {"architecture": architecture_of(network.backbone), **settings_of(network.pooling)}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     tensors = {**network.state_dict(), **dict(network.named_buffers())}
     for name in sorted(tensors):
@@ -220,6 +213,16 @@ def fingerprint(network: RetrievalNetwork) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def settings_of(pooling: nn.Module) -> dict[str, Any]:
+    """Return a pooling's class and settings, without what it learns."""
+    settings = {
+        name: value
+        for name, value in vars(pooling).items()
+        if name != "training" and not name.startswith("_") and isinstance(value, bool | int | float | str)
+    }
+    return {"pooling": type(pooling).__name__, "settings": settings}
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:

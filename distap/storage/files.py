@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 from distap.errors import DistapError
-from distap.storage.atomic import replacing
+from distap.storage.atomic import make_folder, replacing
 from distap.storage.locations import joined, scheme_of
 from distap.storage.open_files import OpenFiles
 from distap.storage.remotes import RemoteSettings, file_system, retried
@@ -125,6 +125,18 @@ class Storage:
         self._ask("pipe_file", self._path(name), data)
 
     @retried("written")
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file unless there is one, of which only one of several writers succeeds; tell whether it did.
+
+        Object stores that do not know If-None-Match, which S3 and Google's do, replace the other writer's.
+        """
+        try:
+            self._ask("pipe_file", self._path(name), data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    @retried("written")
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it outlasts a loss of power."""
         parts = {"chunksize": PART} if self.scheme in ("s3", "gs") else {}
@@ -232,6 +244,17 @@ class LocalStorage(Storage):
     def write(self, name: str, data: bytes) -> None:
         with replacing(self._local(name)) as file:
             file.write(data)
+
+    @retried("written")
+    def create(self, name: str, data: bytes) -> bool:
+        path = self._local(name)
+        make_folder(path.parent)
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
 
     @retried("written")
     def upload(self, name: str, path: Path) -> None:

@@ -78,6 +78,13 @@ def joined(base: str, name: str) -> str:
     return f"{base.rstrip('/')}/{name}"
 
 
+def from_folder(text: str, folder: str) -> str:
+    """Return a path or the name of a data set; if it is relative, it is taken to be relative to `folder`."""
+    kind = _IMAGES if text.startswith(_IMAGES) else ""
+    path = text.removeprefix(kind)
+    return text if path.startswith(("/", _PIPE)) or _URL.match(path) else kind + joined(folder, path)
+
+
 def scheme_of(base: str) -> str:
     """Return the scheme of a URL, "" for a local path and "pipe" for a command."""
     url = _URL.match(base)

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from distap.checkpoint.finding import opened_checkpoint
-from distap.config.reading import recipe_from
-from distap.config.recipe import Recipe
+from distap.checkpoint.agreement import on_all
+from distap.config.reading import recorded_recipe
+from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.training import LoadingJob, TrainingImages
-from distap.engine.base import Engine, without_prefix
+from distap.engine.base import Engine
 from distap.engine.optimizer import parameter_groups
 from distap.engine.precision import DTYPES
-from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import EvaluationSet, open_set
@@ -24,6 +23,7 @@ from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import Describer
+from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.memory import CrossBatchMemory
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images
@@ -56,12 +56,29 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
     return data.reading.open(job, world, stopwatch)
 
 
-def network_of(recipe: Recipe, world: World) -> RetrievalNetwork:
-    """Build the recipe's network on this rank's device, with the same parameters on every rank."""
-    model = recipe.model
-    parts, rates = (model.backbone, model.weights, model.pooling), (model.drop_rate, model.drop_path_rate)
-    torch.manual_seed(recipe.seed)
-    return build_network(*parts, model.projection, model.batchnorm, *rates).to(world.device)
+def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> RetrievalNetwork:
+    """Build the recipe's network on this rank's device, with the same parameters on every rank.
+
+    Rank 0 alone loads weights, the recipe's if `weights` is None, and sends them to the others.
+    """
+    model, built = recipe.model, list[RetrievalNetwork]()
+
+    def build(weights: Any) -> None:
+        rates = model.drop_rate, model.drop_path_rate
+        torch.manual_seed(recipe.seed)
+        built.append(build_network(model.backbone, weights, model.pooling, model.projection, model.batchnorm, *rates))
+
+    if world.size == 1:
+        build(weights or model.weights)
+    else:
+        on_all(world, lambda: build(weights or model.weights), mine=world.rank == 0)
+    if not built:
+        build(RandomWeights())
+    network = built[0].to(world.device)
+    if world.size > 1:
+        for tensor in network.state_dict().values():
+            tensor.copy_(world.broadcast(tensor.contiguous()))
+    return network
 
 
 def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
@@ -73,7 +90,7 @@ def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
 
 
 def describing_of(
-    recipe: Recipe,
+    recipe: NetworkRecipe,
     network: RetrievalNetwork,
     world: World,
     sizing: Sizing | None = None,
@@ -184,16 +201,19 @@ def step_of(
     )
 
 
-def trained_network(path: Path | str, world: World, best: bool = False) -> tuple[Recipe, RetrievalNetwork]:
-    """Load the recipe and the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL."""
-    with opened_checkpoint(path, best) as checkpoint:
-        logger.info("the network of %s", checkpoint.where)
-        recipe = recipe_from(checkpoint.state("recipe")["recipe"], checkpoint.where)
-        tensors = checkpoint.tensors("network.")
-    untrained = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": RandomWeights()})})
-    network = network_of(untrained, world)
-    try:
-        network.load_state_dict(without_prefix("network.", tensors))
-    except RuntimeError as error:
-        raise DistapError(f"{checkpoint.where}: its tensors are not its recipe's network's: {error}") from error
-    return recipe, network
+def trained_network(
+    path: Path | str, world: World, best: bool = False, overrides: Sequence[str] = ()
+) -> tuple[NetworkRecipe, RetrievalNetwork]:
+    """Load the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
+
+    Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone reads.
+    """
+    read: list[TrainedNetwork] = []
+
+    def read_it() -> list[Any]:
+        read.append(read_checkpoint(path, best))
+        return [read[0].settings, read[0].where, read[0].folder]
+
+    settings, where, folder = on_all(world, read_it, mine=world.rank == 0)[0]
+    recipe = recorded_recipe(settings, where, folder, overrides)
+    return recipe, network_of(recipe, world, read[0] if read else None)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from textwrap import shorten
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,19 +52,23 @@ def require_same_data(images: TrainingImages, name: str, world: World) -> None:
         raise DistapError(f"{name}: the ranks see different data; {own}")
 
 
-def checked_network(recipe: Recipe, world: World) -> RetrievalNetwork:
-    """Build the network; a DistapError if it does not take images of the recipe's size."""
-    network, size = network_of(recipe, world), recipe.data.image_size
-    try:
-        with torch.no_grad():
-            network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=world.device))
-    except Exception as error:  # each architecture raises its own
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
-            raise
-        made_for = (getattr(network.backbone, "pretrained_cfg", None) or {}).get("input_size")
-        hint = f"; it was made for {made_for[-1]}" if made_for else ""
-        raise DistapError(
-            f"data.image_size: {recipe.model.architecture} does not take images of {size} px{hint} "
-            f"({shorten(str(error) or type(error).__name__, 200)})"
-        ) from error
+def checked_network(recipe: Recipe, world: World, weights: Any = None) -> RetrievalNetwork:
+    """Build the network, see `network_of`; a DistapError if it does not take images of the recipe's size."""
+    network, size = network_of(recipe, world, weights), recipe.data.image_size
+
+    def try_size() -> None:
+        try:
+            with torch.no_grad():
+                network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=world.device))
+        except Exception as error:  # each architecture raises its own
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise
+            made_for = (getattr(network.backbone, "pretrained_cfg", None) or {}).get("input_size")
+            hint = f"; it was made for {made_for[-1]}" if made_for else ""
+            raise DistapError(
+                f"data.image_size: {recipe.model.architecture} does not take images of {size} px{hint} "
+                f"({shorten(str(error) or type(error).__name__, 200)})"
+            ) from error
+
+    on_all(world, try_size, mine=world.rank == 0)
     return network

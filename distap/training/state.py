@@ -5,11 +5,15 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.finding import Found, newest_checkpoint, probe
-from distap.checkpoint.folder import Checkpoint, best_checkpoint, set_aside
+from distap.checkpoint.finding import Found, has_checkpoints, newest_checkpoint, probe
+from distap.checkpoint.folder import FOLDER, Checkpoint, best_checkpoint, set_aside
+from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import CheckpointWriter, Written
@@ -19,6 +23,7 @@ from distap.engine.base import Engine, without_prefix
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.ranking.memory import CrossBatchMemory
+from distap.registry import by_path
 from distap.storage.files import storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 from distap.world import World
@@ -28,6 +33,22 @@ BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
 MAY_CHANGE = ("learning_rate", "clip_norm")  # keys of the optimiser's section that its state does not depend on
 logger = logging.getLogger("distap")
+
+
+def is_begun(recipe: Recipe, world: World) -> bool:
+    """Tell whether the run has a checkpoint to go on from; a DistapError if a rank cannot use the recipe's store."""
+    stored = _stored_run(recipe)
+    if stored is not None:
+        probe(stored, world)
+    return has_checkpoints(recipe.run / FOLDER, world, stored)
+
+
+def _stored_run(recipe: Recipe) -> StoredRun | None:
+    section = recipe.checkpoint
+    if section.store is None:
+        return None
+    store = storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
+    return StoredRun(store, BESIDE, NOT_FINITE_LOG)
 
 
 class RunState:
@@ -40,24 +61,32 @@ class RunState:
         # Other parts with a state, by the prefix of its tensors' names.
         self._parts: dict[str, CrossBatchMemory | TrainingImages] = {"memory": memory, "streams": images}
         self._settings = recipe.model_dump(mode="json")
-        self.folder = recipe.run / "checkpoints"
+        self.folder = recipe.run / FOLDER
         # Highest validation mAP of a checkpoint, and the same without the last one, whose writing may yet fail.
         self.best = self._best_before = float("-inf")
         self._has_failed = False  # whether the last checkpoint could not be written
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section = recipe.checkpoint
-        self._stored: StoredRun | None = None
-        if section.store is not None:
-            store = storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
-            self._stored = StoredRun(store, BESIDE, NOT_FINITE_LOG)
+        self._stored = _stored_run(recipe)
+        stored = {} if self._stored is None else {"checkpoint.store": self._stored.store}
+        self.lease = Lease({"run": storage_of(str(recipe.run)), **stored})
         self._writer = CheckpointWriter(
             self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds, self._stored
         )
 
+    @contextmanager
+    def leased(self) -> Iterator[None]:
+        """Keep other trainings out of the run's folder and store; raise a DistapError if one is there."""
+        is_first = self.world.rank == 0
+        on_all(self.world, self.lease.take, mine=is_first)
+        try:
+            yield
+        finally:
+            if is_first:
+                self.lease.release()
+
     def resume(self) -> int:
         """Load the newest undamaged checkpoint, if there is one; return the number of steps that it has done."""
-        if self._stored is not None:
-            probe(self._stored, self.world)
         with newest_checkpoint(self.folder, self.world, self._stored) as found:
             if found is None:
                 return 0
@@ -99,7 +128,8 @@ class RunState:
     def save(self, step: int, score: float | None = None) -> Written | None:
         """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it."""
         recipe = self._settings
-        state = {"step": step, "identity": self._identity(), "may_change": self._may_change(), "recipe": recipe}
+        state: dict[str, Any] = {"step": step, "identity": self._identity(), "may_change": self._may_change()}
+        state |= {"recipe": recipe, "folder": str(Path.cwd())}  # that the recipe's paths are relative to
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint}
         parts = {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}
@@ -137,12 +167,11 @@ class RunState:
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state("identity", "may_change")
-        for name, value in self._identity().items():
-            if state["identity"].get(name) != value:
-                raise DistapError(
-                    f"{checkpoint.where}: the run was started with another {name}: {state['identity'].get(name)}, "
-                    f"now {value}; choose another run folder, or go back to it"
-                )
+        if changed := _differences(state["identity"], self._identity()):
+            raise DistapError(
+                f"{checkpoint.where}: the run was started with another recipe; choose another run folder, or go back "
+                "to it:\n" + "\n".join(f"  {line}" for line in changed)
+            )
         tensors = checkpoint.tensors()
         for part, of in self._parts.items():
             of.load_state_dict(without_prefix(f"{part}.", tensors))
@@ -151,10 +180,8 @@ class RunState:
         except (RuntimeError, KeyError, ValueError) as error:
             raise DamagedCheckpointError(checkpoint.where, f"its tensors are not this network's: {error}") from error
         self.score = checkpoint.manifest.score
-        for name, value in self._may_change().items():
-            if state["may_change"].get(name) != value:
-                before = state["may_change"].get(name)
-                logger.warning("%s: %s has changed since: it was %s, now %s", checkpoint.where, name, before, value)
+        for line in _differences(state["may_change"], self._may_change()):
+            logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)
 
     def _identity(self) -> dict[str, Any]:
@@ -181,3 +208,19 @@ class RunState:
             "precision": recipe["precision"],
             **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
         }
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys that differ in the settings of `now`, each as `key: was A, is B`."""
+    names = [name for name, value in now.items() if before.get(name) != value]
+    was, has = (dict(by_path({name: of[name] for name in names if name in of}, ".")) for of in (before, now))
+    return [
+        f"{key}: was {_shown(was, key)}, is {_shown(has, key)}"
+        for key in dict.fromkeys([*was, *has])
+        if key not in was or key not in has or was[key] != has[key]
+    ]
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    value = settings.get(key)
+    return "unset" if key not in settings else value if isinstance(value, str) else json.dumps(value)

@@ -27,15 +27,14 @@ from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, sizes_to_try
 from distap.apps.export.formats import exportable, program_of, save_onnx, save_program, size_ranges
 from distap.apps.export.to_folder import ExportSettings, export_to_folder
+from distap.config.reading import recorded_recipe
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation
-from distap.model.backbone import TimmBackbone, TimmWeights
 from distap.model.multiscale import MultiScaleNetwork
 from distap.retrieval.descriptor_files import DescriptorSet
 from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
-from distap.storage.remotes import RemoteSettings
 from distap.training.build import trained_network
 from distap.world import World
 
@@ -183,7 +182,7 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
     assert found == pytest.approx(evaluation.figures, abs=1e-6)
     assert fields["license"] == "unknown" and "base_model" not in fields
     (written,) = re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)
-    assert yaml.safe_load(written) == exported.recipe.model_dump(mode="json")
+    assert yaml.safe_load(written) == yaml.safe_load((exported.run / "recipe.yaml").read_text())
     for text in (
         "0.5 sup_ap + 0.5 calibration",
         f"| mAP | {100 * evaluation.figures['mAP']:.2f} |",
@@ -202,9 +201,9 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
 
 def test_a_card_names_the_weights_that_training_began_with(exported):
     origin = origin_of(found_checkpoint(exported.run), exported.recipe)
-    changes = {"backbone": TimmBackbone("resnet50.a1_in1k"), "weights": TimmWeights()}
-    model = exported.recipe.model.model_copy(update=changes)
-    began = replace(origin, recipe=exported.recipe.model_copy(update={"model": model}))
+    model = {**origin.settings["model"], "backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
+    recipe = recorded_recipe({"model": model}, "test")
+    began = replace(origin, recipe=recipe, settings={**origin.settings, "model": model})
     card = model_card(began, Exported(exported.describer, {}, None, ((SIZE, SIZE), (SIZE, SIZE))), None)
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
@@ -212,10 +211,10 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
 
 def test_a_card_passes_on_no_key_to_a_storage(exported):
     origin = origin_of(found_checkpoint(exported.run), exported.recipe)
-    remote = RemoteSettings(options={"s3": {"key": "its name", "secret": "its secret"}})
+    remote = {"options": {"s3": {"key": "its name", "secret": "its secret"}}}
     train = "https://user:word@a.example/shards/train?signature=abc"
-    data = exported.recipe.data.model_copy(update={"remote": remote, "train": train})
-    trained = replace(origin, recipe=exported.recipe.model_copy(update={"data": data}))
+    data = {**origin.settings["data"], "remote": remote, "train": train}
+    trained = replace(origin, settings={**origin.settings, "data": data})
     card = model_card(trained, Exported(exported.describer, {}, None, ((SIZE, SIZE), (SIZE, SIZE))), None)
     assert "its name" not in card and "its secret" not in card
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card

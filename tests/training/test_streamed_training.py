@@ -88,5 +88,5 @@ def test_a_run_does_not_go_on_with_the_other_way_of_reading(tmp_path, training_s
     Trainer(recipe(tmp_path, training_shards, steps=1), World()).train()
     sampling = {"name": "streams", "batch_size": 8, "streams": 2, "shuffle": 4}
     changed = recipe(tmp_path, training_shards, steps=2, sampling=sampling, data__reading="streamed")
-    with pytest.raises(DistapError, match=r"another data\.reading: None, now {'name': 'streamed'"):
+    with pytest.raises(DistapError, match=r"  data\.reading\.name: was unset, is streamed"):
         Trainer(changed, World()).train()

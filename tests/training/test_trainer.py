@@ -90,9 +90,13 @@ def test_a_finished_run_is_not_trained_again(tmp_path, training_shards):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"seed": 1}, "another seed: 0, now 1"),
-        ({"sampling": {"name": "random", "batch_size": 24}}, "another sampling"),
-        ({"model__projection": 16}, "another model"),
+        ({"seed": 1}, "  seed: was 0, is 1"),
+        ({"sampling": {"name": "random", "batch_size": 24}}, r"  sampling\.batch_size: was 25, is 24"),
+        ({"model__projection": 16, "seed": 1}, r"  seed: was 0, is 1\n  model\.projection: was null, is 16"),
+        (
+            {"sampling": {"name": "p_by_k", "classes": 5, "images": 5}},
+            r"  sampling\.name: was random, is p_by_k\n  sampling\.batch_size: was 25, is unset\n",
+        ),
     ],
 )
 def test_a_run_does_not_go_on_as_another_training(tmp_path, training_shards, changes, named):
@@ -103,7 +107,7 @@ def test_a_run_does_not_go_on_as_another_training(tmp_path, training_shards, cha
 
 def test_a_run_does_not_go_on_with_other_data(tmp_path, training_shards):
     train(World(), tmp_path, training_shards, steps=1)
-    with pytest.raises(DistapError, match=r"another data\.train"):
+    with pytest.raises(DistapError, match=r"  data\.train: was [0-9a-f]+, is [0-9a-f]+$"):
         train(World(), tmp_path, training_shards[::-1], steps=2)
 
 

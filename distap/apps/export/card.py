@@ -1,5 +1,6 @@
 """Write the model card beside an export: what the run recorded about the network, and code that loads it."""
 
+import copy
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,15 +17,21 @@ import distap
 from distap.apps.export.checking import Agreement, Range
 from distap.apps.export.formats import BackboneFile
 from distap.checkpoint.folder import Checkpoint
-from distap.config.recipe import Recipe
+from distap.config.recipe import NetworkRecipe
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation
-from distap.registry import name_of
 from distap.retrieval.whitening import Whitening
+from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
 from distap.telemetry.runlog import read_run_log
+
+BEGAN_WITH = {
+    "file": "a file of weights",
+    "package": "the weights of a package",
+    **dict.fromkeys(("run", "hub"), "a trained network"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,19 +50,21 @@ class Origin:
 
     checkpoint: Path
     step: int
-    recipe: Recipe
+    recipe: NetworkRecipe
+    settings: dict[str, Any]  # the whole recipe as it was recorded, which another version of distap may have written
     data: TrainingData
     figures: dict[str, dict[str, float]]  # of this very state by data set, the validation set first
     validation: SavedEvaluation | None  # details of the validation set's figures
 
 
-def origin_of(checkpoint: Checkpoint, recipe: Recipe) -> Origin:
+def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
     """Read a checkpoint's origin from its run's folder; figures of another state are left out."""
-    run = checkpoint.path.absolute().parent.parent
-    score = checkpoint.manifest.score
-    data = _data(recipe, checkpoint.manifest.about.get("data"))
-    figures, validation = ({}, None) if score is None else _scored(run, checkpoint.step, score, recipe)
-    return Origin(checkpoint.path, checkpoint.step, recipe, data, figures, validation)
+    run, state = checkpoint.path.absolute().parent.parent, checkpoint.state("recipe")
+    score, settings = checkpoint.manifest.score, state["recipe"]
+    data = _data(settings["data"], state.get("folder"), checkpoint.manifest.about.get("data"))
+    name = str(settings["data"].get("validation"))
+    figures, validation = ({}, None) if score is None else _scored(run, checkpoint.step, score, name)
+    return Origin(checkpoint.path, checkpoint.step, recipe, settings, data, figures, validation)
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,10 @@ class Exported:
 
 def model_card(origin: Origin, exported: Exported, whitening: Whitening | None) -> str:
     """Return the card as Markdown, with the fields that the Hugging Face hub reads at its top."""
-    settings = origin.recipe.model_dump(mode="json")
-    settings["data"]["remote"]["options"] = {}  # a card is passed on, and these may hold keys to someone's storage
-    terms = settings["loss"].get("terms") or [(1, settings["loss"])]
+    settings, loss = copy.deepcopy(origin.settings), origin.settings["loss"]
+    # A card is passed on, and these options may hold keys to someone's storage.
+    settings["data"]["remote"] = {**settings["data"].get("remote", {}), "options": {}}
+    terms = loss.get("terms") or [(1, loss)]
     network = exported.describer.network.network
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
     card = ModelCard.from_template(
@@ -81,7 +91,8 @@ def model_card(origin: Origin, exported: Exported, whitening: Whitening | None) 
         origin=origin,
         exported=exported,
         whitening=whitening,
-        weights=name_of("weights", origin.recipe.model.weights),
+        weights=_weights(origin),
+        began_with=BEGAN_WITH,
         pretrained=_pretrained(origin),
         mean=mean,
         std=std,
@@ -106,33 +117,36 @@ def _card_data(origin: Origin, has_onnx: bool) -> ModelCardData:
         pipeline_tag="image-feature-extraction",
         tags=tags,
         base_model=_pretrained(origin).get("hf_hub_id"),
-        model_name=origin.recipe.run.name if results else None,
+        model_name=Path(origin.settings["run"]).name if results else None,
         eval_results=results or None,
     )
 
 
 def _pretrained(origin: Origin) -> dict[str, Any]:
     """Return timm's description of the weights that training began with, if they were timm's."""
-    model = origin.recipe.model
-    config = timm.get_pretrained_cfg(model.architecture) if name_of("weights", model.weights) == "timm" else None
+    config = timm.get_pretrained_cfg(origin.recipe.model.architecture) if _weights(origin) == "timm" else None
     return {} if config is None else dict(config.to_dict())
 
 
-def _data(recipe: Recipe, fingerprint: Any) -> TrainingData:
-    source = recipe.data.train_source
-    images = classes = None
-    if not source.scheme:
-        with suppress(DistapError):
+def _weights(origin: Origin) -> str:
+    return str(origin.settings["model"]["weights"]["name"])
+
+
+def _data(data: dict[str, Any], folder: str | None, fingerprint: Any) -> TrainingData:
+    text, images, classes = str(data["train"]), None, None
+    with suppress(DistapError):
+        index_at = data.get("train_index") and Path(from_folder(data["train_index"], folder or "."))
+        source = parse_source(from_folder(text, folder or "."), index_at, allow_pipes=True)
+        if not source.scheme:
             index = load_index(source, compare=False)
             if index.fingerprint == fingerprint:
                 images, classes = len(index), len(set(index.label[index.label >= 0].tolist()))
-    return TrainingData(str(source), None if fingerprint is None else str(fingerprint), images, classes)
+    return TrainingData(text, None if fingerprint is None else str(fingerprint), images, classes)
 
 
 def _scored(
-    run: Path, step: int, score: float, recipe: Recipe
+    run: Path, step: int, score: float, name: str
 ) -> tuple[dict[str, dict[str, float]], SavedEvaluation | None]:
-    name = str(recipe.data.validation)
     figures: dict[str, dict[str, float]] = {name: {"mAP": score}}
     with suppress(DistapError):
         for line in read_run_log(run):

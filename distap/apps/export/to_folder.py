@@ -16,9 +16,10 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.library import BACKBONE, DescriptorNetwork
+from distap.library import DescriptorNetwork
 from distap.model.multiscale import required_size
 from distap.model.network import RetrievalNetwork
+from distap.model.trained import BACKBONE
 from distap.retrieval.whitening import Whitening, load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity

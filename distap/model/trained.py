@@ -1,0 +1,140 @@
+"""Read a trained network from a run or one of its checkpoints, a saved folder or the hub, and begin from one."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, ClassVar
+
+import timm
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from distap.checkpoint.finding import opened_checkpoint
+from distap.errors import DistapError
+from distap.model.backbone import architecture_of
+from distap.model.network import RetrievalNetwork, settings_of
+from distap.registry import build_part
+
+CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"  # files of a saved folder
+HUB = "hf-hub:"
+OF_NETWORK = "network."  # prefix of its tensors in a checkpoint
+logger = logging.getLogger("distap")
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """The tensors of a trained network, and what was recorded beside them."""
+
+    whole: ClassVar[bool] = True  # see `build_network`
+    where: str  # for messages
+    settings: dict[str, Any]  # a recipe, or the `distap` section of config.json; either has a section `model`
+    tensors: dict[str, Tensor]
+    folder: str | None = None  # that relative paths of the recipe were relative to
+
+    def load(self, network: RetrievalNetwork) -> None:
+        """Load backbone, pooling and projection; a DistapError names what has to be the same and is not."""
+        if others := self._others(network):
+            raise DistapError(
+                f"{self.where}: this network is not the recipe's; to begin from it, the recipe needs\n"
+                + "\n".join(f"  model.{key}: {json.dumps(value)}" for key, value in others.items())
+                + "\nFor its backbone alone, `distap export --format safetensors` it and set model.weights to "
+                f"{{name: file, path: FOLDER/{BACKBONE}}}"
+            )
+        try:
+            network.load_state_dict(self.tensors)
+        except RuntimeError as error:
+            why = shorten(str(error), 400)  # it lists every tensor that does not fit
+            raise DistapError(f"{self.where}: its tensors are not those of its network: {why}") from error
+
+    def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
+        """Return the keys of the recipe's section `model` for which this network has another value, and the value."""
+        model = self.settings["model"]
+        backbone, pooling, projection = (model.get(key) for key in ("backbone", "pooling", "projection"))
+        others: dict[str, Any] = {}
+        about = timm.get_pretrained_cfg(backbone) if isinstance(backbone, str) else None
+        if about is not None:
+            of_pixels = torch.tensor([about.mean, about.std]).sub(_of_pixels(network)).abs().max() > 1e-6
+            if of_pixels or about.architecture != architecture_of(network.backbone):
+                others["backbone"] = backbone
+        if settings_of(build_part("pooling", **(pooling or {"name": "gem"})).build()) != settings_of(network.pooling):
+            others["pooling"] = pooling
+        if projection != (None if isinstance(network.head, nn.Identity) else network.dimensions):
+            others["projection"] = projection
+        return others
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """A whole trained network to begin from: its backbone, pooling and projection."""
+
+    path: str  # a run, one of its checkpoints, the URL of either, or a folder that an export or save_pretrained wrote
+    best: bool = False  # of a run, the checkpoint with the highest validation mAP instead of the newest
+
+    whole: ClassVar[bool] = True
+
+    def load(self, network: RetrievalNetwork) -> None:
+        _begin(network, self.path, self.best)
+
+
+@dataclass(frozen=True)
+class HubWeights:
+    """A whole trained network to begin from, out of the Hugging Face hub."""
+
+    path: str  # its name there, or a folder that save_pretrained wrote
+
+    whole: ClassVar[bool] = True
+
+    def load(self, network: RetrievalNetwork) -> None:
+        _begin(network, self.path if is_saved(self.path) else f"{HUB}{self.path.removeprefix(HUB)}")
+
+
+def is_saved(source: str) -> bool:
+    """Tell whether this is a folder or hub name that `read_saved` reads, and not a run."""
+    return source.startswith(HUB) or (Path(source) / CONFIG).is_file()
+
+
+def read_saved(source: str, **download: Any) -> TrainedNetwork:
+    """Read a folder that `save_pretrained` or an export wrote, or one of the hub.
+
+    `download` are options of huggingface_hub's snapshot_download.
+    """
+    name = source.removeprefix(HUB)
+    try:
+        folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, **download))
+        settings = dict(json.loads((folder / CONFIG).read_text("utf-8"))["distap"])
+        settings["model"] = dict(settings["model"])
+        tensors = {f"backbone.{key}": tensor for key, tensor in load_file(folder / BACKBONE).items()}
+        return TrainedNetwork(source, settings, tensors | load_file(folder / HEAD), str(folder))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DistapError(f"{source}: not a network that distap has saved: {error!r}") from error
+
+
+def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
+    """Read a checkpoint, or a run's newest or best one, on disk or behind a URL."""
+    with opened_checkpoint(source, best) as checkpoint:
+        logger.info("the network of %s", checkpoint.where)
+        state = checkpoint.state("recipe")
+        tensors = checkpoint.tensors(OF_NETWORK)
+    return TrainedNetwork(
+        checkpoint.where,
+        state["recipe"],
+        {name.removeprefix(OF_NETWORK): tensor for name, tensor in tensors.items()},
+        state.get("folder"),
+    )
+
+
+def _begin(network: RetrievalNetwork, source: str, best: bool = False) -> None:
+    try:
+        (read_saved(source) if is_saved(source) else read_checkpoint(source, best)).load(network)
+    except DistapError as error:
+        raise type(error)(f"model.weights: {error}") from error
+
+
+def _of_pixels(network: RetrievalNetwork) -> Tensor:
+    """Return mean and deviation of pixels, (2, 3), 1 being white."""
+    return torch.stack([network.mean, network.std]).flatten(1).cpu() / 255

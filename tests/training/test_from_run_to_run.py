@@ -1,0 +1,270 @@
+"""Begin from another run, use one that another version of distap recorded, and share no run folder."""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from commands import distap
+from ranks import on_ranks
+from small_trainings import losses, parameters, recipe, train
+
+import distap as library
+from distap.apps.export.to_folder import ExportSettings, export_to_folder
+from distap.checkpoint import lease as leases
+from distap.checkpoint.folder import list_checkpoints
+from distap.checkpoint.manifest import STATE_FILE, read_manifest, write_manifest
+from distap.errors import DistapError
+from distap.storage.hashing import file_identity
+from distap.trainer import Trainer
+from distap.training.build import network_of, trained_network
+from distap.world import World
+
+MODEL = {"backbone": "test_resnet", "weights": {"name": "random"}, "projection": 16}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, training_shards):
+    """A run of two steps, and its network as `export` and `save_pretrained` write it."""
+    folder = tmp_path_factory.mktemp("first")
+    train(World(), folder / "run", training_shards, steps=2, model=MODEL, data__validation=str(training_shards[1]))
+    export_to_folder(folder / "run", folder / "export", ExportSettings(("safetensors",)))
+    library.load(folder / "run", device="cpu").save_pretrained(folder / "saved")
+    return folder
+
+
+def from_run(path, **changes):
+    return {**MODEL, "weights": {"name": "run", "path": str(path)}, **changes}
+
+
+def is_network_of(run, state):
+    return all(torch.equal(tensor, state[name.removeprefix("network.")]) for name, tensor in parameters(run).items())
+
+
+def network_on_a_rank(world, run, shards, model):
+    return network_of(recipe(run, shards, model=model), world).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("run", "{}/run"),
+        ("run", "{}/run/checkpoints/step-00000002"),
+        ("run", "{}/export"),
+        ("hub", "{}/export"),
+        ("hub", "{}/saved"),
+    ],
+)
+def test_a_training_begins_from_all_of_another_network(first, tmp_path, training_shards, name, path):
+    weights = {"name": name, "path": path.format(first)}
+    network = network_of(recipe(tmp_path, training_shards, model={**MODEL, "weights": weights}), World())
+    assert is_network_of(first / "run", network.state_dict())
+
+
+def test_every_rank_begins_from_what_rank_0_reads(first, tmp_path, training_shards):
+    model = from_run(tmp_path / "link")
+    (tmp_path / "link").symlink_to(first / "run")
+    for state in on_ranks(2, network_on_a_rank, tmp_path / "run", training_shards, model):
+        assert is_network_of(first / "run", state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"projection": None}, ["model.projection: 16"]),
+        (
+            {"projection": 8, "pooling": "mean"},
+            ['model.pooling: {"name": "gem", "power": 3.0}', "model.projection: 16"],
+        ),
+        ({"backbone": "resnet10t"}, ['model.backbone: "test_resnet"']),
+    ],
+)
+def test_a_recipe_of_another_network_is_told_what_it_needs(first, tmp_path, training_shards, changes, lines):
+    with pytest.raises(
+        DistapError, match=r"^model\.weights: .*/run/checkpoints/step-00000002: .*not the recipe's"
+    ) as error:
+        network_of(recipe(tmp_path, training_shards, model=from_run(first / "run", **changes)), World())
+    assert [line.strip() for line in str(error.value).splitlines()[1:-1]] == lines
+
+
+def test_weights_that_are_nowhere_are_named_with_their_key(tmp_path, training_shards):
+    for weights, message in (
+        ({"name": "run", "path": str(tmp_path / "none")}, r"^model\.weights: .*/none: no checkpoint there"),
+        ({"name": "hub", "path": str(tmp_path / "none")}, r"^model\.weights: .*/none: not a network that distap has"),
+        ({"name": "run", "path": "runs/a", "bset": True}, r"model\.weights\.bset: unknown key; did you mean best"),
+    ):
+        with pytest.raises(DistapError, match=message):
+            network_of(recipe(tmp_path, training_shards, model={**MODEL, "weights": weights}), World())
+
+
+@pytest.mark.parametrize("backbone", ["test_resnet", "test_vit"])
+def test_a_second_stage_at_a_larger_size_goes_on_without_the_first(tmp_path, training_shards, backbone):
+    one, whole, resumed = tmp_path / "one", tmp_path / "whole", tmp_path / "resumed"
+    train(World(), one, training_shards, steps=1, model={**MODEL, "backbone": backbone})
+    second = {
+        "steps": 4,
+        "checkpoint": {"every": 2},
+        "model": from_run(one, backbone=backbone),
+        "data__image_size": 48,
+        "loss": "smooth_ap",
+    }
+    train(World(), whole, training_shards, **second)
+    shutil.rmtree(one)
+    newest = list_checkpoints(whole / "checkpoints")[0]
+    shutil.copytree(newest, resumed / "checkpoints" / newest.name)
+    train(World(), resumed, training_shards, **second)
+    assert losses(resumed) == losses(whole)[2:]
+    assert all(torch.equal(parameters(whole)[name], value) for name, value in parameters(resumed).items())
+    with pytest.raises(DistapError, match=r"^model\.weights: .*/one: no checkpoint there"):
+        train(World(), tmp_path / "anew", training_shards, **second)
+
+
+def recorded_anew(run, change):
+    """Change the recipe that a run's checkpoint has recorded, as another version of distap would have written it."""
+    (folder,) = list_checkpoints(run / "checkpoints")
+    state = json.loads((folder / STATE_FILE).read_text())
+    change(state["recipe"])
+    (folder / STATE_FILE).write_text(json.dumps(state))
+    manifest = read_manifest(folder)
+    files = {**manifest.files, STATE_FILE: file_identity(folder / STATE_FILE)}
+    write_manifest(folder, replace(manifest, files=files))
+
+
+def of_a_later_version(settings):
+    settings |= {"loss": {"name": "later_ap"}, "sampling": {"name": "later"}, "later": {"key": 1}}
+    settings["engine"] = {"name": "later:Engine"}
+    settings["data"] |= {"train": "later:photos", "reading": {"name": "later"}, "key_of_data": 2}
+    settings["model"] |= {"weights": {"name": "later"}, "key_of_model": 3}
+    settings["evaluation"] |= {"batch_size": "later", "also": {"later": 4}}
+
+
+def test_what_this_version_does_not_know_of_a_recipe_orphans_no_run(
+    first, tmp_path, training_shards, monkeypatch, capfd
+):
+    run = tmp_path / "run"
+    shutil.copytree(first / "run", run)
+    recorded_anew(run, of_a_later_version)
+    assert distap(monkeypatch, "eval", "--checkpoint", run) == 0
+    said = capfd.readouterr().err
+    for key in ("data.key_of_data", "model.key_of_model", "evaluation.batch_size"):
+        assert f"{key} is left out: this version cannot read it" in said
+    export_to_folder(run, tmp_path / "export", ExportSettings(("safetensors",)))
+    assert "Loss: 1 later_ap." in (tmp_path / "export" / "README.md").read_text()
+    assert is_network_of(run, library.load(tmp_path / "export", device="cpu").network.network.state_dict())
+    assert distap(monkeypatch, "extract", training_shards[1], tmp_path / "out", "--checkpoint", run) == 0
+    recorded_anew(run, lambda settings: settings["data"].update(image_size="later"))
+    with pytest.raises(DistapError, match=r"step-00000002: data\.image_size: 'later'"):
+        trained_network(run, World())
+
+
+def test_a_run_is_evaluated_from_another_folder_and_with_other_settings(tmp_path, training_shards, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    shutil.copytree(training_shards[1], tmp_path / "there" / "photos")
+    monkeypatch.chdir(tmp_path / "there")
+    train(World(), "run", training_shards, steps=1, data__validation="photos")
+    monkeypatch.chdir(tmp_path / "here")
+    run = ("eval", "--checkpoint", "../there/run")
+    assert distap(monkeypatch, *run, "--output", "32") == 0
+    assert distap(monkeypatch, *run, "data.image_size=40", "evaluation.batch_size=8", "--output", "40") == 0
+    at_32, at_40 = (json.loads((tmp_path / "here" / size / "result.json").read_text()) for size in ("32", "40"))
+    assert at_32["fingerprint"] == at_40["fingerprint"] and at_32["figures"] != at_40["figures"]
+    assert distap(monkeypatch, *run, "data.imagesize=40") == 2
+
+
+def lease(run):
+    return json.loads((run / "lease.json").read_text())
+
+
+def write_lease(run, **changes):
+    """Write a lease as a training on another host, or with `changes` another one, would have left it."""
+    now = time.time()
+    left = {"host": "a", "pid": 7, "processes": "a table", "born": "1", "job": None, "training": "another"}
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "lease.json").write_text(json.dumps(left | {"started": now - 60, "renewed": now} | changes))
+
+
+@pytest.mark.parametrize("key", ["run", "checkpoint.store"])
+def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_path, training_shards, key):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    stored = {"checkpoint": {"every": 1, "store": f"file://{tmp_path}/store"}} if key == "checkpoint.store" else {}
+    other = tmp_path / "other" if stored else shared
+    trainer, message = Trainer(recipe(shared, training_shards, steps=3, **stored), World()), []
+    step = trainer.step
+
+    def disturbed(share, learning_rate):
+        with pytest.raises(DistapError) as error:
+            Trainer(recipe(other, training_shards, steps=9, **stored), World()).train()
+        message.append(str(error.value))
+        return step(share, learning_rate)
+
+    trainer.step = disturbed
+    trainer.train()
+    for text in message:
+        assert (
+            text.startswith(f"{key}: ")
+            and f"pid {os.getpid()}, started 0:00:" in text
+            and "or choose another" in text
+        )
+    assert len(message) == 3
+    train(World(), alone, training_shards, steps=3)
+    assert losses(shared) == losses(alone)
+    assert not [*tmp_path.glob("*/lease.json")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"renewed": 0.0}, "not renewed for"),
+        ({"job": "night"}, "it was an earlier start of this job"),
+        ({"processes": "own", "pid": 2**22 + 1}, "its process has ended"),
+        ({"processes": "own", "pid": os.getpid(), "born": "0"}, "its process has ended"),
+    ],
+)
+def test_the_lease_of_a_training_that_is_gone_is_taken_over(
+    tmp_path, training_shards, monkeypatch, caplog, changes, reason
+):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
+    trainer = Trainer(recipe(tmp_path, training_shards, steps=1), World())
+    with trainer.state.leased():
+        own = lease(tmp_path)
+    write_lease(tmp_path, **changes | ({"processes": own["processes"]} if "processes" in changes else {}))
+    trainer = Trainer(recipe(tmp_path, training_shards, steps=1), World())
+    trainer.train()
+    assert f"taking over the lease of host a, pid {changes.get('pid', 7)}, " in caplog.text
+    assert f": {reason}" in caplog.text
+    assert not (tmp_path / "lease.json").exists()
+
+
+def test_a_training_on_another_host_is_watched_until_it_renews_its_lease_or_not(
+    tmp_path, training_shards, monkeypatch, caplog
+):
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
+    write_lease(tmp_path)
+    train(World(), tmp_path, training_shards, steps=1)
+    assert "waiting to see whether host a, pid 7, " in caplog.text and "not renewed for 0 s" in caplog.text
+    write_lease(tmp_path)
+    trainer = Trainer(recipe(tmp_path, training_shards, steps=2), World())
+    monkeypatch.setattr(time, "sleep", lambda seconds: write_lease(tmp_path))
+    with pytest.raises(DistapError, match="another training runs here: host a, pid 7"):
+        trainer.train()
+    assert lease(tmp_path)["training"] == "another"
+
+
+def test_a_training_whose_lease_was_taken_over_stops(tmp_path, training_shards, monkeypatch):
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.05)
+    trainer = Trainer(recipe(tmp_path, training_shards, steps=10_000), World())
+    step = trainer.step
+
+    def taken_over(share, learning_rate):
+        write_lease(tmp_path)
+        return step(share, learning_rate)
+
+    trainer.step = taken_over
+    with pytest.raises(DistapError, match="another training has taken over: host a, pid 7"):
+        trainer.train()
+    assert lease(tmp_path)["training"] == "another"
+    assert losses(tmp_path)
