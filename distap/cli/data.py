@@ -125,15 +125,14 @@ def pack_command(
     `pip install 'distap[formats]'` adds HEIC and JPEG XL to the formats that are read.
     """
     from distap.data.shards.image_files import list_images
-    from distap.data.shards.packing import pack
+    from distap.data.shards.packing import pack, require_free
 
     layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
     layout["max_shard_bytes"] = None if max_shard_mb is None else int(max_shard_mb * 1e6)
     listing = list_images(source, nested)
     parts, whole = {output: listing}, output.with_name(f".{output.name}.split")
     if split is not None:
-        if output.exists():
-            raise DistapError(f"{output}: there is something already; choose another folder or remove it")
+        require_free(output)
         parts = dict(zip((whole / "train", whole / "validation"), listing.halves(split, seed), strict=True))
         for finished in parts:  # by an earlier call, perhaps of other images
             shutil.rmtree(finished, ignore_errors=True)

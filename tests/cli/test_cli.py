@@ -63,10 +63,13 @@ def test_from_images_to_a_report(tmp_path, monkeypatch, config, training_shards,
 def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
     images = write_images(tmp_path / "images", {"a": 2, "b": 2})
     (images / "a" / "0.png").write_bytes(b"damage")
+    (images / "b" / "copy of 1.png").write_bytes((images / "b" / "1.png").read_bytes())
     assert distap(monkeypatch, "data", "pack", images, tmp_path / "out") == 0
     printed = capsys.readouterr().err
-    assert "3 images of 2 classes in 1 shards" in printed
+    assert "4 images of 2 classes in 1 shards" in printed
     assert re.search(r"left out: 1 decode_error: not an image of JPEG, .*\(.*a/0\.png\)", printed.replace("\n", ""))
+    twice = "1 images are twice in a class, byte for byte, such as b/1.png and b/copy of 1.png"
+    assert twice in printed.replace("\n", " ")
     assert distap(monkeypatch, "data", "index", tmp_path / "out") == 0
 
 

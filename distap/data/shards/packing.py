@@ -91,10 +91,7 @@ def pack(
         DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
             be read or has changed meanwhile, or the output cannot be written.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DistapError(f"{output}: there is something already; choose another folder or remove it")
-    if output.is_mount():
-        raise DistapError(f"{output}: the root of a file system cannot appear by a rename; choose a folder in it")
+    require_free(output)
     listing = list_images(images) if isinstance(images, Path) else images
     if not isinstance(listing, Listing):
         if not listing:
@@ -115,6 +112,14 @@ def pack(
         remedy = "the shards that are whole are kept there: mend this, and the same command goes on from them"
         raise DistapError(f"{aside}: {reason}; {remedy}") from error
     return index, skipped
+
+
+def require_free(output: Path) -> None:
+    """Raise a DistapError unless a folder of this name can appear by a rename."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DistapError(f"{output}: there is something already; choose another folder or remove it")
+    if output.is_mount():
+        raise DistapError(f"{output}: the root of a file system cannot appear by a rename; choose a folder in it")
 
 
 def _pack_aside(
