@@ -122,7 +122,7 @@ def pack_command(
     are packed byte for byte. Every file that is left out, such as a damaged image, is counted by the reason. After an
     interruption or a full disk the same command continues from the shards that are whole.
 
-    `pip install 'distap[formats]'` adds HEIC and JPEG XL to the formats that are read.
+    distap's extra `formats` adds HEIC and JPEG XL to the images that are read.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack, require_free
@@ -259,10 +259,9 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
         warnings.append(f"no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
     pairs = same_bytes(index)
     across = index.label[pairs[:, 0]] != index.label[pairs[:, 1]]
-    called = index.path if index.path.all() else index.key
     for kind, of_kind in (("in two classes", pairs[across]), ("twice in a class", pairs[~across])):
         if len(of_kind):
-            first, second = called[of_kind[0]].tolist()
+            first, second = index.names[of_kind[0]].tolist()
             warnings.append(f"{len(of_kind):,} images are {kind}, byte for byte, such as {first} and {second}")
     for warning in warnings:
         console.print(f"{source}: {warning}", markup=False, style="yellow")

@@ -51,7 +51,7 @@ def test_a_damaged_image_is_replaced_by_one_of_its_class_and_reported(shards):
     assert samples[slot] == images.plan.stand_ins(0, slot)[0]
     assert share.present.all()
     assert [tuple(failure) for failure in share.failures] == [
-        (f"{index.shard_name[index.shard[batch[slot]]]}:{index.key[batch[slot]]}", "crc_mismatch")
+        (f"{index.shard_name[index.shard[batch[slot]]]}:{index.names[batch[slot]]}", "crc_mismatch")
     ]
 
 

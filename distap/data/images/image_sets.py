@@ -132,7 +132,7 @@ def open_images(
         keys, none = np.array(images.names, dtype=np.str_), np.zeros(len(images), dtype="<U1")
         return ImageSet(str(source), images.fingerprint, keys, none, images, images.left_out)
     index = load_index(source, remote)
-    keys = index.path if index.path.all() else index.key
+    keys = index.names
     if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
         shards = index.shard_name[index.shard].tolist()
         keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, index.key.tolist(), strict=True)])

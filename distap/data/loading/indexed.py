@@ -74,9 +74,9 @@ class Reader:
         return data
 
     def where(self, sample: int) -> str:
-        """Shard and key of a sample, for messages."""
-        shard, key = self.index.shard_name[self.index.shard[sample]], self.index.key[sample]
-        return key if self.source.is_folder_of_images else f"{shard}:{key}"
+        """Shard and name of a sample, for messages."""
+        shard, name = self.index.shard_name[self.index.shard[sample]], self.index.names[sample]
+        return name if self.source.is_folder_of_images else f"{shard}:{name}"
 
     def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
         size = int(self.index.size[sample])

@@ -31,7 +31,7 @@ class Damage(NamedTuple):
     """A shard or image that differs from the index, or an image that cannot be decoded."""
 
     shard: str
-    key: str  # "" for the shard as a whole
+    key: str  # its name in the index; "" for the shard as a whole
     reason: str  # shard_missing, shard_unreadable, shard_size, shard_sha256, or that of a DamagedImageError
     detail: str
 
@@ -46,7 +46,7 @@ class _Job(NamedTuple):
     name: str
     size: int
     sha256: str  # "" is unknown
-    images: list[tuple[str, int, int, int]]  # key, offset, size, CRC-32 (0: unknown), by offset
+    images: list[tuple[str, int, int, int]]  # name, offset, size, CRC-32 (0: unknown), by offset
 
 
 def check(
@@ -84,7 +84,7 @@ def write_damage(path: Path, damaged: list[Damage]) -> None:
 
 def _jobs(index: Index) -> Iterator[_Job]:
     order = np.lexsort((index.offset, index.shard))
-    columns = [column[order].tolist() for column in (index.key, index.offset, index.size, index.crc32)]
+    columns = [column[order].tolist() for column in (index.names, index.offset, index.size, index.crc32)]
     images = zip(*columns, strict=True)
     shards = (index.shard_name, index.shard_size, index.shard_sha256, index.shard_counts)
     for name, size, sha256, count in zip(*(column.tolist() for column in shards), strict=True):

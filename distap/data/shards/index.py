@@ -68,6 +68,11 @@ class Index:
                 digest.update(values.astype(values.dtype.newbyteorder("<")).tobytes())
         return digest.hexdigest()
 
+    @cached_property
+    def names(self) -> NDArray[np.str_]:
+        """(N,) what the images are called: by their paths if all are known, otherwise by their keys."""
+        return self.path if self.path.all() else self.key
+
     @property
     def shard_counts(self) -> NDArray[np.int64]:
         """(S,) number of samples in each shard."""

@@ -64,6 +64,7 @@ def walk_images(folder: Path, follow: bool = True) -> Iterator[Path | Skipped]:
                 yield Skipped(parent, "links to a folder that is listed already")
                 continue
             seen.add(real)
+            folders.sort()
             links = [os.path.join(parent, name) for name in folders if os.path.islink(os.path.join(parent, name))]  # noqa: PTH114, PTH118
             tops += links if follow else []
             yield from (Skipped(link, "links to folders") for link in links if not follow)
