@@ -1,7 +1,7 @@
 """The losses as a PyTorch module, for a training loop of one's own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,9 @@ class ListwiseLoss(nn.Module):
             )
             value = ranking.loss.to(descriptors.dtype)
             return KnownGradient.apply(value, lambda upstream: [ranking.gradient * upstream], False, descriptors)
+
+    if TYPE_CHECKING:  # nn.Module's own takes and returns anything
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return repr(self.loss)

@@ -1,4 +1,4 @@
-"""A loss of pytorch-metric-learning over a batch that fits no memory: `pip install pytorch-metric-learning`."""
+"""A loss of pytorch-metric-learning over a batch larger than memory: `pip install pytorch-metric-learning`."""
 
 import timm
 import torch

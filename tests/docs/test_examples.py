@@ -4,15 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
+import nbformat
 import pytest
 import timm
 import torch
 from batches import TensorBatch
 from images import write_images
+from nbclient import NotebookClient
 from ranks import skip_if_fast
-from small_trainings import recipe
+from small_trainings import losses, recipe
 
 from distap import MicroBatchSizes, ThreeStageStep
 from distap.engine.ddp import DDPEngine
@@ -87,6 +90,27 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step():
         assert [float(loss) for loss in printed] == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_notebook_finds_more_after_training(tmp_path):
+    skip_if_fast("a kernel")
+    stored = nbformat.read(EXAMPLES / "search_your_images.ipynb", as_version=4)
+    done = NotebookClient(deepcopy(stored), timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for notebook in (stored, done):  # what a reader sees, and what it prints now
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        assert sum("image/jpeg" in output.get("data", {}) for output in outputs) == 4
+        figures = re.findall(r"^(\S+): (\S+) -> (\S+)$", "".join(output.get("text", "") for output in outputs), re.M)
+        assert [name for name, *_ in figures] == ["mAP", "mAP@R", "R@1", "R@5"]
+        assert all(float(after) > 1.2 * float(before) for _, before, after in figures)
+    assert (EXAMPLES / "search_your_images.ipynb").stat().st_size < 300_000
+
+
+def test_an_own_sampling_chooses_batches_of_a_loop_and_of_a_recipe(tmp_path, photos, training_shards, monkeypatch):
+    assert re.fullmatch(r"loss \d\.\d{4}\n", run(sys.executable, EXAMPLES / "own_sampler.py", photos / "train"))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    sampling = {"name": "own_sampler:LongTail", "classes": 5, "images": 3}
+    Trainer(recipe(tmp_path, training_shards, steps=2, sampling=sampling), World()).train()
+    assert len(losses(tmp_path)) == 2
+
+
 def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     chosen = recipe(tmp_path, training_shards, steps=1, loss={"name": "own_loss:hinge", "margin": 0.2})
@@ -96,7 +120,8 @@ def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch
 
 def test_the_python_of_the_readme_runs_as_it_is_printed(tmp_path, photos, training_shards):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 2
+    assert len(blocks) == 4
     Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
     (tmp_path / "photos").symlink_to(photos)
+    blocks.append("assert rank(descriptors, labels, loss=Mine(margin=0.2)).loss > 0")
     run(sys.executable, "-c", "\n".join(blocks), folder=tmp_path)

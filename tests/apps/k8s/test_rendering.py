@@ -1,15 +1,9 @@
-import os
 import re
-import shutil
-import subprocess
 import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 import yaml
 from built_manifests import DIGEST, K8S, RECIPE, RENDERED, REQUESTS, STORAGE, needs_kubectl, objects_of, request
-from launching import OF_JOBS
 from manifest_parts import parts_of
 
 from distap.apps.k8s.rendering import built, render
@@ -352,43 +346,12 @@ def test_without_kubectl_the_command_says_what_is_missing(recipe, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_an_installed_package_has_the_manifests_inside(tmp_path, recipe):
-    """A wheel of the repository, unpacked, and run without the repository."""
-    source, wheels, unpacked = tmp_path / "source", tmp_path / "wheels", tmp_path / "unpacked"
-    root = Path(__file__).parents[3]
-    source.mkdir()
-    for name in ("distap", "k8s"):
-        shutil.copytree(root / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, source)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        wheels,
-        source,
-    ]
-    subprocess.run(pip, check=True, capture_output=True)
-    (wheel,) = wheels.iterdir()
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
+def test_an_installed_package_has_the_manifests_inside(tmp_path, recipe, installed):
     output = tmp_path / "out"
     arguments = ["k8s", "render", recipe, *ARGUMENTS, "--image", DIGEST, "--output", output]
-    done = subprocess.run(
-        [sys.executable, "-m", "distap.cli", *map(str, arguments)],
-        cwd=tmp_path,  # else the repository would be found
-        env=os.environ | OF_JOBS | {"PYTHONPATH": str(unpacked)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    installed = unpacked / "distap" / "apps" / "k8s" / "files"
-    assert {str(file.relative_to(installed)) for file in installed.rglob("*") if file.is_file()} == {
+    installed.run("distap", *arguments, folder=tmp_path)
+    inside = installed.package / "apps" / "k8s" / "files"
+    assert {str(file.relative_to(inside)) for file in inside.rglob("*") if file.is_file()} == {
         str(file.relative_to(K8S)) for file in K8S.rglob("*") if file.is_file()
     }
     assert (output / "base" / "job.yaml").read_text() == (K8S / "base" / "job.yaml").read_text()

@@ -1,0 +1,184 @@
+"""The commands of README.md and the other documents: the README's run where they can, and all of them parse."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+import typer
+from dataset_trees import photo, sop
+from images import write_images
+from launching import ROOT, started
+from serving import is_ready
+from torch.distributed.run import get_args_parser
+
+from benchmarks.__main__ import BENCHMARKS
+from distap.cli import app
+from distap.config.reading import load_recipe
+from distap.config.recipe import Recipe
+from distap.data.shards.packing import pack
+
+README = ROOT / "README.md"
+DOCUMENTS = [
+    *(README, ROOT / "CONTRIBUTING.md"),
+    *(file for folder in ("docs", "k8s", "launch", "distap") for file in (ROOT / folder).rglob("*.md")),
+]
+DEMO = ROOT / "launch/recipes/emoji.yaml"
+OURS = re.compile(
+    r"distap |python -m (distap|benchmarks)\b|torchrun |sbatch |(\./)?launch/[\w-]+( |$)|pip install 'distap"
+)
+PLACEHOLDERS = {"...", "RUN...", "[key=value", "...]"}
+SMALL = {
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "steps=200": "steps=2 data.image_size=32 model.backbone=test_resnet model.weights=random "
+    "sampling.batch_size=24 metrics.port=null evaluation.every=2",
+}
+
+
+def shell_blocks():
+    """The README's blocks that need no network, no cluster and nothing left to fill in."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    return [block for block in blocks if "./launch/" not in block and "CONFIG" not in block]
+
+
+def lines_of(text):
+    """Lines of commands: in blocks, and between backticks."""
+    text = text.replace("\\\n", " ")
+    blocks = [line.strip() for line in re.findall(r"^    .*", text, re.MULTILINE)]
+    blocks += "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).splitlines()
+    spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    return {line for line in (*blocks, *spans) if OURS.match(line)}
+
+
+def words_of(line):
+    words = shlex.split(re.split(" [|>] ", line)[0], comments=True)
+    return [word for word in words if word not in PLACEHOLDERS]
+
+
+def check_overrides(words):
+    load_recipe(DEMO, [word for word in words if "=" in word and word[0] != "-"])
+
+
+def check(words):
+    """Raise an error if a command line names a program, command, option or key that does not exist."""
+    program, *rest = words
+    if program == "distap":
+        command = typer.main.get_command(app)
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command = command.commands[rest.pop(0)]
+        rest = [word for word in rest if word != "--help"]
+        assert not rest or not hasattr(command, "commands"), f"no command {rest[0]}"
+        try:
+            command.make_context("distap", list(rest))
+        except Exception as error:  # text often names a command without all that it needs
+            if type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError"):
+                raise
+        if command.name in ("train", "plan", "eval"):
+            check_overrides(rest)
+    elif program == "torchrun" or rest[:2] in (["-m", "distap.launcher"], ["-m", "distap.train"]):
+        rest = rest if program == "torchrun" else rest[2:]
+        if rest:
+            parsed = get_args_parser().parse_args([*rest, "recipe"] if rest[-1][0] == "-" else rest)
+            check_overrides(parsed.training_script_args)
+    elif rest[:2] == ["-m", "benchmarks"]:
+        assert set(rest[2:3]) <= {*BENCHMARKS, "--help"}
+    elif program == "pip":
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.search(r"\[(.+)\]", words[-1])[1].split(",")) <= set(known)
+    else:
+        (script,) = (ROOT / word for word in words if word.removeprefix("./").startswith("launch/"))
+        assert os.access(script, os.X_OK) or program == "sbatch"
+        own = rest if program != "sbatch" else []  # Slurm's own come first
+        assert all(word in script.read_text() for word in own if word.startswith("--"))
+        check_overrides(rest)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_the_documents_parses(document):
+    for line in sorted(lines_of(document.read_text())):
+        try:
+            check(words_of(line))
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{line}: {error!r}") from error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "distap evaluate RUN",
+        "distap search INDEX photo.jpg --chekpoint RUN",
+        "distap plan CONFIG --gpus-a-host many",
+        "distap plan CONFIG optimizer.lr=1",
+        "python -m distap.launcher --nproc 2 --restarts 3 CONFIG",
+        "python -m distap.launcher --nproc-per-node 2 CONFIG step=3",
+        "launch/train-multi-node --host HOST --hosts 2 RECIPE",
+        "launch/train-two-nodes RECIPE",
+        "python -m benchmarks speed",
+        "pip install 'distap[tensorbord]'",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line):
+    (found,) = lines_of(f"Start it with `{line}`.")
+    with pytest.raises((Exception, SystemExit)):
+        check(words_of(found))
+
+
+def test_the_keys_that_the_readme_names_are_those_of_recipes(tmp_path, monkeypatch):
+    (loss,) = re.findall(r"^```python\n([^`]*# in my_package/losses.py.*?)^```", README.read_text(), re.S | re.M)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/losses.py").write_text(loss)
+    monkeypatch.syspath_prepend(tmp_path)
+    spans = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=|: )[^`]+)`", README.read_text())
+    named = [span for span in spans if re.split(r"[.=:]", span)[0] in Recipe.model_fields]
+    assert len(named) >= 20
+    streams = ["data.reading=streamed", "sampling={name: streams, batch_size: 4096, streams: 16}"]
+    for span in named:
+        words = (
+            shlex.split(span) if "=" in span.split(": ")[0] else [re.sub(": N$", ": 1", span).replace(": ", "=", 1)]
+        )
+        check_overrides([*(streams if "stream" in span else []), *words])
+
+
+def test_the_yaml_of_the_readme_is_of_recipes():
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    for line in block.splitlines():
+        check_overrides([line.replace(": ", "=", 1)])
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
+    """In one folder, from top to bottom; only the training is made small."""
+    for part, seed in (("train", 1), ("test", 2)):
+        write_images(tmp_path / "photos" / part, {f"{part}-{number}": 6 for number in range(12)}, 48, seed)
+    pack(tmp_path / "photos/test", tmp_path / "shards/others")
+    (tmp_path / "shards/others/index.npz").unlink()
+    sop(tmp_path / "downloads/sop")
+    photo(tmp_path / "photo.jpg")
+    (tmp_path / "photos.csv").write_text("path,class\nphoto.jpg,cup\nphotos/test/test-0/0.png,pen\n")
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    script = "".join(shell_blocks())
+    assert all(script.count(printed) == 1 for printed in SMALL)
+    for printed, small in SMALL.items():
+        script = script.replace(printed, small)
+    script, served = re.fullmatch(r"(.*)(distap serve .*)\n", script, re.DOTALL).groups()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    bash = [shutil.which("bash"), "-eux", "-o", "pipefail", "-c", script]
+    done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for written in ("runs/mine/report.html", "hits.html", "found", "exported", "shards/sop/train/index.npz"):
+        assert (tmp_path / written).exists(), written
+    server = [sys.executable, "-m", "distap.cli", *words_of(served)[1:], "--port", "0"]
+    with started(["env", "-C", str(tmp_path), *server], tmp_path / "job") as job:
+        job.wait_until(lambda: "serving on " in job.said)
+        url = re.search(r"serving on (\S+)", job.said)[1]
+        job.wait_until(lambda: is_ready(url))
+        with (tmp_path / "photo.jpg").open("rb") as image:
+            answer = httpx.post(f"{url}/api/search", files={"image": image}, data={"k": "5"}, timeout=60)
+        assert len(answer.json()["hits"]) == 5, answer.text

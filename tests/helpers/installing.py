@@ -1,0 +1,55 @@
+"""A wheel of the repository in a virtual environment of its own, beside the packages of this one."""
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment with distap in it."""
+
+    environment: Path
+
+    @property
+    def python(self) -> Path:
+        return self.environment / "bin/python"
+
+    @property
+    def package(self) -> Path:
+        (found,) = self.environment.glob("lib/python*/site-packages/distap")
+        return found
+
+    def run(self, program: str, *arguments: object, folder: Path) -> str:
+        """Standard output of one of its programs, which has to succeed, in a folder outside the repository."""
+        unset = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [str(self.environment / "bin" / program), *map(str, arguments)]
+        done = subprocess.run(command, cwd=folder, env=unset, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+def install(folder: Path) -> Installed:
+    """Build the wheel from a copy of what it is made of, and install it."""
+    source = folder / "source"
+    for name in ("distap", "k8s"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    installed = Installed(folder / "environment")
+    venv.create(installed.environment)
+    (pure,) = installed.environment.glob("lib/python*/site-packages")
+    (pure / "shared.pth").write_text("\n".join(site.getsitepackages()) + "\n")  # torch and all the others
+    pip, quiet = [sys.executable, "-m", "pip"], ["--quiet", "--no-deps", "--no-index"]
+    build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", folder / "wheels", source]
+    subprocess.run(build, check=True, capture_output=True)
+    add = [*pip, "--python", installed.python, "install", *quiet, "--ignore-installed"]
+    subprocess.run([*add, *(folder / "wheels").iterdir()], check=True, capture_output=True)
+    return installed

@@ -1,0 +1,61 @@
+"""What a user has who installed the wheel: commands, library and types, outside the repository."""
+
+import re
+
+import pytest
+
+USER = """
+import torch
+from torch import nn
+
+import distap
+from distap import Multistage, evaluate, load, rank
+
+multistage = Multistage(nn.Sequential(nn.Flatten(), nn.Linear(48, 8)), loss="ap_q", micro_batch=4)
+images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) // 2
+loss = multistage(images, labels)
+loss.backward()
+print(distap.__file__, evaluate(torch.eye(8), labels)["mAP"])
+"""
+REVEALED = """
+reveal_type(loss)
+reveal_type(evaluate(torch.eye(8), labels))
+reveal_type(rank(torch.eye(8), labels).gradient)
+reveal_type(load("runs/mine").describe(["photo.jpg"]))
+"""
+WRONG = """
+multistage(images, label=labels)
+load(3)
+Multistage(nn.Flatten(), micro_batch="8")
+evaluate(torch.eye(8))
+load("runs/mine", devise="cpu")
+"""
+TENSOR = "torch._tensor.Tensor"
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_library_and_the_commands_run_outside_the_repository(tmp_path, installed, training_shards):
+    (tmp_path / "user.py").write_text(USER)
+    assert str(installed.package) in installed.run("python", "user.py", folder=tmp_path)
+    assert "Usage: distap" in installed.run("distap", "--help", folder=tmp_path)
+    (tmp_path / "recipe.yaml").write_text(
+        f"run: mine\nsteps: 1\ndata: {{train: {training_shards[0]}, image_size: 32, workers: 0}}\n"
+        "sampling: {name: random, batch_size: 8}\nmodel: {backbone: test_resnet, weights: random}\n"
+    )
+    installed.run("distap", "train", "recipe.yaml", folder=tmp_path)
+    describe = "import distap; print(distap.load('mine', device='cpu').dimensions)"
+    assert int(installed.run("python", "-c", describe, folder=tmp_path)) > 0
+
+
+def test_mypy_sees_the_types_of_the_library(tmp_path, installed):
+    (tmp_path / "user.py").write_text(USER + REVEALED + WRONG)
+    mypy = ["--python-executable", installed.python, "--config-file=", "--no-error-summary", "--hide-error-context"]
+    program = f"import sys; from mypy import api; sys.stdout.write(api.run({[*map(str, mypy), 'user.py']})[0])"
+    said = installed.run("python", "-c", program, folder=tmp_path)
+    types = re.findall(r'note: Revealed type is "(.+)"', said)
+    wrong = re.findall(r"user.py:(\d+): error: .*\[(call-arg|arg-type)\]", said)
+    assert types == [TENSOR, "dict[str, float]", TENSOR, TENSOR], said
+    first = len((USER + REVEALED).splitlines()) + 2
+    assert {int(line) for line, _ in wrong} == {*range(first, first + 5)}, said
+    assert said.count("error:") == len(wrong), said
