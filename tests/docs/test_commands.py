@@ -34,10 +34,12 @@ OURS = re.compile(
     r"distap |python -m (distap|benchmarks)\b|torchrun |sbatch |(\./)?launch/[\w-]+( |$)|pip install 'distap"
 )
 PLACEHOLDERS = {"...", "RUN...", "[key=value", "...]"}
-SMALL = {
+SMALL = "steps=2 data.image_size=32 model.backbone=test_resnet model.weights=random metrics.port=null"
+MADE_SMALL = {
     "--nproc-per-node 8": "--nproc-per-node 2",
-    "steps=200": "steps=2 data.image_size=32 model.backbone=test_resnet model.weights=random "
-    "sampling.batch_size=24 metrics.port=null evaluation.every=2",
+    "steps=200": f"{SMALL} sampling.batch_size=24 evaluation.every=2",
+    "train recipe.yaml --check": f"train recipe.yaml --check {SMALL}",
+    "train recipe.yaml\n": f"train recipe.yaml {SMALL}\n",
 }
 
 
@@ -153,7 +155,7 @@ def test_the_yaml_of_the_readme_is_of_recipes():
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
-    """In one folder, from top to bottom; only the training is made small."""
+    """In one folder, from top to bottom; only trainings are made small."""
     for part, seed in (("train", 1), ("test", 2)):
         write_images(tmp_path / "photos" / part, {f"{part}-{number}": 6 for number in range(12)}, 48, seed)
     pack(tmp_path / "photos/test", tmp_path / "shards/others")
@@ -163,8 +165,8 @@ def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
     (tmp_path / "photos.csv").write_text("path,class\nphoto.jpg,cup\nphotos/test/test-0/0.png,pen\n")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     script = "".join(shell_blocks())
-    assert all(script.count(printed) == 1 for printed in SMALL)
-    for printed, small in SMALL.items():
+    assert all(script.count(printed) == 1 for printed in MADE_SMALL)
+    for printed, small in MADE_SMALL.items():
         script = script.replace(printed, small)
     script, served = re.fullmatch(r"(.*)(distap serve .*)\n", script, re.DOTALL).groups()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -172,7 +174,14 @@ def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
     bash = [shutil.which("bash"), "-eux", "-o", "pipefail", "-c", script]
     done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for written in ("runs/mine/report.html", "hits.html", "found", "exported", "shards/sop/train/index.npz"):
+    for written in (
+        "runs/recipe/report.html",
+        "runs/mine/report.html",
+        "hits.html",
+        "found",
+        "exported",
+        "shards/sop/train/index.npz",
+    ):
         assert (tmp_path / written).exists(), written
     server = [sys.executable, "-m", "distap.cli", *words_of(served)[1:], "--port", "0"]
     with started(["env", "-C", str(tmp_path), *server], tmp_path / "job") as job:
