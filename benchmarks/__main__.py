@@ -11,6 +11,7 @@ from distap.train import run
 BENCHMARKS = {
     "ranking": "benchmarks.ranking:RankingBenchmark",
     "step": "benchmarks.step:StepBenchmark",
+    "gain": "benchmarks.gain:GainBenchmark",
     "data": "benchmarks.data:DataBenchmark",
     "eval": "benchmarks.evaluation:EvaluationBenchmark",
     "savings": "benchmarks.savings:SavingsBenchmark",
