@@ -84,6 +84,7 @@ class StepBenchmark(harness.Benchmark):
     rounds: harness.Rounds = 9
     bf16: Annotated[bool, Option("--bf16", help="Compute in bfloat16 instead of float32.")] = False
     memory_batch: Annotated[list[int], Option(help="Measure the peak memory of this B too; repeat for several.")] = []
+    only: Annotated[list[str], Option(help="Measure this contender beside the floor; repeat for several.")] = []
 
     @property
     def world_size(self) -> int:
@@ -110,7 +111,7 @@ class StepBenchmark(harness.Benchmark):
         images = task.images(task.micro_batches[0])
         with autocast(precision, world.device.type):
             forward, graph = forward_flops(network, images), graph_bytes(network, images)
-        contenders, omitted = possible_contenders(task, graph)
+        contenders, omitted = self._contenders(task, graph)
         gradients = {name: gradient_of(step, step.optimizer) for name, step in contenders.items()}
         exact = next((name for name in ("full batch", "cached gradients") if name in contenders), "distap")
         errors = {name: relative_difference(gradient, gradients[exact]) for name, gradient in gradients.items()}
@@ -143,7 +144,7 @@ class StepBenchmark(harness.Benchmark):
             )
         del contenders, step
         for batch in self.memory_batch:
-            others, _ = possible_contenders(self._task(batch, network, world, precision), graph)
+            others, _ = self._contenders(self._task(batch, network, world, precision), graph)
             for other in others.values():
                 other()  # the first step makes the optimiser's state
             for name, peak in peaks_of(others, world).items():
@@ -152,6 +153,13 @@ class StepBenchmark(harness.Benchmark):
         memory["pixels of a rank"] = {batch: 3.0 * self.image_size**2 * batch / world.size for batch in batches}
         memory["descriptors of all"] = {batch: 4.0 * network.dimensions * batch for batch in batches}
         return {"matrix_rate": rate, "figures": figures, "memory": memory, "exact": exact, "omitted": omitted}
+
+    def _contenders(self, task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
+        possible, omitted = possible_contenders(task, graph)
+        if unknown := set(self.only) - {*possible, *omitted}:
+            raise DistapError(f"--only {unknown.pop()!r}: expected one of {', '.join({*possible, *omitted})}")
+        wanted = {name for name in possible if not self.only or name in (TWO_PASSES, ONE_PASS, *self.only)}
+        return {name: possible[name] for name in possible if name in wanted}, omitted
 
     def _task(self, batch: int, network: RetrievalNetwork, world: World, precision: PrecisionName) -> Task:
         images = SeededBatch(batch, self.image_size, IMAGES_A_CLASS, world)
