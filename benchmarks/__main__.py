@@ -6,7 +6,7 @@ import sys
 import typer
 
 from benchmarks.harness import Benchmark, work
-from distap.train import run
+from distap.cli.options import run
 
 BENCHMARKS = {
     "ranking": "benchmarks.ranking:RankingBenchmark",

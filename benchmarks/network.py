@@ -19,11 +19,11 @@ from benchmarks.harness import Benchmark, FiguresTable, Report, worker_command, 
 from distap.apps.plan.measuring import STAGES, Trial
 from distap.apps.plan.network_cost import changed, network_cost
 from distap.apps.plan.step_cost import NetworkLink, StepCost
+from distap.cli.options import CONFIG, OVERRIDES
 from distap.cli.training import parse_rate
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.telemetry.terminal import track
-from distap.train import CONFIG, OVERRIDES
 from distap.world import World
 
 PORT = 29500

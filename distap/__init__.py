@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distap.library import evaluate as evaluate
     from distap.library import load as load
+    from distap.library import train as train
     from distap.multistage import Multistage as Multistage
     from distap.ranking.listwise import ListwiseLoss as ListwiseLoss
     from distap.ranking.loss import Loss as Loss
     from distap.ranking.losses.base import DescriptorLoss as DescriptorLoss
     from distap.ranking.losses.base import SimilarityLoss as SimilarityLoss
     from distap.ranking.losses.function import loss as loss
-    from distap.ranking.memory import CrossBatchMemory as CrossBatchMemory
     from distap.ranking.rank import rank as rank
+    from distap.retrieval.index_files import search_index as search_index
     from distap.stages.micro_batches import MicroBatchSizes as MicroBatchSizes
     from distap.step import ThreeStageStep as ThreeStageStep
+    from distap.world import World as World
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "CrossBatchMemory": "distap.ranking.memory",
     "DescriptorLoss": "distap.ranking.losses.base",
     "ListwiseLoss": "distap.ranking.listwise",
     "Loss": "distap.ranking.loss",
@@ -31,10 +32,13 @@ _MODULES = {
     "MicroBatchSizes": "distap.stages.micro_batches",
     "SimilarityLoss": "distap.ranking.losses.base",
     "ThreeStageStep": "distap.step",
+    "World": "distap.world",
     "evaluate": "distap.library",
     "load": "distap.library",
     "loss": "distap.ranking.losses.function",
     "rank": "distap.ranking.rank",
+    "search_index": "distap.retrieval.index_files",
+    "train": "distap.library",
 }
 
 

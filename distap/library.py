@@ -1,8 +1,10 @@
-"""What a script needs beside training: load a network, describe images of any kind, evaluate descriptors."""
+"""What a script needs: train, load a network, describe images of any kind, evaluate descriptors."""
 
-import io
 import json
-from collections.abc import Iterable
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,27 +13,32 @@ import numpy as np
 import torch
 from huggingface_hub import ModelHubMixin
 from numpy.typing import ArrayLike
-from PIL import Image, ImageOps
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from distap.config.reading import recorded_recipe
+from distap.config.reading import load_recipe, recorded_recipe
 from distap.config.sections import ModelSection
-from distap.data.images.decoding import EncodedImage
-from distap.data.images.formats import readable_formats
+from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.images.whole_images import Sizing
-from distap.errors import DistapError
+from distap.data.map_style import source_of
+from distap.data.shards.parallel import untracked
+from distap.errors import FINISHED, DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import architecture_of
+from distap.model.network import GivenNetwork
 from distap.model.trained import BACKBONE, CONFIG, HEAD, HUB, is_saved, read_saved
+from distap.processes.startup import Startup
+from distap.ranking.loss import AnyLoss, build_loss
 from distap.retrieval.metrics import evaluate_labelled_set, evaluate_queries
 from distap.retrieval.ranks import require_finite
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
-from distap.training.build import network_of, trained_network
+from distap.telemetry.terminal import track
+from distap.trainer import trained
+from distap.training.build import GIVEN_PARTS, network_of, trained_network, with_given
 from distap.world import World
 
 CHUNK = 128  # images that are decoded before they are described
-PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 TIMM_KEYS = ("input_size", "interpolation", "crop_pct", "mean", "std", "first_conv", "classifier", "license")
 
 
@@ -71,7 +78,7 @@ class DescriptorNetwork(
     def transform(self, image: Any) -> Tensor:
         """Bring an image to size, (3, height, width) uint8, for a loader of one's own; images as in `describe`."""
         describer = self.describer
-        return describer.sizing(EncodedImage(_encoded(image), describer.max_pixels), scaled=describer.scaled)
+        return describer.sizing(EncodedImage(image_file(image), describer.max_pixels), scaled=describer.scaled)
 
     def describe(self, images: Iterable[Any]) -> Tensor:
         """Descriptors (n, D) float32 of length 1, on the CPU; images of one shape are described together.
@@ -87,7 +94,7 @@ class DescriptorNetwork(
         if isinstance(images, str | Path | bytes | Image.Image):
             raise DistapError("describe takes several images; put a single one into a list")
         left, parts = iter(images), list[Tensor]()
-        while chunk := [*map(_encoded, islice(left, CHUNK))]:
+        while chunk := [*map(image_file, islice(left, CHUNK))]:
             parts.append(self.describer.describe(chunk))
         return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
 
@@ -125,7 +132,12 @@ class DescriptorNetwork(
 
     @classmethod
     def _from_pretrained(
-        cls, *, model_id: str, device: str | torch.device = "cpu", **download: Any
+        cls,
+        *,
+        model_id: str,
+        device: str | torch.device = "cpu",
+        network: nn.Module | None = None,
+        **download: Any,
     ) -> "DescriptorNetwork":
         download.pop("config", None)
         saved = read_saved(model_id, **download)
@@ -136,8 +148,63 @@ class DescriptorNetwork(
             most, scaled = int(about["max_pixels"]), bool(about["scaled_decoding"])
         except (ValueError, KeyError, TypeError) as error:
             raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
-        network = network_of(recipe, World(device=torch.device(device)), saved)
-        return cls(ImageDescriber(network, sizing, scales, power, whitening, most, scaled=scaled), recipe.model)
+        recipe = with_given(recipe, network, model_id, sizing.pixels)
+        whole = network_of(recipe, World(device=torch.device(device)), saved)
+        return cls(ImageDescriber(whole, sizing, scales, power, whitening, most, scaled=scaled), recipe.model)
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    network: nn.Module | None = None,
+    loss: AnyLoss | None = None,
+    data: Any = None,
+) -> Path:
+    """Train a recipe, with objects in place of what it names, and return the folder of the run.
+
+    The run goes on from its newest checkpoint, if there is one. Under torchrun each rank calls this. It joins the
+    ranks by itself, and hears SIGTERM and SIGINT as `distap train` does: it then writes a checkpoint and raises
+    SystemExit(75). The record of the run has the class of an object; `load` needs a network like it.
+
+    Args:
+        recipe: a YAML file, or its keys and values.
+        overrides: changes to it: keys as on the command line (`optimizer.learning_rate`), or nested. A dict that has
+            a `name` replaces the part that was chosen before.
+        network: takes images (n, 3, height, width), float32, with sides of data.image_size pixels, and gives
+            descriptors (n, C), which are then scaled to length 1. Pixels are normalised by the `mean` and `std` of
+            its `pretrained_cfg`, as timm's networks have them; other networks get them from 0 to 1. BatchNorm is as
+            model.batchnorm says, frozen by default. It is trained in place, unless an engine on several ranks shares
+            its parameters out. A network of `load` may be given too, to train it on.
+        loss: what `Multistage` takes: a name, a Loss or its class, or a function of (descriptors, labels).
+        data: images to train on, see `source_of`; or a dict of `train`, `validation` or both. Batches come from the
+            recipe's sampling, and images are augmented as it says.
+    Raises:
+        DistapError: a key, a value or an object is wrong, or the training failed; the message says what to do.
+    """
+    startup = Startup(time.time())
+    if threading.current_thread() is not threading.main_thread():
+        raise DistapError("distap.train listens for signals, so call it in the main thread")
+    if torch.distributed.is_initialized():
+        raise DistapError("distap.train joins the ranks by itself; call it before torch.distributed is initialised")
+    objects: dict[str, Any] = {} if loss is None else {"loss": build_loss(loss)}
+    if network is not None:
+        if not any(parameter.requires_grad for parameter in network.parameters()):
+            raise DistapError(f"network: {type(network).__name__} has no parameter that requires a gradient")
+        whole = network.describer.retrieval_network if isinstance(network, DescriptorNetwork) else network
+        objects |= {f"model.{part}": GivenNetwork(whole) for part in GIVEN_PARTS}
+        objects |= {"model.projection": None, "model.drop_rate": 0.0, "model.drop_path_rate": 0.0}
+    sets = data if isinstance(data, Mapping) else {} if data is None else {"train": data}
+    if unknown := sets.keys() - {"train", "validation"}:
+        raise DistapError(f"data: it has {', '.join(map(str, unknown))}; expected train and validation")
+    shows = track if os.environ.get("RANK", "0") == "0" else untracked
+    objects |= {f"data.{name}": source_of(one, shows) for name, one in sets.items()}
+    read = load_recipe(recipe if isinstance(recipe, Mapping) else Path(recipe), {**(overrides or {}), **objects})
+    with trained(read, startup) as status:
+        pass
+    if status != FINISHED:
+        raise SystemExit(status)
+    return read.run
 
 
 def load(
@@ -148,6 +215,7 @@ def load(
     scales: Iterable[float] = (1.0,),
     whitening: str | Path | None = None,
     device: str | torch.device | None = None,
+    network: nn.Module | None = None,
 ) -> DescriptorNetwork:
     """Load a trained network for use.
 
@@ -159,18 +227,21 @@ def load(
         scales: factors of an image's size at which it is described.
         whitening: a result of `distap whiten`.
         device: None takes a GPU if there is one.
+        network: one built like that which `train` was given; it gets the trained parameters.
     Raises:
-        DistapError: there is no such network, or it is damaged.
+        DistapError: there is no such network, it is damaged, or `network` is missing or another.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = str(source)
     if is_saved(name):
-        found: DescriptorNetwork = DescriptorNetwork.from_pretrained(name.removeprefix(HUB), device=place)
+        found: DescriptorNetwork = DescriptorNetwork.from_pretrained(
+            name.removeprefix(HUB), device=place, network=network
+        )
         return found
-    recipe, network = trained_network(source, World(device=place), best)
+    recipe, whole = trained_network(source, World(device=place), best, given=network)
     data = recipe.data
     describer = ImageDescriber(
-        network,
+        whole,
         Sizing.parse(sizing) if sizing else Sizing("crop", data.image_size),
         tuple(map(float, scales)),
         whitening=None if whitening is None else load_whitening(Path(whitening)),
@@ -208,34 +279,3 @@ def evaluate(
         )
     mask = torch.from_numpy(asks).to(rows.device)
     return evaluate_queries(rows[mask], rows[~mask], classes[mask], classes[~mask])
-
-
-def _encoded(image: Any) -> bytes:
-    """The bytes of an image file; pixels become a PNG, which loses nothing."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str | Path):
-        try:
-            return Path(image).read_bytes()
-        except OSError as error:
-            raise DistapError(f"{image}: cannot be read: {error.strerror or error}") from error
-    if isinstance(image, Tensor):
-        image = image.cpu().permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise DistapError(f"an image of {image.shape} {image.dtype}; expected three colours of uint8")
-        image = Image.fromarray(np.ascontiguousarray(image))
-    if not isinstance(image, Image.Image):
-        raise DistapError(
-            f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or a tensor"
-        )
-    file, has_pixels = getattr(image, "fp", None), not getattr(image, "tile", None)
-    if file is not None and not has_pixels and image.format in readable_formats():
-        place = file.tell()
-        file.seek(0)
-        data: bytes = file.read()
-        file.seek(place)
-        return data
-    upright, buffer = ImageOps.exif_transpose(image), io.BytesIO()
-    (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(buffer, "PNG", compress_level=0)
-    return buffer.getvalue()

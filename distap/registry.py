@@ -8,11 +8,19 @@ pydantic model: its fields are the keys that stand beside `name`, and METHODS na
 import difflib
 import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, ValidationError, ValidationInfo
-from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
+from pydantic import (
+    BaseModel,
+    GetCoreSchemaHandler,
+    PydanticSchemaGenerationError,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, core_schema
 
 from distap.errors import DistapError
 
@@ -92,6 +100,8 @@ METHODS = {
 BASES = {"loss": "distap.ranking.loss:Loss"}
 
 NAMES_ONLY = "names only"  # the pydantic context of a first pass that imports no class
+RECORDED = "recorded"  # that of the record of a run, in which objects may stand that no recipe can name
+GIVEN = "given"  # the name of such an object
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
@@ -148,6 +158,20 @@ def name_of(kind: str, part: object) -> str:
     return next((name for name, known in REGISTRY[kind].items() if known == place), place)
 
 
+def place_of(part: object) -> str:
+    """ "package.module:Class" of an object, or "package.module:function" of a function."""
+    named = part if hasattr(part, "__qualname__") else type(part)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+@dataclass(frozen=True)
+class GivenObject:
+    """In the record of a run, the place of an object in Python that no recipe can name; see `distap.train`."""
+
+    of: str  # its class, or the function
+    settings: Mapping[str, Any]  # its fields, as far as they can be written
+
+
 def fields_of(chosen: type) -> list[str]:
     return [one.name for one in fields(chosen)] if is_dataclass(chosen) else list(getattr(chosen, "model_fields", ()))
 
@@ -190,21 +214,40 @@ class Chosen:
         name = value.get("name", self.otherwise)
         if not isinstance(name, str):
             raise ValueError(f"the name of the {self.kind} is missing; {suggestion('', REGISTRY[self.kind])}")
+        if name == GIVEN and isinstance(value.get("of"), str):
+            if info.context is None:
+                raise ValueError(f"an object in Python, {value['of']}, was here; distap.train(...) takes it again")
+            return GivenObject(value["of"], {key: value[key] for key in value if key not in ("name", "of")})
         if info.context == NAMES_ONLY:
             check_name(self.kind, name)
             return dict(value)
-        return _validated(self.kind, {**value, "name": name})
+        return _validated(self.kind, {**value, "name": name}, info.context)
 
     def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
         if isinstance(part, Mapping):
             return part
-        return {
-            "name": name_of(self.kind, part),
-            **TypeAdapter(type(part)).dump_python(part, mode="json" if info.mode == "json" else "python"),
-        }
+        if isinstance(part, GivenObject):
+            return {"name": GIVEN, "of": part.of, **part.settings}
+        if _can_be_named(self.kind, part):
+            mode: Literal["json", "python"] = "json" if info.mode == "json" else "python"
+            return {"name": name_of(self.kind, part), **TypeAdapter(type(part)).dump_python(part, mode=mode)}
+        settings: dict[str, Any] = {}
+        with suppress(PydanticSchemaGenerationError, PydanticSerializationError):
+            settings = TypeAdapter(type(part)).dump_python(part, mode="json")
+        return {"name": GIVEN, "of": place_of(getattr(part, "given", part)), **settings}
 
 
-def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
+def _can_be_named(kind: str, part: object) -> bool:
+    """Whether a recipe of another process could name the class of this part; an adapter has an object as `given`."""
+    if hasattr(part, "given") or type(part).__module__ == "__main__":
+        return False
+    try:
+        return class_of(kind, name_of(kind, part)) is type(part)
+    except ValueError:
+        return False
+
+
+def _validated(kind: str, settings: Mapping[str, Any], context: Any = None) -> Any:
     """Build an object; raise a ValidationError for its keys, a ValueError for its name."""
     name = settings["name"]
     chosen = class_of(kind, name)
@@ -222,7 +265,7 @@ def _validated(kind: str, settings: Mapping[str, Any]) -> Any:
         raise ValidationError.from_exception_data(f"{kind} {name}", wrong)
     if "name" in own:
         options["name"] = name
-    return TypeAdapter(chosen).validate_python(options)
+    return TypeAdapter(chosen).validate_python(options, context=context)
 
 
 def unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:

@@ -43,7 +43,7 @@ class StepResult:
     """The outcome of a step. Loss and counts are of the global batch."""
 
     loss: float
-    learning_rate: float
+    learning_rate: float  # NaN if the optimiser kept its own
     gradient_norm: float
     replay_drift: float  # greatest difference between the two descriptors of an image, over all ranks
     replayed: int  # images with a gradient that were described a second time
@@ -227,8 +227,8 @@ class ThreeStageStep(ThreeStages):
 
     engine: Engine  # with its optimiser
 
-    def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
-        """Train on one global batch; every rank calls it with its own share.
+    def __call__(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
+        """Train on one global batch; every rank calls it with its own share. See `Engine.update` for the rate.
 
         A DistapError on all ranks: no image has a positive, or the drift is too large; on one: its memory is short.
         """
@@ -241,9 +241,10 @@ class ThreeStageStep(ThreeStages):
             norm = self.update(batch.step, learning_rate)
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.queries, ranking.skipped_queries
-        return StepResult(float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite)
+        rate = float("nan") if learning_rate is None else learning_rate
+        return StepResult(float(ranking.loss), rate, norm, worst, *counts, skipped, not_finite)
 
-    def update(self, step: int, learning_rate: float) -> float:
+    def update(self, step: int, learning_rate: float | None) -> float:
         """Move the parameters along the gradient of the global loss; return the gradient's norm."""
         with self._stage("optimizer", step):
             return self.engine.update(learning_rate)

@@ -3,7 +3,10 @@
 `Trainer.train` reads from top to bottom; `distap.training` builds its parts, keeps its state and reports it.
 """
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -24,15 +27,33 @@ from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.logs import at_step
 from distap.telemetry.runlog import NOT_FINITE_LOG
+from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import Tracer
 from distap.training.build import describer_of, engine_of, evaluations_of, fitting_of, step_of
 from distap.training.checks import checked_images, checked_network, first_on_rank_0, require_same_data
 from distap.training.report import RunReport, logger
 from distap.training.state import RunState, is_begun
-from distap.world import World
+from distap.world import World, joined_world
 
 TRACES = "traces"
 ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch says little
+
+
+@contextmanager
+def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
+    """Train on this process's rank: alone, or as one of the ranks that torchrun starts; yield what `train` returns.
+
+    The ranks are still joined inside.
+    """
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    set_up_run_logging(recipe.logs.format, recipe.run_id, rank)
+    startup.reached("imports")
+    with (
+        Endpoint(rank).served(recipe.metrics.port_of(local_rank), recipe.metrics.address) as endpoint,
+        joined_world(recipe.timeout_seconds) as world,
+    ):
+        startup.reached("joining")
+        yield Trainer(recipe, world, endpoint, startup).train()
 
 
 class Trainer:
@@ -55,7 +76,7 @@ class Trainer:
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
         self.images = first_on_rank_0(world, partial(checked_images, recipe, world, self.stopwatch))
-        require_same_data(self.images, recipe.data.train, world)
+        require_same_data(self.images, str(recipe.data.train), world)
         self.startup.reached("data")
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.

@@ -7,9 +7,9 @@ from distap.cli.descriptors import extract_command, index_command, whiten_comman
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
 from distap.cli.k8s import k8s
+from distap.cli.options import run
 from distap.cli.search import search_command, serve_command
 from distap.cli.training import init_command, plan_command, report_command, train_command
-from distap.train import run
 
 app = typer.Typer(
     help="Train image-retrieval descriptors by optimising Average Precision over huge batches.",

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distap.cli import options
+from distap.cli.options import OVERRIDES
 from distap.errors import DistapError
-from distap.train import OVERRIDES
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")
 DATA = (

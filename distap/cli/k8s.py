@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from distap.apps.k8s.request import Request
-from distap.cli.options import with_options
-from distap.train import CONFIG, OVERRIDES
+from distap.cli.options import CONFIG, OVERRIDES, with_options
 
 k8s = typer.Typer(help="Kubernetes manifests of a training, and rules for Prometheus.", no_args_is_help=True)
 

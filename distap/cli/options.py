@@ -1,6 +1,7 @@
 """Options shared by several commands: which network describes images, and how."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,10 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distap.errors import DistapError
+from distap.errors import FAILED, FINISHED, DistapError
+from distap.processes.exit_statuses import record_outcome
+from distap.processes.stopping import go_deaf
+from distap.telemetry.loggers.loggers import end_if_hanging
 
 if TYPE_CHECKING:
     from distap.data.images.whole_images import Sizing
+
+CONFIG = Annotated[Path, typer.Argument(help="Recipe of the training, a YAML file.", show_default=False)]
+OVERRIDES = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe, such as optimizer.learning_rate=1e-4.", show_default=False),
+]
 
 # Options of one panel of --help.
 network = partial(typer.Option, rich_help_panel="Network")
@@ -33,6 +43,27 @@ SCALE_POWER = Annotated[float | None, image(help=MEAN, show_default="GeM's, or 1
 WHITENING = Annotated[
     Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
 ]
+
+
+def run(command: typer.Typer, name: str) -> None:
+    """Run a command line called `name`; a DistapError is printed without a traceback, since it is for a person."""
+    status, problem = FAILED, None
+    try:
+        command(prog_name=name)
+        status = FINISHED
+    except DistapError as error:
+        go_deaf()
+        from distap.telemetry.terminal import print_error
+
+        print_error(error)
+        status, problem = error.status, error
+        sys.exit(status)
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else FINISHED if leaving.code is None else FAILED
+        raise
+    finally:
+        record_outcome(status, problem)
+        end_if_hanging(status)
 
 
 def sizing_of(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":

@@ -1,14 +1,18 @@
 """`distap init`, `distap train`, `distap report` and `distap plan`: what is done with a recipe and its runs."""
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from distap.cli.options import CONFIG, OVERRIDES
 from distap.errors import DistapError
-from distap.train import CONFIG, OVERRIDES, train
+from distap.processes.startup import Startup
+from distap.processes.stopping import end_when_asked, go_deaf
 
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 OUTPUT = "Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
@@ -48,6 +52,28 @@ def init_command(
     console.print(f"{output}: written. Next: distap train {output} --check, and without --check", markup=False)
 
 
+def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:
+    """Train on this process's rank: alone, or as one of the ranks that torchrun starts.
+
+    The run goes on from its newest checkpoint, if there is one. On SIGTERM or SIGINT it finishes the step or breaks
+    off the evaluation, writes a checkpoint and exits with status 75: start it again. Other exit statuses: 0 all steps
+    are done, 2 a mistake that a person must mend, 1 a failure.
+    """
+    end_when_asked()
+    startup = Startup()
+    # Imported here, so that --help does not wait for torch.
+    from distap.config.reading import load_recipe
+    from distap.telemetry.terminal import set_up_early_logging
+
+    set_up_early_logging(overrides or [], int(os.environ.get("RANK", "0")))
+    recipe = load_recipe(config, overrides or [])
+    from distap.trainer import trained
+
+    with trained(recipe, startup) as status:
+        go_deaf()
+    sys.exit(status)
+
+
 def train_command(
     config: CONFIG,
     overrides: OVERRIDES = None,
@@ -64,10 +90,9 @@ def train_command(
         check_training(config, overrides or [])
         return
     if ranks == 1:
-        train(config, overrides)
+        train_rank(config, overrides)
         return
     from distap.launcher import launch_training
-    from distap.processes.stopping import end_when_asked
 
     end_when_asked()
     status = launch_training(["--standalone", f"--nproc-per-node={ranks}"], config, overrides or [])

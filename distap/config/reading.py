@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError
-from distap.registry import NAMES_ONLY, fields_of, problem_of, suggestion
+from distap.registry import NAMES_ONLY, RECORDED, REGISTRY, fields_of, problem_of, suggestion
 from distap.storage.locations import from_folder
 from distap.storage.redact import without_secrets
 
@@ -28,11 +28,22 @@ R = TypeVar("R", bound=NetworkRecipe)
 logger = logging.getLogger("distap")
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a YAML file and apply overrides such as `optimizer.learning_rate=1e-4`.
+def load_recipe(source: Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+    """Read a recipe from a YAML file, or take it as a dict, and apply overrides.
 
-    A DistapError names each wrong key or value.
+    Overrides are texts such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
+    that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value.
     """
+    settings, where = (_copied(source), "recipe") if isinstance(source, Mapping) else (_read(source), str(source))
+    if isinstance(overrides, Mapping):
+        _merge(settings, overrides)
+    else:
+        for override in overrides:
+            _override(settings, override)
+    return recipe_from(settings, where)
+
+
+def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise DistapError(
             f"{path}: a folder; a recipe is a YAML file, and `distap init {path}` writes one for images"
@@ -45,9 +56,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise DistapError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(settings, dict):
         raise DistapError(f"{path}: expected keys with values, such as `steps: 100`")
-    for override in overrides:
-        _override(settings, override)
-    return recipe_from(settings, str(path))
+    return settings
 
 
 def recipe_from(settings: dict[str, Any], source: str) -> Recipe:
@@ -78,7 +87,7 @@ def recorded_recipe(
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
     try:
-        NetworkRecipe.model_validate(kept)
+        NetworkRecipe.model_validate(kept, context=RECORDED)
     except ValidationError as error:
         for item in error.errors():
             section, key = map(str, item["loc"][:2])
@@ -88,17 +97,33 @@ def recorded_recipe(
                 logger.warning("%s: %s.%s is left out: this version cannot read it", source, section, key)
     for override in overrides:
         _override(kept, override)
-    return _checked(NetworkRecipe, kept, source)
+    return _checked(NetworkRecipe, kept, source, RECORDED)
 
 
-def _checked(kind: type[R], settings: dict[str, Any], source: str) -> R:
+def _checked(kind: type[R], settings: dict[str, Any], source: str, context: str | None = None) -> R:
     try:
         # First check all that needs no class behind a chosen name, to answer a typo before torch is imported.
         kind.model_validate(settings, context=NAMES_ONLY)
-        return kind.model_validate(settings)
+        return kind.model_validate(settings, context=context)
     except ValidationError as error:
         problems = [_problem(dict(item), settings, kind) for item in error.errors()]
         raise DistapError(f"{source}: " + f"\n{source}: ".join(problems)) from error
+
+
+def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same keys in dicts of our own, with the same values."""
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
+
+
+def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        *parents, last = str(key).split(".")
+        section = _section(settings, parents, key)
+        is_sum = last == "loss" and isinstance(value, Mapping) and value.keys() & REGISTRY["loss"].keys()
+        if isinstance(value, Mapping) and "name" not in value and not is_sum:
+            _merge(_section(section, [last], key), value)
+        else:
+            section[last] = _copied(value) if isinstance(value, Mapping) else value
 
 
 def _override(settings: dict[str, Any], override: str) -> None:
@@ -110,16 +135,20 @@ def _override(settings: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise DistapError(f"override {override!r}: the value is not valid YAML: {error}") from error
     *parents, last = key.split(".")
-    section = settings
+    _section(settings, parents, override)[last] = value
+
+
+def _section(settings: dict[str, Any], parents: Sequence[str], override: str) -> dict[str, Any]:
+    """The section that the last of `parents` names, made if it is not there."""
     for parent in parents:
-        if section.get(parent) is None:
-            section[parent] = {}
-        elif isinstance(section[parent], str):  # a name alone, such as `loss: ap_q`
-            section[parent] = {"name": section[parent]}
-        section = section[parent]
-        if not isinstance(section, dict):
+        if settings.get(parent) is None:
+            settings[parent] = {}
+        elif isinstance(settings[parent], str):  # a name alone, such as `loss: ap_q`
+            settings[parent] = {"name": settings[parent]}
+        settings = settings[parent]
+        if not isinstance(settings, dict):
             raise DistapError(f"override {override!r}: {parent} is a value, it has no keys")
-    section[last] = value
+    return settings
 
 
 def _problem(error: dict[str, Any], settings: dict[str, Any], kind: type[NetworkRecipe]) -> str:

@@ -104,7 +104,7 @@ class Recipe(NetworkRecipe):
         if info.context == NAMES_ONLY:
             return self
         data, engine, reading = self.data, self.engine, name_of("source", self.data.reading)
-        if data.train.startswith("pipe:") and not (data.allow_pipes and reading == "streamed"):
+        if str(data.train).startswith("pipe:") and not (data.allow_pipes and reading == "streamed"):
             raise ValueError(
                 f"data.train: {data.train}: pipe: runs a shell command, which needs data.allow_pipes: true and "
                 "data.reading: streamed"

@@ -1,20 +1,22 @@
 """Base classes of a recipe's sections, and texts that are checked by parsing them."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    PlainSerializer,
+    PlainValidator,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from distap.errors import DistapError
-from distap.storage.locations import parse_source, parse_store
+from distap.storage.locations import Source, parse_source, parse_store
 from distap.storage.remotes import RemoteSettings, without_secret_options
 
 
@@ -54,20 +56,31 @@ class ChoosingSection(Section):
         return settings.pop("chosen") | settings
 
 
-def _checked(parse: Callable[[str], object]) -> AfterValidator:
-    """Validate a text by parsing it, and keep its normal form."""
+def _checked_store(url: str) -> str:
+    try:
+        return parse_store(url)
+    except DistapError as error:
+        raise ValueError(str(error)) from error
 
-    def check(text: str) -> str:
+
+def _shards(allow_pipes: bool = False) -> PlainValidator:
+    """Validate the name of a data set by parsing it, and keep its normal form, or a data set in Python as it is."""
+
+    def check(value: object) -> str | Source:
+        if isinstance(value, Source) and value.rows is not None:
+            return value
+        if not isinstance(value, str):
+            raise PydanticCustomError("string_type", "Input should be a valid string")
         try:
-            return str(parse(text))
+            return str(parse_source(value, allow_pipes=allow_pipes))
         except DistapError as error:
             raise ValueError(str(error)) from error
 
-    return AfterValidator(check)
+    return PlainValidator(check)
 
 
 Remote = Annotated[RemoteSettings, AfterValidator(without_secret_options)]
 # The recipe checks allow_pipes when it knows all keys.
-TrainShards = Annotated[str, _checked(partial(parse_source, allow_pipes=True))]
-Shards = Annotated[str, _checked(parse_source)]
-StoreURL = Annotated[str, _checked(parse_store)]
+TrainShards = Annotated[str | Source, _shards(allow_pipes=True), PlainSerializer(str)]
+Shards = Annotated[str | Source, _shards(), PlainSerializer(str)]
+StoreURL = Annotated[str, AfterValidator(_checked_store)]

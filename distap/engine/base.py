@@ -108,8 +108,10 @@ class Engine(Replica):
         with self._autocast():
             return self.network(images)
 
-    def update(self, learning_rate: float) -> float:
+    def update(self, learning_rate: float | None) -> float:
         """Move the parameters and clear the gradients.
+
+        None leaves the rates of the optimiser's groups alone, as for a schedule of one's own.
 
         Returns the norm of the whole gradient before clipping. If it is not finite, nothing has moved.
         """
@@ -122,8 +124,7 @@ class Engine(Replica):
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(trained, self._clip_norm, norm)
         length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate * group.get("factor", 1.0)
+        set_rates(self._optimizer, learning_rate)
         is_finite = length < float("inf")  # False for NaN as well
         if is_finite:
             self._optimizer.step()
@@ -157,6 +158,12 @@ class Engine(Replica):
             given = {name: _like(settings.get(name), value) for name, value in optimizer.items()}
             set_optimizer_state_dict(self.network, self._optimizer, settings | given, options=_FLAT)
         self._scale.load_state_dict(state)
+
+
+def set_rates(optimizer: Any, learning_rate: float | None) -> None:
+    """Set each group's rate to its factor of the learning rate; None leaves the rates alone."""
+    for group in () if learning_rate is None else optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("factor", 1.0)
 
 
 class ReplacedForward(nn.Module):

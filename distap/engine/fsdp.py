@@ -122,7 +122,7 @@ class FSDPEngine(Engine):
                 self._leave_backward()
                 raise
 
-    def update(self, learning_rate: float) -> float:
+    def update(self, learning_rate: float | None) -> float:
         with self.world.collective("norm of the gradient"):
             return super().update(learning_rate)
 

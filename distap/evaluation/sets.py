@@ -55,7 +55,7 @@ def open_set(
     if name in (".", "..") or Path(name).name != name:
         raise DistapError(f"{name!r} is no name for a data set: folders are called by it")
     truth_file = Path(source.base) / GROUND_TRUTH_FILE
-    if source.scheme or source.pattern is not None or not truth_file.is_file():
+    if source.scheme or source.pattern is not None or source.kind != "shards" or not truth_file.is_file():
         if distractors:
             raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
         images = open_images(source, max_pixels, remote, cache)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,7 @@ class RetrievalNetwork(nn.Module):
         projection: dimensions of a linear layer before normalisation; None for no layer.
         batchnorm: `frozen` or `batch`.
         mean, std: of the pixels that the backbone was trained with, 1 being white.
+        features: C of the maps or tokens; None takes what the backbone says.
     """
 
     mean: Tensor
@@ -49,10 +50,11 @@ class RetrievalNetwork(nn.Module):
         batchnorm: BatchNormMode = "frozen",
         mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
         std: tuple[float, float, float] = (0.5, 0.5, 0.5),
+        features: int | None = None,
     ) -> None:
         super().__init__()
         # Some backbones (mobilenetv3) have a head that widens the features after the last stage.
-        self.features = int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
+        self.features = features or int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
         self.dimensions = projection or self.features
         self.batchnorm = batchnorm
         # Runs the backbone in training mode if it is set, see `compile_backbone`.
@@ -106,7 +108,7 @@ class RetrievalNetwork(nn.Module):
         with in_full_precision(features.device):
             return normalize(self.head(self.pooling(self._as_map(features).to(self.mean.dtype))))
 
-    def _as_map(self, features: Tensor) -> Float[Tensor, "n C h w"]:
+    def _as_map(self, features: Tensor) -> Float[Tensor, "n C h w"] | Float[Tensor, "n C"]:
         if features.ndim == 3:
             return features[:, self._skipped_tokens :].transpose(1, 2).unsqueeze(-1)
         if features.ndim == 4 and features.shape[1] != self.features:
@@ -191,12 +193,63 @@ def build_network(
     built, whole = backbone.build(drop_rate, drop_path_rate), getattr(weights, "whole", False)
     if not whole:
         weights.load(built)
-    about = getattr(built, "pretrained_cfg", None) or {}
-    pixels = {name: tuple(about[name]) for name in ("mean", "std") if name in about}
-    network = RetrievalNetwork(built, pooling.build(), projection, batchnorm, **pixels)
+    network = RetrievalNetwork(built, pooling.build(), projection, batchnorm, **_pixels_of(built))
     if whole:
         weights.load(network)
     return network.to(memory_format=torch.channels_last)
+
+
+def _pixels_of(backbone: nn.Module) -> dict[str, Any]:
+    """The mean and std of the pixels that a network of timm was trained with."""
+    about = getattr(backbone, "pretrained_cfg", None) or {}
+    return {name: tuple(about[name]) for name in ("mean", "std") if name in about}
+
+
+@dataclass(frozen=True, eq=False)
+class GivenNetwork:
+    """A network in Python, in the place of the backbone, weights and pooling that a recipe names."""
+
+    given: nn.Module = field(repr=False)  # images (n, 3, height, width) to descriptors (n, C), of any length
+
+    def build(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> nn.Module:
+        return self.given
+
+    def load(self, backbone: nn.Module) -> None:
+        """Keep the weights that it has."""
+
+    @property
+    def architecture(self) -> str:
+        return type(self.given).__name__
+
+    def retrieval_network(self, image_size: int, batchnorm: BatchNormMode, device: torch.device) -> RetrievalNetwork:
+        """The same module, on a device, behind the normalisation of pixels and before that of descriptors.
+
+        It gets float32 pixels, normalised by the `mean` and `std` of its `pretrained_cfg` as timm's networks have
+        them, else from 0 to 1.
+
+        Raises:
+            DistapError: it does not give descriptors (n, C) of images with sides of `image_size`.
+        """
+        network, name = self.given.to(device), type(self.given).__name__
+        if isinstance(network, RetrievalNetwork):
+            return network
+        pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)} | _pixels_of(network)
+        trains = [module for module in network.modules() if module.training]
+        images = torch.zeros(2, 3, image_size, image_size, device=device)
+        try:
+            with torch.no_grad():
+                found = network.eval()(images)
+        except Exception as error:  # whatever the network's own code raises
+            raise DistapError(f"network: {name} cannot describe images {tuple(images.shape)}: {error}") from error
+        finally:
+            for module in trains:
+                module.training = True
+        if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != 2:
+            gives = f"{tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise DistapError(f"network: {name} gives {gives} for 2 images; expected descriptors (2, C)")
+        whole = RetrievalNetwork(network, nn.Identity(), None, batchnorm, **pixels, features=found.shape[1])
+        whole.memory_format = torch.contiguous_format  # a network may `view` what it computes
+        return whole.to(device)
 
 
 def fingerprint(network: RetrievalNetwork) -> str:

@@ -18,7 +18,7 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.model.backbone import architecture_of
 from distap.model.network import RetrievalNetwork, settings_of
-from distap.registry import build_part
+from distap.registry import GIVEN, build_part
 
 CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"  # files of a saved folder
 HUB = "hf-hub:"
@@ -56,6 +56,8 @@ class TrainedNetwork:
         model = self.settings["model"]
         backbone, pooling, projection = (model.get(key) for key in ("backbone", "pooling", "projection"))
         others: dict[str, Any] = {}
+        if isinstance(backbone, dict) and backbone.get("name") == GIVEN:
+            return others
         about = timm.get_pretrained_cfg(backbone) if isinstance(backbone, str) else None
         if about is not None:
             of_pixels = torch.tensor([about.mean, about.std]).sub(_of_pixels(network)).abs().max() > 1e-6

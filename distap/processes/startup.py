@@ -9,15 +9,15 @@ STARTED = "DISTAP_STARTED"  # environment variable: when a launcher began to sta
 
 
 class Startup:
-    """Seconds by phase, from the start of the launcher, or of this process if there is none.
+    """Seconds by phase, from the start of the launcher, of this process if there is none, or since `started`.
 
     The phases are `launcher` (with the hosts finding each other), `imports`, `joining` (of the ranks), `data`,
     `network` (with its weights and engine), `checkpoint`, `evaluation`, and `first step`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, started: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        started = process_started()
+        started = process_started() if started is None else started
         launched = float(os.environ.get(STARTED, started))
         if launched < started:
             self.seconds["launcher"] = started - launched

@@ -5,6 +5,7 @@ byte. The record `about.json` is written last; a folder without it holds no inde
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
+import torch
 from jaxtyping import Float, Float32
+from numpy.typing import ArrayLike
 
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import (
@@ -31,7 +34,7 @@ from distap.retrieval.descriptor_files import (
     save_array,
     write_about,
 )
-from distap.retrieval.indexing import BuiltIndex
+from distap.retrieval.indexing import BuiltIndex, build_index
 from distap.retrieval.nearest import as_float32, bounded_threads
 from distap.storage.atomic import refuse_foreign, sync_path
 from distap.storage.hashing import FileIdentity, file_identity
@@ -111,6 +114,34 @@ class SearchIndex:
     def rows(self) -> dict[str, int]:
         """Row of each image by its key."""
         return {key: row for row, key in enumerate(self.keys.tolist())}
+
+
+def search_index(
+    descriptors: ArrayLike | torch.Tensor,
+    keys: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+    kind: str = "flat",
+    search: str = "",
+) -> SearchIndex:
+    """A Faiss index in memory over descriptors (N, C) of length 1; `search_index(...).search(queries, k)` gives hits.
+
+    Args:
+        keys: (N,) names of the images; None takes the numbers of the rows.
+        classes: (N,) names of their classes; None for none.
+        kind, search: `flat`, `hnsw`, `ivf-pq` or a factory string of Faiss, and its parameters, see `build_index`.
+    Raises:
+        DistapError: the shapes do not fit, a descriptor is not finite, or Faiss cannot build such an index.
+    """
+    values = torch.as_tensor(descriptors).detach().cpu().numpy()
+    names = np.arange(len(values)).astype(str) if keys is None else np.array(keys, dtype=str)
+    of_class = np.full(len(values), "") if classes is None else np.array(classes, dtype=str)
+    if values.ndim != 2 or not names.shape == of_class.shape == (len(values),):
+        shapes = f"descriptors are {values.shape}, keys {names.shape} and classes {of_class.shape}"
+        raise DistapError(f"{shapes}; expected (N, C), (N,) and (N,)")
+    built = build_index(values, kind, search)
+    about = {"index": {"kind": built.kind, "factory": built.factory, "search": built.search}}
+    unknown = DescribedBy("", "", (1.0,), 1.0, None)
+    return SearchIndex(built.index, names, of_class, unknown, "descriptors in memory", about)
 
 
 def write_index(

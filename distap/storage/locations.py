@@ -7,6 +7,8 @@ shards/train-*.tar                a glob
 shards/{000..009}.tar             a brace pattern, as webdataset writes them
 https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and file://
 imagefolder:photos/               images that are not packed: a folder with a sub-folder a class
+hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a name, and a split
+given:module:Class                one that was an object in Python, in the record of a run
 pipe:command                      the output of a shell command; refused unless the caller allows it
 """
 
@@ -14,11 +16,11 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from braceexpand import braceexpand
@@ -36,11 +38,12 @@ MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-_PIPE, _IMAGES = "pipe:", "imagefolder:"
+_PIPE = "pipe:"
+_UNPACKED = ("imagefolder", "hf", "given")
 _GLOB = "*?["
 _EXPECTED = (
     "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or file://, or "
-    "imagefolder:FOLDER"
+    "imagefolder:FOLDER or hf:NAME"
 )
 
 
@@ -52,7 +55,8 @@ class Source:
     base: str  # a folder, or the URL of one without the last slash
     pattern: str | None  # of the shards' names within the base; None means every .tar file in it
     kept_index: Path | None = None  # a local file that takes the place of the index beside the shards
-    is_folder_of_images: bool = False
+    kind: str = "shards"  # or imagefolder, hf, given
+    rows: Any = field(default=None, compare=False, repr=False)  # the images of a data set in Python
 
     def __str__(self) -> str:
         return self.text
@@ -80,9 +84,12 @@ def joined(base: str, name: str) -> str:
 
 def from_folder(text: str, folder: str) -> str:
     """Return a path or the name of a data set; if it is relative, it is taken to be relative to `folder`."""
-    kind = _IMAGES if text.startswith(_IMAGES) else ""
+    kind = next((f"{kind}:" for kind in _UNPACKED if text.startswith(f"{kind}:")), "")
     path = text.removeprefix(kind)
-    return text if path.startswith(("/", _PIPE)) or _URL.match(path) else kind + joined(folder, path)
+    # A data set of Hugging Face may have a name instead, and one in Python has no place.
+    is_name = kind == "given:" or (kind == "hf:" and not Path(folder, path.partition("#")[0]).is_dir())
+    stays = is_name or path.startswith(("/", _PIPE)) or _URL.match(path)
+    return text if stays else kind + joined(folder, path)
 
 
 def scheme_of(base: str) -> str:
@@ -104,12 +111,14 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
             refusal = "pipe: runs a shell command, and only streamed reading with pipes allowed does"
             raise DistapError(f"{text}: {refusal}; expected {_EXPECTED}")
         return Source(text, _PIPE, text.removeprefix(_PIPE), index)
-    if text in ("", _IMAGES) or "\0" in text:
+    kind, colon, place = text.partition(":")
+    is_packed = not colon or kind not in _UNPACKED
+    if text == "" or "\0" in text or not (is_packed or place):
         raise DistapError(f"data set {text!r}: expected {_EXPECTED}")
-    if text.startswith(_IMAGES):
+    if not is_packed:
         if index is not None:
             raise DistapError(f"{text}: images that are not packed need no index; leave {index} out")
-        return Source(text, text.removeprefix(_IMAGES).rstrip("/") or "/", None, is_folder_of_images=True)
+        return Source(text, place.rstrip("/") or "/", None, kind=kind)
     if _URL.match(text) is None:
         return _local_source(text, text, index)
     scheme, host, rest = _split_url(text)
@@ -179,7 +188,7 @@ def shard_names(source: Source, storage: "Storage | None") -> list[str]:
     """
     if storage is None:
         return [f"{_PIPE}{command}" for command in _expanded(source)]
-    if source.is_folder_of_images:
+    if source.kind != "shards":
         raise DistapError(f"{source}: images that are not packed are no shards; `distap data pack` makes some")
     if source.pattern is None and source.scheme not in LISTABLE:
         url = f"{source.base}/{{000..009}}.tar"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from distap.checkpoint.agreement import on_all
 from distap.config.reading import recorded_recipe
@@ -16,15 +17,18 @@ from distap.data.loading.training import LoadingJob, TrainingImages
 from distap.engine.base import Engine
 from distap.engine.optimizer import parameter_groups
 from distap.engine.precision import DTYPES
+from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import EvaluationSet, open_set
 from distap.model.backbone import RandomWeights
-from distap.model.network import RetrievalNetwork, build_network
+from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import Describer
 from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.memory import CrossBatchMemory
+from distap.registry import GivenObject
+from distap.stages.any_network import refuse_unusable
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images
 from distap.stages.sizes import Fitting
@@ -32,6 +36,7 @@ from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
+GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands
 PARTS = ("backbone", "pooling", "head")  # parts of the network that have their own optimiser settings
 logger = logging.getLogger("distap")
 
@@ -66,6 +71,12 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     def build(weights: Any) -> None:
         rates = model.drop_rate, model.drop_path_rate
         torch.manual_seed(recipe.seed)
+        if isinstance(model.backbone, GivenNetwork):
+            refuse_unusable(model.backbone.given, freezes_batchnorm=True)
+            built.append(model.backbone.retrieval_network(recipe.data.image_size, model.batchnorm, world.device))
+            if getattr(weights, "whole", False):
+                weights.load(built[0])
+            return
         built.append(build_network(model.backbone, weights, model.pooling, model.projection, model.batchnorm, *rates))
 
     if world.size == 1:
@@ -79,6 +90,25 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
         for tensor in network.state_dict().values():
             tensor.copy_(world.broadcast(tensor.contiguous()))
     return network
+
+
+def with_given(
+    recipe: NetworkRecipe, given: nn.Module | None, where: str, image_size: int | None = None
+) -> NetworkRecipe:
+    """A recorded recipe with the network in Python that it was made with; without one if its network has a name."""
+    backbone = recipe.model.backbone
+    if isinstance(backbone, GivenObject) != (given is not None):
+        if given is not None:
+            raise DistapError(f"{where}: its network is that of its recipe; leave `network` out")
+        raise DistapError(
+            f"{where}: its network was an object in Python, {backbone.of}: build one like it, and load its "
+            "parameters by distap.load(..., network=...)"
+        )
+    if given is None:
+        return recipe
+    model = recipe.model.model_copy(update=dict.fromkeys(GIVEN_PARTS, GivenNetwork(given)))
+    data = recipe.data.model_copy(update={"image_size": image_size or recipe.data.image_size})
+    return recipe.model_copy(update={"model": model, "data": data})
 
 
 def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
@@ -202,11 +232,16 @@ def step_of(
 
 
 def trained_network(
-    path: Path | str, world: World, best: bool = False, overrides: Sequence[str] = ()
+    path: Path | str,
+    world: World,
+    best: bool = False,
+    overrides: Sequence[str] = (),
+    given: nn.Module | None = None,
 ) -> tuple[NetworkRecipe, RetrievalNetwork]:
     """Load the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 
-    Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone reads.
+    Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone reads. `given` is
+    the network of a run that was started with one in Python; it gets the run's parameters.
     """
     read: list[TrainedNetwork] = []
 
@@ -215,5 +250,5 @@ def trained_network(
         return [read[0].settings, read[0].where, read[0].folder]
 
     settings, where, folder = on_all(world, read_it, mine=world.rank == 0)[0]
-    recipe = recorded_recipe(settings, where, folder, overrides)
+    recipe = with_given(recorded_recipe(settings, where, folder, overrides), given, where)
     return recipe, network_of(recipe, world, read[0] if read else None)

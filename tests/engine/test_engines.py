@@ -81,6 +81,14 @@ def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(on_
             torch.testing.assert_close(moved[f"network.{key}"], expected, **exactness)
 
 
+@pytest.mark.parametrize("name", of(ENGINES))
+def test_rates_that_the_caller_has_set_are_left_alone(on_two_ranks, name):
+    at_given_rate, at_own_rates = (on_two_ranks(check, name)[0] for check in ("moved", "own rates"))
+    for key, expected in at_given_rate[None][0].items():
+        assert torch.equal(at_own_rates[key], expected), key
+    assert any(moved.any() for moved in at_own_rates.values())
+
+
 @pytest.mark.parametrize("case", of(TRAININGS))
 def test_steps_with_dropout_uneven_shares_and_clipping_are_those_of_the_full_batch(on_two_ranks, case):
     expected, norms = checks.full_batch(is_exact(case), clip_norm=0.05)

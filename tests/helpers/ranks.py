@@ -5,6 +5,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -29,10 +30,13 @@ def server() -> ForkServerContext:
     return context
 
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
+def on_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300, joins: bool = True
+) -> list[Any]:
     """Call function(world, *arguments) on `size` ranks and return their results in the order of ranks.
 
-    The function must be at the top level of a test module. An error on a rank is raised here.
+    The function must be at the top level of a test module. An error on a rank is raised here. Without `joins` the
+    ranks have torchrun's environment, but have not met, and `world` is that of a lone process.
     """
     skip_if_fast("ranks")
     with socket.socket() as probe:
@@ -42,7 +46,9 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: 
     pipes, processes = [], []
     for rank in range(size):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(theirs, dict(os.environ), rank, size, port, function, arguments))
+        process = context.Process(
+            target=_run, args=(theirs, dict(os.environ), rank, size, port, joins, function, arguments)
+        )
         process.start()
         pipes.append(mine)
         processes.append(process)
@@ -71,6 +77,7 @@ def _run(
     rank: int,
     size: int,
     port: int,
+    joins: bool,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -81,7 +88,7 @@ def _run(
     torch.set_num_threads(1)
     answer: Any
     try:
-        with joined_world(timeout_seconds=120) as world:
+        with joined_world(timeout_seconds=120) if joins else nullcontext(World()) as world:
             assert isinstance(world, World)
             answer = function(world, *arguments)
     except Exception:

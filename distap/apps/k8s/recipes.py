@@ -137,7 +137,10 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _check_path(key: str, text: str, request: Request) -> None:
     if text.startswith("pipe:") or ("://" in text and not text.startswith("file://")):
         return
-    path = PurePosixPath(text.removeprefix("file://").removeprefix("imagefolder:"))
+    if text.startswith("hf:") and not text.startswith("hf:/"):
+        return  # a name on a hub
+    plain = text.removeprefix("file://").removeprefix("imagefolder:").removeprefix("hf:")
+    path = PurePosixPath(plain.partition("#")[0])
     volumes = {"/data": request.data_claim, "/runs": request.run_claim}
     filled = [folder for folder, claim in volumes.items() if claim]
     if ".." in path.parts or not any(path.is_relative_to(folder) for folder in filled):

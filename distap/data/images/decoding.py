@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
@@ -28,6 +29,7 @@ MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 MAX_SCANS = 100  # of a progressive JPEG of the allowed size, more of smaller ones: each takes a tenth of a second
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 UNNAMED = "an image"
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 Shape = tuple[int, int]  # height and width, pixels
@@ -76,6 +78,41 @@ def reduction(box: Box, shape: Shape) -> int:
     height, width = shape
     across, down = box[2] - box[0], box[3] - box[1]
     return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
+
+
+def image_file(image: Any) -> bytes:
+    """The bytes of an image's file; pixels become a PNG, which loses nothing.
+
+    `image` is a PIL image, a path, the bytes of a file, or uint8 pixels: an array (height, width, 3), a tensor
+    (3, height, width). A DistapError says what else it is.
+    """
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | Path):
+        try:
+            return Path(image).read_bytes()
+        except OSError as error:
+            raise DistapError(f"{image}: cannot be read: {error.strerror or error}") from error
+    if isinstance(image, Tensor):
+        image = image.cpu().permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise DistapError(f"an image of {image.shape} {image.dtype}; expected three colours of uint8")
+        image = Image.fromarray(np.ascontiguousarray(image))
+    if not isinstance(image, Image.Image):
+        raise DistapError(
+            f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or a tensor"
+        )
+    file, has_pixels = getattr(image, "fp", None), not getattr(image, "tile", None)
+    if file is not None and not has_pixels and image.format in readable_formats():
+        place = file.tell()
+        file.seek(0)
+        data: bytes = file.read()
+        file.seek(place)
+        return data
+    upright, buffer = ImageOps.exif_transpose(image), io.BytesIO()
+    (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(buffer, "PNG", compress_level=0)
+    return buffer.getvalue()
 
 
 class EncodedImage:

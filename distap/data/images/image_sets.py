@@ -113,9 +113,10 @@ class ImageSet:
         files = self.reader
         if isinstance(files, Reader):
             index, rows = files.index, np.asarray(samples, dtype=np.int64)
-            if not files.source.is_folder_of_images:
+            if files.source.kind == "shards":
                 return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
-            files = ImageFolder(Path(files.source.base), tuple(index.key.tolist()), "", (), files.max_pixels)
+            if files.source.kind == "imagefolder":
+                files = ImageFolder(Path(files.source.base), tuple(index.key.tolist()), "", (), files.max_pixels)
         return np.array([files.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
 
 
@@ -142,7 +143,7 @@ def open_images(
 
 def _is_plain(source: Source) -> bool:
     folder = Path(source.base)
-    is_named = source.pattern is not None or source.kept_index is not None or source.is_folder_of_images
+    is_named = source.pattern is not None or source.kept_index is not None or source.kind != "shards"
     if source.scheme or is_named or not folder.is_dir():
         return False
     return not Path(source.index).exists() and next(folder.glob("*.tar"), None) is None

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
 from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.training import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
+from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.plan import Classes, Plan
 from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.left_out import warn_of
 from distap.stopwatch import Stopwatch
-from distap.storage.files import storage_of
+from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Traffic
@@ -33,7 +34,7 @@ class Reader:
         index: of the same data set.
         max_pixels: images with more pixels (width times height) are refused without decoding.
         remote: how a remote source is reached, and how often reading is tried.
-        cache: where shards are kept on this host's disk; none, or a folder of images, reads from the source.
+        cache: where shards are kept on this host's disk; none, or images that are not packed, reads from the source.
     """
 
     def __init__(
@@ -45,8 +46,11 @@ class Reader:
         cache: CacheSettings | None = None,
     ) -> None:
         self.source, self.index, self.max_pixels = parse_source(source), index, max_pixels
-        self.storage = storage_of(self.source.base, remote)
-        self.cache = ShardCache(cache, index, self.storage) if cache and not self.source.is_folder_of_images else None
+        rows = rows_behind(self.source)
+        self.storage: Storage | DatasetRows = storage_of(self.source.base, remote) if rows is None else rows
+        self.cache: ShardCache | None = None
+        if cache is not None and self.source.kind == "shards" and isinstance(self.storage, Storage):
+            self.cache = ShardCache(cache, index, self.storage)
 
     def encoded(self, sample: int) -> EncodedImage:
         """The image before it is decoded; raises DamagedImageError if its bytes have changed or are no image."""
@@ -75,8 +79,17 @@ class Reader:
 
     def where(self, sample: int) -> str:
         """Shard and name of a sample, for messages."""
+        if isinstance(self.storage, DatasetRows):
+            return self.storage.where(sample)
         shard, name = self.index.shard_name[self.index.shard[sample]], self.index.names[sample]
-        return name if self.source.is_folder_of_images else f"{shard}:{name}"
+        return name if self.source.kind == "imagefolder" else f"{shard}:{name}"
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Width and height as it will be decoded, from the file's header; (0, 0) if it does not tell."""
+        try:
+            return image_size(self.data(sample), self.max_pixels, upright=True)
+        except DamagedImageError:
+            return 0, 0
 
     def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
         size = int(self.index.size[sample])

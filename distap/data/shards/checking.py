@@ -58,6 +58,8 @@ def check(
     is decoded.
     """
     source = parse_source(source)
+    if source.kind in ("hf", "given"):
+        raise DistapError(f"{source}: there are no files of ours to check; `distap data pack` makes some of a folder")
     settings = remote or RemoteSettings()
     index = load_index(source, settings, compare=False)
     jobs = list(_jobs(index))

@@ -7,7 +7,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -16,7 +16,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from distap.data.shards.image_files import group_of_each_class, list_images, look_at_all, sort_classes
+from distap.data.map_style import rows_behind
+from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
 from distap.data.shards.left_out import Skipped, as_line, is_line
 from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
@@ -101,7 +102,10 @@ SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLAS
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
     """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
     source = parse_source(source)
-    if source.is_folder_of_images:
+    if (rows := rows_behind(source)) is not None:
+        names, digests = list(map(str, range(len(rows.keys)))), rows.digests()
+        return _index_of_files(source, names, list(rows.keys), list(rows.classes), 0, digests)
+    if source.kind == "imagefolder":
         return _index_of_images(source)
     storage, name = _place(source, remote)
     try:
@@ -125,7 +129,6 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
 
 
 def _index_of_images(source: Source) -> Index:
-    """An index that takes each image file for a shard; checksums and sizes in pixels are 0, which is unknown."""
     folder = Path(source.base)
     if not folder.is_dir():
         raise DistapError(f"{source}: no such folder")
@@ -133,29 +136,38 @@ def _index_of_images(source: Source) -> Index:
     entries, broken = look_at_all(listing.images, "", untracked)
     images = [entry.image for entry in entries]
     sizes = np.array([entry.size for entry in entries], dtype=np.int64)
-    classes = sort_classes(group_of_each_class(images))
-    numbers = {name: number for number, name in enumerate(classes)}
     names = [image.path.relative_to(folder).as_posix() for image in images]
-    for name in names:
-        if not is_line(name):
-            raise DistapError(f"{source}: {name!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
-    count, zeros = len(images), np.zeros(len(images), dtype=np.int32)
+    index = _index_of_files(source, names, names, [image.class_name for image in images], sizes)
+    left_out = tuple(Skipped(as_line(name), reason) for name, reason in (*listing.left_out, *broken))
+    return replace(index, left_out=left_out)
+
+
+def _index_of_files(
+    source: Source, names: list[str], keys: list[str], of_class: list[str], sizes: Any, digests: Any = ""
+) -> Index:
+    """An index that takes each image file for a shard; sizes, digests and checksums may be 0 or "", unknown."""
+    for key in keys:
+        if not is_line(key):
+            raise DistapError(f"{source}: {key!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
+    classes = sort_classes(group_of_each_class([ImageFile(Path(source.base), name) for name in set(of_class)]))
+    numbers = {name: number for number, name in enumerate(classes)}
+    count, zeros = len(names), np.zeros(len(names), dtype=np.int32)
+    size = np.broadcast_to(np.asarray(sizes, dtype=np.int64), count).copy()
     return Index(
         shard=np.arange(count, dtype=np.int32),
         offset=np.zeros(count, dtype=np.int64),
-        size=sizes,
+        size=size,
         crc32=np.zeros(count, dtype=np.uint32),
-        label=np.array([numbers[image.class_name] for image in images], dtype=np.int64),
+        label=np.array([numbers[name] for name in of_class], dtype=np.int64),
         width=zeros,
         height=zeros,
-        key=np.array(names),
-        path=np.array(names),
+        key=np.array(keys),
+        path=np.array(keys),
         shard_name=np.array(names),
-        shard_size=sizes,
-        shard_sha256=np.full(count, ""),
+        shard_size=size,
+        shard_sha256=np.broadcast_to(np.asarray(digests), count).copy(),
         class_name=np.array(classes),
         class_group=np.full(len(classes), ""),
-        left_out=tuple(Skipped(as_line(name), reason) for name, reason in (*listing.left_out, *broken)),
     )
 
 

@@ -33,6 +33,7 @@ def statistics(reader: Reader) -> Statistics:
     index = reader.index
     classes = Classes(index.label, index.class_group)
     width, height = (side[index.width > 0] for side in (index.width, index.height))
+    size = index.size[index.size > 0]
     shorter = np.minimum(width, height)
     megapixels = width.astype(np.int64) * height / 1e6
     aspect = width / height
@@ -55,7 +56,7 @@ def statistics(reader: Reader) -> Statistics:
         "shorter_side": _spread(shorter),
         "megapixels": _spread(megapixels),
         "aspect": _spread(aspect),  # width over height
-        "image_bytes": _spread(index.size),
+        "image_bytes": _spread(size),
         "formats": dict(formats.most_common()),  # of `looked_at` images, drawn at random
         "looked_at": len(looked_at),
         "largest": {str(index.class_name[label]): int(classes.sizes[label]) for label in largest},
@@ -69,7 +70,7 @@ def statistics(reader: Reader) -> Statistics:
         "shorter_side_histogram": decimal_histogram(shorter),
         "megapixels_histogram": decimal_histogram(megapixels),
         "aspect_histogram": _trimmed(np.histogram(aspect, ASPECTS)[0], ASPECT_NAMES),
-        "image_bytes_histogram": decimal_histogram(index.size),
+        "image_bytes_histogram": decimal_histogram(size),
         # K, classes with K images or more (smaller ones are filled up from others), and the greatest P of a batch.
         "p_by_k": [
             {"images": k, "classes": int((classes.sizes >= k).sum()), "most_classes": most_classes(classes, k)}

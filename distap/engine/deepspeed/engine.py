@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from distap.engine.base import Engine, ReplacedForward, make_contiguous
+from distap.engine.base import Engine, ReplacedForward, make_contiguous, set_rates
 from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.engine.deepspeed.state import PREFIX, load_zero_state, zero_state
 from distap.errors import DistapError
@@ -148,9 +148,8 @@ class DeepSpeedEngine(Engine):
         with self._sharing("all_gather of parameters in a backward pass"):
             self._engine.backward(loss)
 
-    def update(self, learning_rate: float) -> float:
-        for group in self._zero.param_groups:
-            group["lr"] = learning_rate * group.get("factor", 1.0)
+    def update(self, learning_rate: float | None) -> float:
+        set_rates(self._zero, learning_rate)
         self._engine.set_gradient_accumulation_boundary(True)
         with self.world.collective("update of the parameters"):
             self._engine.step()

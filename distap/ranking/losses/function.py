@@ -56,6 +56,11 @@ class FunctionLoss(DescriptorLoss):
 
     function: Callable[..., Tensor]
 
+    @property
+    def given(self) -> Callable[..., Tensor]:
+        """What stands behind this in the record of a run, which cannot name it."""
+        return self.function
+
     def __post_init__(self) -> None:
         if isinstance(self.function, nn.Module) and any(True for _ in self.function.parameters()):
             raise DistapError(

@@ -207,6 +207,7 @@ UNFIT = [
     (["model.weights={name: file, path: weights.pt}"], {}, "model.weights.path: weights.pt"),
     (["data.validation=shards/test"], {"validation": None}, "data.validation (--validation): shards/test"),
     (["data.validation=imagefolder:test"], {"validation": None}, "data.validation (--validation): imagefolder:test"),
+    (["data.validation=hf:/saved"], {"validation": None}, "data.validation (--validation): hf:/saved"),
     (["data.train=/data/train"], {"data": None, "validation": None}, "data.train (--data): /data/train"),
     (["data.train=/spool/shards"], {"data": None, "validation": None}, "data.train (--data): /spool/shards"),
     (
@@ -265,6 +266,8 @@ def test_a_cluster_without_ipv4_has_its_metrics_on_all_addresses_of_ipv6(tmp_pat
         (["step.compile=true", "model.batchnorm=frozen"], {}, "step.compile: .* no C\\+\\+ compiler"),
         ([], {"data": "https://shards.example/{000..009}.tar"}, None),
         (["data.validation=imagefolder:/data/test"], {"validation": None}, None),
+        (["data.validation=hf:/data/saved#test"], {"validation": None}, None),
+        (["data.validation=hf:somebody/photos#test"], {"validation": None}, None),
         (["data.remote.options={s3: {endpoint_url: 'https://store.example:443'}}"], {}, None),
     ],
 )

@@ -1,0 +1,278 @@
+"""Images in map-style data sets of torch, torchvision and Hugging Face, in the place of shards."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Subset
+
+from distap.data.images.decoding import DamagedImageError, image_file
+from distap.data.shards.parallel import Track, untracked
+from distap.errors import DistapError
+from distap.registry import place_of
+from distap.storage.locations import Source, parse_source
+from distap.storage.traffic import Meter, Traffic
+
+LOOKED_AT = 8  # images that are read twice, and that stand for all of them in the state of a run
+LABELS = ("targets", "labels")  # attributes in which data sets keep the labels of all items
+NEEDED = "expected items (image, label), or dicts with image and label"
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetRows:
+    """N images with labels, each a file of its own for a `Reader`; safe to copy into loader workers."""
+
+    name: str  # of the data set, for messages
+    images: Any  # by number: what `image_file` takes
+    numbers: Sequence[int]  # (N,) of the images
+    classes: Sequence[str]  # (N,) name of each image's class
+    keys: Sequence[str]  # (N,)
+    meter: Meter = field(default_factory=Meter)
+
+    def where(self, row: int) -> str:
+        return f"{self.name}[{self.numbers[row]}]"
+
+    def read(self, row: str, offset: int = 0, size: int = 0) -> bytes:
+        """The bytes of an image's file, which `Reader` asks for by the name of a shard, its row here.
+
+        Raises:
+            DamagedImageError: the data set cannot give the image.
+            DistapError: it gives something else.
+        """
+        where = self.where(int(row))
+        try:
+            image = self.images[self.numbers[int(row)]]
+        except DistapError:
+            raise
+        except Exception as error:  # whatever the data set's own code raises
+            raise DamagedImageError("decode_error", f"{where}: {error!r}") from error
+        dtype = str(getattr(image, "dtype", "uint8")).removeprefix("torch.")
+        if dtype != "uint8":
+            raise DistapError(
+                f"{where} is {dtype}; distap augments and normalises images itself: give the data set without its "
+                "transform, or with one that gives PIL images or uint8 pixels"
+            )
+        try:
+            data = image_file(image)
+        except DistapError as error:
+            raise DistapError(f"{where}: {error}") from error
+        self.meter.add(Traffic(read_bytes=len(data)))
+        return data
+
+    def digests(self) -> list[str]:
+        """(N,) SHA-256 of a few images, "" of the others.
+
+        Raises:
+            DistapError: one of them differs from one read to the next, or none can be read.
+        """
+        found, failure = [""] * len(self.keys), None
+        few = sorted({k * (len(found) - 1) // (LOOKED_AT - 1) for k in range(LOOKED_AT)})
+        for row in few:
+            try:
+                first, second = self.read(str(row)), self.read(str(row))
+            except DamagedImageError as error:
+                failure = error
+                continue
+            if first != second:
+                raise DistapError(
+                    f"{self.where(row)} is another image each time it is read; distap augments images itself: give "
+                    "the data set without its random transform"
+                )
+            found[row] = hashlib.sha256(first).hexdigest()
+        if failure is not None and not any(found):
+            raise DistapError(f"{self.name}: none of {len(few)} images could be read: {failure}") from failure
+        return found
+
+
+def source_of(data: Any, track: Track = untracked) -> Source:
+    """A data set in Python as a source of images, wherever a path or URL of shards is one.
+
+    Args:
+        data: a path or URL, which is parsed; a Hugging Face `datasets.Dataset` with one column of images and one of
+            labels; torchvision's ImageFolder, whose files are read as they are; or any map-style data set whose items
+            are (image, label) or dicts of `image` and `label`. An image is a PIL image, a path, the bytes of a file,
+            or uint8 pixels; a label a number of 0 or more, or a text. Labels are taken from the attribute `targets`
+            or `labels` if it agrees with some items; otherwise all items are read once.
+        track: shows the progress of that.
+    Raises:
+        DistapError: it is none of these.
+    """
+    if isinstance(data, str | Path | Source):
+        return parse_source(data)
+    base, chosen = data, None
+    while isinstance(base, Subset):
+        chosen = list(base.indices) if chosen is None else [base.indices[number] for number in chosen]
+        base = base.dataset
+    name = type(base).__name__
+    if not (hasattr(base, "__len__") and hasattr(base, "__getitem__")) or isinstance(base, dict):
+        raise DistapError(f"{name} is no map-style data set, which has a length and items by their number")
+    numbers: Sequence[int] = range(len(base)) if chosen is None else [int(number) for number in chosen]
+    return Source(f"given:{place_of(base)}", name, None, kind="given", rows=_rows_of(base, name, numbers, track))
+
+
+def rows_behind(source: Source) -> DatasetRows | None:
+    """The images of a source that is a data set of Python or of Hugging Face; None for any other."""
+    if source.kind == "hf":
+        return _of_hub(source.base)
+    if source.kind == "given" and source.rows is None:
+        raise DistapError(f"{source}: an object in Python was here; distap.train(..., data=...) takes it again")
+    rows: DatasetRows | None = source.rows
+    return rows
+
+
+def _rows_of(base: Any, name: str, numbers: Sequence[int], track: Track = untracked) -> DatasetRows:
+    if not len(numbers):
+        raise DistapError(f"{name}: the data set is empty")
+    if len(set(numbers)) < len(numbers):
+        raise DistapError(f"{name}: the subset has an image twice, which would be its own positive")
+    keys = [str(number) for number in numbers]
+    if hasattr(base, "features") and hasattr(base, "cast_column"):
+        column, classes = _of_columns(base, name, numbers)
+        return DatasetRows(name, column, numbers, classes, keys)
+    from torchvision.datasets import DatasetFolder
+    from torchvision.datasets.folder import default_loader
+
+    is_folder = isinstance(base, DatasetFolder) and base.loader is default_loader and base.transforms is None
+    if not is_folder:
+        return DatasetRows(name, _Images(base, name), numbers, _classes(base, name, numbers, track), keys)
+    paths, labels = zip(*base.samples, strict=True)
+    keys = [os.path.relpath(paths[number], base.root).replace(os.sep, "/") for number in numbers]
+    return DatasetRows(name, paths, numbers, _named([labels[number] for number in numbers], base.classes), keys)
+
+
+@dataclass(frozen=True)
+class _Images:
+    """The images of a data set's items."""
+
+    dataset: Any
+    name: str
+
+    def __getitem__(self, number: int) -> Any:
+        return self.item(number)[0]
+
+    def item(self, number: int) -> tuple[Any, Any]:
+        """An image and its label."""
+        item = self.dataset[number]
+        if isinstance(item, dict) and {"image", "label"} <= item.keys():
+            return item["image"], item["label"]
+        if isinstance(item, tuple | list) and len(item) > 1:
+            return item[0], item[1]
+        has = f", with {', '.join(map(str, item))}" if isinstance(item, dict) else ""
+        raise DistapError(f"{self.name}[{number}] is a {type(item).__name__}{has}; {NEEDED}")
+
+
+def _classes(base: Any, name: str, numbers: Sequence[int], track: Track) -> list[str]:
+    """The class name of each image: by an attribute if it agrees with the items, otherwise by reading them all."""
+    items, known = _Images(base, name), getattr(base, "classes", None)
+
+    def read(number: int) -> int | str:
+        try:
+            label = items.item(number)[1]
+        except DistapError:
+            raise
+        except Exception as error:  # whatever the data set's own code raises
+            raise DamagedImageError("decode_error", f"{name}[{number}] cannot be read: {error!r}") from error
+        return _label(label, name, number)
+
+    def agrees(number: int, label: int | str) -> bool:
+        try:
+            return read(number) == label
+        except DamagedImageError:  # of which reading for a batch tells
+            return True
+
+    for attribute in LABELS:
+        values: Any = getattr(base, attribute, None)
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, list | tuple) or len(values) != len(base):
+            continue
+        with suppress(DistapError):  # reading all then says what is wrong
+            labels = [_label(values[number], name, number) for number in numbers]
+            if all(agrees(numbers[row], labels[row]) for row in (0, len(labels) // 2, -1)):
+                return _named(labels, known)
+    told = f"reading the labels of {name}, whose items agree with no attribute `targets`"
+    try:
+        return _named([read(number) for number in track(numbers, told, len(numbers))], known)
+    except DamagedImageError as error:
+        raise DistapError(f"{error}; with an attribute `targets` of all labels it would be left out") from error
+
+
+def _label(value: Any, name: str, number: int) -> int | str:
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, str) or (isinstance(value, int) and value >= 0):
+        return value if isinstance(value, str) else int(value)
+    raise DistapError(f"{name}[{number}] has the label {value!r}; expected a number of 0 or more, or a text")
+
+
+def _named(labels: list[Any], known: Any) -> list[str]:
+    """Names of classes; `known` are those of numbers, if it has one for each and they differ."""
+    names = list(known) if isinstance(known, list | tuple) else []
+    fits = len({name for name in names if isinstance(name, str)}) == len(names)
+    fits = fits and all(isinstance(label, int) and label < len(names) for label in labels)
+    return [names[label] if fits else str(label) for label in labels]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The files in an image column of Hugging Face, as they are stored."""
+
+    column: Any  # a data set of one column that is not decoded
+
+    def __getitem__(self, number: int) -> bytes | str:
+        ((_, stored),) = self.column[number].items()
+        return stored["path"] if stored["bytes"] is None else stored["bytes"]
+
+
+def _of_columns(dataset: Any, name: str, numbers: Sequence[int]) -> tuple[_Encoded, list[str]]:
+    """The images and the class names of a Hugging Face data set, from the columns that fit."""
+    import datasets
+
+    if dataset.format["type"] == "custom":
+        raise DistapError(
+            f"{name} has a transform; distap augments images itself: give it without, as with_format(None) does"
+        )
+    features = dataset.features
+    pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
+    classes = [column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    plain = [column for column, kind in features.items() if getattr(kind, "dtype", "").startswith(("int", "string"))]
+    labels = [column for column in classes or plain if column in ("label", "labels")] or classes or plain
+    if len(pictures) != 1 or len(labels) != 1:
+        found = ", ".join(f"{column}: {kind}" for column, kind in features.items())
+        raise DistapError(
+            f"{name} has the columns {found}; expected one Image, and one ClassLabel, number or text, or of several "
+            "one that is called label (rename_column and remove_columns help)"
+        )
+    kind = features[labels[0]]
+    values = dataset.select_columns(labels).with_format("arrow")[:][labels[0]].to_pylist()
+    chosen = [_label(values[number], name, number) for number in numbers]
+    images = dataset.with_format(None).select_columns(pictures).cast_column(pictures[0], datasets.Image(decode=False))
+    return _Encoded(images), _named(chosen, getattr(kind, "names", None))
+
+
+@lru_cache(maxsize=8)
+def _of_hub(text: str) -> DatasetRows:
+    """The images of NAME or NAME#SPLIT: a folder that `save_to_disk` wrote, or what `datasets.load_dataset` knows."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise DistapError(f"hf:{text}: datasets is missing: pip install 'distap[hf]'") from error
+    name, _, split = text.partition("#")
+    is_saved = any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json"))
+    try:
+        loaded = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
+    except Exception as error:  # the library and what it reads raise their own
+        raise DistapError(
+            f"hf:{text}: neither a folder that save_to_disk wrote nor a data set that datasets can load: {error}"
+        ) from error
+    if isinstance(loaded, dict):
+        split = next(iter(loaded)) if len(loaded) == 1 and not split else split
+        if split not in loaded:
+            raise DistapError(f"hf:{text}: it has the splits {', '.join(loaded)}; expected hf:{name}#SPLIT")
+        loaded = loaded[split]
+    elif split:
+        raise DistapError(f"hf:{text}: it has no splits; expected hf:{name}")
+    return _rows_of(loaded, f"hf:{text}", range(len(loaded)))

@@ -1,0 +1,238 @@
+"""Images in data sets of torch, torchvision and Hugging Face, in the place of shards."""
+
+import numpy as np
+import pytest
+import torch
+from extractions import describer, extract
+from images import write_images
+from PIL import Image
+from small_trainings import losses, train
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torchvision.datasets import ImageFolder
+
+from distap.data.images.decoding import DamagedImageError
+from distap.data.images.image_sets import open_images
+from distap.data.loading.indexed import Reader
+from distap.data.map_style import source_of
+from distap.data.shards.checking import check
+from distap.data.shards.index import load_index
+from distap.data.shards.statistics import statistics
+from distap.errors import DistapError
+from distap.evaluation.sets import open_set
+from distap.retrieval.descriptor_files import read_descriptors
+from distap.world import World
+
+hf = pytest.importorskip("datasets")
+CLASSES = {"cup": 3, "pen": 4, "tin": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("map style") / "photos", CLASSES, 40)
+
+
+class Items:
+    """Items that are counted when they are read."""
+
+    def __init__(self, items):
+        self.items, self.reads = items, 0
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, number):
+        self.reads += 1
+        item = self.items[number]
+        return item() if callable(item) else item
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield images(1)[0], 0
+
+
+def opened(data):
+    source = source_of(data)
+    index = load_index(source)
+    return index, Reader(source, index)
+
+
+def pixels_of(reader, sample):
+    width, height = reader.encoded(sample).size
+    return reader.encoded(sample).crop((0, 0, width, height), (height, width))
+
+
+def images(count=6, side=8):
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, side, side), dtype=np.uint8))
+
+
+def test_a_folder_of_torchvision_gives_its_files_as_they_are(folder):
+    data = ImageFolder(folder)
+    index, reader = opened(data)
+    expected = load_index(f"imagefolder:{folder}")
+    for column in ("label", "key", "class_name"):
+        assert getattr(index, column).tolist() == getattr(expected, column).tolist()
+    assert reader.data(4) == (folder / expected.key[4]).read_bytes() and reader.where(4) == "ImageFolder[4]"
+    picked, chosen = opened(Subset(Subset(data, range(2, 12)), [9, 0, 1]))
+    assert picked.key.tolist() == expected.key[[11, 2, 3]].tolist() and picked.class_name.tolist() == [
+        "cup",
+        "pen",
+        "tin",
+    ]
+    assert chosen.data(0) == reader.data(11)
+    assert open_images(source_of(data)).sizes([0, 4]).tolist() == [[40, 40], [40, 40]]
+
+
+def test_a_transform_is_used_if_it_gives_pixels_and_refused_if_it_gives_floats(folder):
+    def turned(image):
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 1, 0)
+
+    index, reader = opened(ImageFolder(folder, transform=turned))
+    assert index.key[3] == "3"
+    assert torch.equal(pixels_of(reader, 3), turned(Image.open(folder / "pen" / "0.png")))
+    with pytest.raises(DistapError, match=r"ImageFolder\[0\] is float32; distap augments .* without its transform"):
+        opened(ImageFolder(folder, transform=lambda image: turned(image) / 255))
+
+
+@pytest.mark.parametrize("form", ["tensors", "dicts", "PIL images"])
+def test_any_items_with_an_image_and_a_label_will_do(form):
+    pixels, labels = images(), [2, 0, 2, 10, 10, 0]
+    if form == "tensors":
+        data = TensorDataset(pixels, torch.tensor(labels))
+    elif form == "dicts":
+        data = [
+            {"label": np.int64(label), "image": image.permute(1, 2, 0).numpy()}
+            for image, label in zip(pixels, labels, strict=True)
+        ]
+    else:
+        pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
+        data = list(zip(pictures, map(str, labels), strict=True))
+    index, reader = opened(data)
+    assert index.class_name.tolist() == ["0", "2", "10"] and index.label.tolist() == [1, 0, 1, 2, 2, 0]
+    assert all(torch.equal(pixels_of(reader, row), image) for row, image in enumerate(pixels))
+
+
+def test_labels_are_read_once_and_not_at_all_where_an_attribute_agrees_with_the_items():
+    items = [(image, row % 2) for row, image in enumerate(images(60))]
+    data, shown = Items(items), []
+
+    def track(rows, told, total):
+        shown.append((told, total))
+        return rows
+
+    source = source_of(data, track)
+    assert data.reads == 60 and shown == [
+        ("reading the labels of Items, whose items agree with no attribute `targets`", 60)
+    ]
+    data.targets = torch.arange(60) % 2
+    assert load_index(source_of(data)).label.tolist() == load_index(source).label.tolist()
+    assert data.reads < 60 + 50
+    data.targets, data.classes = [3] * 60, ["even", "odd"]
+    assert load_index(source_of(data)).class_name.tolist() == ["even", "odd"]
+
+
+def test_an_image_that_cannot_be_read_is_damaged_and_the_others_are_not():
+    items = [(image, 0) for image in images(20)]
+    data = Items(items)
+    data.targets = [0] * 20
+    items[10] = lambda: 1 // 0
+    _, reader = opened(data)
+    with pytest.raises(DamagedImageError, match=r"Items\[10\]: ZeroDivisionError"):
+        reader.encoded(10)
+    assert reader.encoded(9).size == (8, 8)
+    data.items = [lambda: 1 // 0] * 20
+    with pytest.raises(DistapError, match=r"Items: none of 8 images could be read: .*ZeroDivisionError"):
+        load_index(source_of(data))
+    del data.targets
+    with pytest.raises(DistapError, match=r"Items\[0\] cannot be read: ZeroDivisionError.*`targets`"):
+        source_of(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Endless(), "Endless is no map-style data set"),
+        ({}, "dict is no map-style data set"),
+        ([], "list: the data set is empty"),
+        ([images(1)[0]], r"list\[0\] is a Tensor; expected items \(image, label\)"),
+        ([{"image": 1, "class": 2}], r"list\[0\] is a dict, with image, class; expected items"),
+        ([(images(1)[0], -1)], r"list\[0\] has the label -1; expected a number of 0 or more"),
+        ([(3, 0)], r"list\[0\]: int is no image"),
+        ([(images(1)[0][:1], 0)], r"list\[0\]: an image of .* expected three colours"),
+        (Subset([(image, 0) for image in images(3)], [1, 1]), "has an image twice"),
+        (Items([(images(1)[0], " a")]), "cannot name a class"),
+        (Items(8 * [lambda: (torch.randint(256, (3, 8, 8), dtype=torch.uint8), 0)]), "another image each time"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(data, message):
+    with pytest.raises(DistapError, match=message):
+        load_index(source_of(data))
+
+
+def hugging_face(folder):
+    paths = [str(path) for name in CLASSES for path in sorted((folder / name).iterdir())]
+    labels = [number for number, name in enumerate(CLASSES) for _ in range(CLASSES[name])]
+    kinds = {"image": hf.Image(), "label": hf.ClassLabel(names=list(CLASSES)), "number": hf.Value("int64")}
+    return hf.Dataset.from_dict({"image": paths, "label": labels, "number": range(12)}, hf.Features(kinds))
+
+
+@pytest.fixture(scope="module")
+def saved(folder, tmp_path_factory):
+    """A folder that save_to_disk wrote, and one with two splits."""
+    place = tmp_path_factory.mktemp("hugging face")
+    whole = hugging_face(folder)
+    whole.save_to_disk(place / "whole")
+    hf.DatasetDict({"train": whole, "test": whole.select(range(3, 12))}).save_to_disk(place / "splits")
+    return place
+
+
+def test_a_data_set_of_hugging_face_is_read_as_it_is_stored(folder, saved):
+    expected = load_index(f"imagefolder:{folder}")
+    source = f"hf:{saved / 'whole'}"
+    index = load_index(source)
+    assert index.label.tolist() == expected.label.tolist() and index.class_name.tolist() == list(CLASSES)
+    reader = Reader(source, index)
+    assert reader.data(11) == (folder / expected.key[11]).read_bytes()
+    assert reader.where(11) == f"{source}[11]"
+    test = load_index(f"hf:{saved / 'splits'}#test")
+    assert test.class_name.tolist() == ["pen", "tin"] and len(test) == 9
+    assert opened(hugging_face(folder).select([11, 0]).with_format("torch"))[0].class_name.tolist() == ["cup", "tin"]
+    assert load_index(source).fingerprint == index.fingerprint != test.fingerprint
+    assert len(open_set(source).images) == 12 and statistics(reader)["formats"] == {"PNG": 12}
+    assert not statistics(reader)["image_bytes"]
+
+
+def test_training_on_it_is_that_on_the_files(folder, saved, tmp_path):
+    sources = {"files": f"imagefolder:{folder}", "rows": f"hf:{saved / 'whole'}"}
+    for name, source in sources.items():
+        settings = {"data__validation": source, "data__unseen_classes": False, "evaluation": {"every": 2}}
+        sampling = {"name": "random", "batch_size": 10}
+        train(World(), tmp_path / name, [source], steps=2, sampling=sampling, data__workers=1, **settings)
+    assert losses(tmp_path / "rows") == losses(tmp_path / "files")
+
+
+def test_extraction_gives_the_descriptors_of_the_files_by_row(folder, saved, tmp_path):
+    maker = describer()
+    for name, source in (("files", f"imagefolder:{folder}"), ("rows", f"hf:{saved / 'whole'}")):
+        extract(source, tmp_path / name, maker=maker)
+    files, rows = (read_descriptors(tmp_path / name) for name in ("files", "rows"))
+    assert rows.keys.tolist() == [str(row) for row in range(12)]
+    assert np.array_equal(files.descriptors, rows.descriptors)
+
+
+def test_what_cannot_be_read_from_hugging_face_is_refused(folder, saved, tmp_path):
+    with pytest.raises(DistapError, match=r"the splits train, test; expected hf:.*#SPLIT"):
+        load_index(f"hf:{saved / 'splits'}")
+    with pytest.raises(DistapError, match="has no splits"):
+        load_index(f"hf:{saved / 'whole'}#train")
+    with pytest.raises(DistapError, match="neither a folder that save_to_disk wrote nor"):
+        load_index(f"hf:{tmp_path / 'none'}")
+    with pytest.raises(DistapError, match=r"columns a: Value.*int64.*, b: Value.*string.*; expected one Image"):
+        load_index(source_of(hf.Dataset.from_dict({"a": [1], "b": ["x"]})))
+    with pytest.raises(DistapError, match="has a transform"):
+        load_index(source_of(hugging_face(folder).with_transform(lambda rows: rows)))
+    with pytest.raises(DistapError, match="no files of ours to check"):
+        check(f"hf:{saved / 'whole'}")
+    with pytest.raises(DistapError, match="an object in Python was here"):
+        load_index("given:a:B")
