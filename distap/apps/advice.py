@@ -22,10 +22,11 @@ LOOKED_AT = 200  # images whose size is looked at if the index does not say it
 FEW_CLASSES = 100  # with fewer, a batch of every class has many images of each
 SMALL_BATCH = 60  # of few classes
 IMAGES_A_CLASS = 4  # K of a batch of many classes
-LARGEST_BATCH = {"cpu": 512, "cuda": 4096}
-BATCHES_AN_EPOCH = 8  # at least, of many classes: more updates gain more than larger batches
+LARGEST_BATCH = {"cpu": 96, "cuda": 1024}  # in an hour on a CPU, more updates gain more than larger batches
+BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
-LOSS = "ap_q"
+RATES = {"random": 1e-3}  # of Adam, by weights; pretrained ones take PRETRAINED_RATE
+PRETRAINED_RATE = 3e-4
 EVALUATIONS = 10
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
@@ -70,23 +71,25 @@ def look(place: str) -> tuple[Look, Classes]:
     return Look(train, validation, *counts, _side(train, index), torch.cuda.device_count()), classes
 
 
-def recipe_for(seen: Look, classes: Classes, run: str, backbone: str | None, size: int | None) -> str:
+def recipe_for(seen: Look, classes: Classes, run: str, backbone: str | None, weights: str, size: int | None) -> str:
     """The text of a recipe, with its reasons as comments."""
-    return "\n".join(_lines(seen, classes, run, backbone or BACKBONE[seen.device], size)) + "\n"
+    return "\n".join(_lines(seen, classes, run, backbone or BACKBONE[seen.device], weights, size)) + "\n"
 
 
-def _lines(seen: Look, data: Classes, run: str, backbone: str, size: int | None) -> Iterator[str]:
+def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, size: int | None) -> Iterator[str]:
     if seen.classes < FEW_CLASSES:
         images = max(2, min(SMALL_BATCH // min(seen.classes, SMALL_BATCH // 2), seen.images_a_class))
         classes = min(SMALL_BATCH // images, seen.classes)
         while images > 2 and most_classes(data, images) < classes:  # some classes are small
             images -= 1
+        loss = "multi_similarity"
         why = "A small batch has all of the few classes; a large one would have only more images of them, for fewer "
         why += "updates. distap's large batches pay with hundreds of classes and more."
     else:
         images = min(IMAGES_A_CLASS, seen.images_a_class)
         wanted = min(seen.images // BATCHES_AN_EPOCH, LARGEST_BATCH[seen.device])
         classes = min(wanted // images, most_classes(data, images))
+        loss = "smooth_ap"
         why = "With many classes, a large batch ranks an image against many others; it leaves "
         why += f"{BATCHES_AN_EPOCH} updates an epoch at least."
     batch = classes * images
@@ -116,10 +119,11 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, size: int | None)
     yield ""
     yield "model:"
     yield f"  backbone: {backbone}"
-    yield "  weights: timm  # pretrained, downloaded once; {name: run, path: RUN} goes on from another training"
+    told = "pretrained, downloaded once" if weights == "timm" else "as asked for"
+    yield f"  weights: {weights}  # {told}; {{name: run, path: RUN}} goes on from another training"
     yield ""
-    yield f"loss: {LOSS}"
-    yield "optimizer: {name: adam, learning_rate: 3.0e-4}"
+    yield f"loss: {loss}"
+    yield f"optimizer: {{name: adam, learning_rate: {RATES.get(weights, PRETRAINED_RATE)}}}"
     yield "schedule: {name: linear, warmup: 20}"
     yield "replay: {size: auto, keep: auto}  # the fastest micro-batch, and all graphs for which there is memory"
     yield ""

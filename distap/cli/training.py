@@ -29,6 +29,7 @@ def init_command(
     output: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
     run: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="runs/, then the name")] = None,
     backbone: Annotated[str | None, typer.Option(help="Name of timm.", show_default="by the machine")] = None,
+    weights: Annotated[str, typer.Option(help="Where training begins: timm, random, or as in a recipe.")] = "timm",
     image_size: Annotated[int | None, typer.Option(min=1, show_default="by images and machine")] = None,
 ) -> None:
     """Look at your images and write a recipe to begin with, which says why it is as it is.
@@ -44,7 +45,7 @@ def init_command(
         raise DistapError(f"{output}: there is such a file already; give another --output")
     seen, classes = look(images)
     folder = run or str(Path("runs") / output.stem)
-    write_whole(output, recipe_for(seen, classes, folder, backbone, image_size))
+    write_whole(output, recipe_for(seen, classes, folder, backbone, weights, image_size))
     load_recipe(output)
     console.print(output.read_text(), markup=False, end="")
     if seen.alone:
