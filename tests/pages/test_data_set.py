@@ -70,6 +70,6 @@ def test_a_check_says_by_its_status_whether_all_is_sound(tmp_path, monkeypatch, 
     damaged = request.getfixturevalue("damaged")
     assert distap(monkeypatch, "data", "check", damaged, "--workers", 1, "--output", listing) == 1
     printed = capsys.readouterr().err
-    assert "000000.tar:00000000-0: crc_mismatch" in printed
+    assert "000000.tar:a/0.png: crc_mismatch" in printed
     assert "2 things damaged: shard_sha256 1, crc_mismatch 1" in printed
     assert len(listing.read_text().splitlines()) == 3
