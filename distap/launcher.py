@@ -15,13 +15,14 @@ import shutil
 import signal
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from distap.errors import DistapError
-from distap.processes.exit_statuses import FOLDER, LAUNCHER
+from distap.processes.exit_statuses import FOLDER, JOB, LAUNCHER
 from distap.processes.startup import STARTED, process_started
 from distap.processes.stopping import MARGIN_SECONDS, TRACE_SIGNAL, end_when_asked, go_deaf
 
@@ -65,18 +66,27 @@ def launch(
         grace = f"their grace time of {grace_seconds:g} s (stop.grace_seconds)"
         given = f"--shutdown-timeout {settings.shutdown_timeout}"
         raise DistapError(f"{given}: ranks would be killed in {grace}; give at least {needed}")
-    with _outcomes() as outcomes:
+    with _outcomes(job_of(settings)) as outcomes:
         return run_ranks(settings, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS))
 
 
+def job_of(settings: Namespace) -> dict[str, str]:
+    """The environment variable that names a job of several hosts, whose rank 0 may move: its id and meeting point.
+
+    The id alone is often left at its default.
+    """
+    is_alone = settings.nnodes.rpartition(":")[2] == "1" or not settings.rdzv_endpoint
+    return {} if is_alone else {JOB: f"{settings.rdzv_id} at {settings.rdzv_endpoint}"}
+
+
 @contextmanager
-def _outcomes() -> Iterator[Path]:
-    """Make a folder for the ranks' exit statuses, and name it in their environment.
+def _outcomes(job: dict[str, str]) -> Iterator[Path]:
+    """Make a folder for the ranks' exit statuses, and name it in their environment, beside their `job`.
 
     Until torch handles signals, a signal ends this process: there is nothing to lose yet.
     """
     folder = Path(tempfile.mkdtemp(prefix="distap-outcomes-"))
-    ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), STARTED: str(process_started())}
+    ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), STARTED: str(process_started()), **job}
     os.environ |= ours
     end_when_asked(partial(shutil.rmtree, folder, ignore_errors=True))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it

@@ -1,5 +1,6 @@
 """Look at one's own images, and write the recipe to begin with."""
 
+import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Look:
 
     train: str  # data set, as a recipe names it
     validation: str | None
+    shared: int  # classes of both
     images: int
     classes: int  # with two images or more
     alone: int  # classes with one image
@@ -67,7 +69,9 @@ def look(place: str) -> tuple[Look, Classes]:
             "such classes at least: an image learns from others of its class and of other classes"
         )
     a_class = int(np.median(classes.sizes[pairs]))
-    counts = len(index), len(pairs), classes.count - len(pairs), a_class
+    held_out = [] if validation is None else load_index(validation).class_name.tolist()
+    shared = len(set(index.class_name.tolist()).intersection(held_out))
+    counts = shared, len(index), len(pairs), classes.count - len(pairs), a_class
     return Look(train, validation, *counts, _side(train, index), torch.cuda.device_count()), classes
 
 
@@ -101,13 +105,15 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
         f"Written by `distap init` for {seen.images:,} images. {seen.classes:,} classes have two images or more, "
         f"{seen.images_a_class} in the median. The images' shorter side is {seen.side} px in the median."
     )
-    yield f"run: {run}"
+    yield f"run: {_quoted(run)}"
     yield f"steps: {steps}  # {steps * batch / seen.images:.1f} epochs of {seen.images / batch:.1f} steps"
     yield ""
     yield "data:"
-    yield f'  train: "{seen.train}"'
+    yield f"  train: {_quoted(seen.train)}"
     if seen.validation is not None:
-        yield f'  validation: "{seen.validation}"'
+        yield f"  validation: {_quoted(seen.validation)}"
+        if seen.shared:
+            yield f"  unseen_classes: false  # {seen.shared:,} of its classes are trained on; unseen ones tell more"
     else:
         yield "  # No classes are held out, so no figures show what training gains. `distap data pack --split 0.5`"
         yield "  # packs half of them apart. validation: shards/test"
@@ -118,7 +124,7 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
     yield f"sampling: {{name: p_by_k, classes: {classes}, images: {images}}}  # {batch} images a batch"
     yield ""
     yield "model:"
-    yield f"  backbone: {backbone}"
+    yield f"  backbone: {_quoted(backbone)}"
     told = "pretrained, downloaded once" if weights == "timm" else "as asked for"
     yield f"  weights: {weights}  # {told}; {{name: run, path: RUN}} goes on from another training"
     yield ""
@@ -136,16 +142,26 @@ def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ")
 
 
+def _quoted(text: str) -> str:
+    """A text of YAML, which reads a number or a colon in a name otherwise."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _sets_in(place: str) -> tuple[str, str | None]:
     """The training and the validation set of a place."""
     folder = Path(place)
     if not folder.is_dir():
         return place, None
-    train = next((folder / name for name in TRAIN if (folder / name).is_dir()), None)
+    train = next((folder / name for name in TRAIN if _holds_classes(folder / name)), None)
     if train is None:
         return _named(folder), None
-    test = next((folder / name for name in TEST if (folder / name).is_dir()), None)
+    test = next((folder / name for name in TEST if _holds_classes(folder / name)), None)
     return _named(train), None if test is None else _named(test)
+
+
+def _holds_classes(folder: Path) -> bool:
+    """Tell a set from a class, since `train` may be one, of pictures of trains."""
+    return folder.is_dir() and any(each.is_dir() or each.suffix == ".tar" for each in folder.iterdir())
 
 
 def _named(folder: Path) -> str:

@@ -40,7 +40,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
         texts = [f"rank {rank}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]
         error = _KINDS[min(kind for kind, _ in failures.values())]("; ".join(texts))
         if isinstance(error, DistapError):
-            error.is_on_all_ranks = True
+            error.is_on_all_ranks = world.size > 1
         raise error from problem
     return [result for result, _ in answers]
 

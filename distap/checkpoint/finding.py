@@ -63,7 +63,7 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
         named = [path] if path.is_dir() else []
         candidates = named if is_named else [best_checkpoint(folder)[1]] if best else list_checkpoints(folder)
     if not any(candidates):
-        lacking = " has been evaluated; evaluation.every does that" if best else "; expected a run or its checkpoint"
+        lacking = " has been evaluated; data.validation asks for it" if best else "; expected a run or its checkpoint"
         raise DistapError(f"{url}: no checkpoint there{lacking}")
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
 

@@ -3,7 +3,7 @@
 RUN/lease.json      who trains here and when it said so last, also in checkpoint.store
 
 Rank 0 takes the lease and renews it. A second training is refused, unless the first is gone: its process on this host
-has ended, it was an earlier start of the same torchrun job, or it has not renewed the lease for some time.
+has ended, it was an earlier start of the same job of several hosts, or it has not renewed the lease for some time.
 """
 
 import json
@@ -20,6 +20,7 @@ from threading import Event, Thread
 from typing import Any
 
 from distap.errors import DistapError
+from distap.processes.exit_statuses import JOB
 from distap.storage.files import Storage
 from distap.storage.remotes import MissingFileError
 
@@ -27,7 +28,7 @@ FILE = "lease.json"
 RENEW_SECONDS = 20.0
 STALE_RENEWALS = 3  # that a training has missed if it is gone
 FIELDS = {"host", "pid", "processes", "born", "job", "training", "started", "renewed"}
-NO_JOB = "none"  # torchrun's --rdzv-id unless one is given
+LONG_AGO_SECONDS = 3600.0  # by which the clocks of two hosts do not differ
 _of_this_process: set[str] = set()  # trainings that run in it, for one that could not remove its lease
 logger = logging.getLogger("distap")
 
@@ -41,18 +42,24 @@ class Lease:
 
     def __init__(self, places: Mapping[str, Storage]) -> None:
         self._places, self._problem = places, ""
-        job = os.environ.get("TORCHELASTIC_RUN_ID", NO_JOB)
         self._own: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "processes": _process_table(),
             "born": _born(os.getpid()),
-            "job": None if job == NO_JOB else job,
+            "job": os.environ.get(JOB),
             "training": uuid.uuid4().hex,
             "started": time.time(),
         }
         self._ended = Event()
         self._renewing = Thread(target=self._renew, name="distap-lease", daemon=True)
+
+    def require_free(self) -> None:
+        """Raise a DistapError if a training on this host has the lease, before this one uses its GPU and memory."""
+        for key, place in self._places.items():
+            other = _read(place) or {}
+            if self._is_of_this_host(other) and not self._gone(other, 0.0):
+                raise _refusal(key, place, other)
 
     def take(self) -> None:
         """Take the lease, if need be after waiting to see whether another training renews it.
@@ -75,9 +82,11 @@ class Lease:
             raise DistapError(self._problem)
 
     def release(self) -> None:
-        """Remove the lease and stop renewing it."""
+        """Remove the lease and stop renewing it, if it was taken."""
         _of_this_process.discard(self._own["training"])
         self._ended.set()
+        if self._renewing.ident is None:
+            return
         self._renewing.join(RENEW_SECONDS)
         self._give_back()
 
@@ -97,10 +106,7 @@ class Lease:
                 logger.warning("%s: taking over the lease of %s: %s", place.base, _named(other), gone)
                 place.remove(FILE)
             elif other != seen or self._is_of_this_host(other):
-                raise DistapError(
-                    f"{key}: {place.base}: another training runs here: {_named(other)}. Stop it or wait for its end, "
-                    f"or choose another {key}; if you know that it is gone, remove {place.where(FILE)}"
-                )
+                raise _refusal(key, place, other)
             else:
                 if is_new:
                     logger.info("%s: waiting to see whether %s still runs", place.base, _named(other))
@@ -115,8 +121,11 @@ class Lease:
             return "" if runs and _born(other["pid"]) == other["born"] else "its process has ended"
         if other["job"] is not None and other["job"] == self._own["job"]:
             return "it was an earlier start of this job"
-        unrenewed = max(time.time() - other["renewed"], watched_seconds)
-        return f"not renewed for {unrenewed:.0f} s" if unrenewed > STALE_RENEWALS * RENEW_SECONDS else ""
+        unrenewed, limit = time.time() - other["renewed"], STALE_RENEWALS * RENEW_SECONDS
+        # The other host's clock may be slow, so a lease that looks old is watched for more than a renewal.
+        is_old = unrenewed > limit and watched_seconds > 1.5 * RENEW_SECONDS
+        is_gone = is_old or watched_seconds > limit or unrenewed > LONG_AGO_SECONDS
+        return f"not renewed for {max(unrenewed, watched_seconds):.0f} s" if is_gone else ""
 
     def _is_of_this_host(self, other: dict[str, Any]) -> bool:
         return bool(other) and other["processes"] != "" and other["processes"] == self._own["processes"]
@@ -153,6 +162,13 @@ def _read(place: Storage) -> dict[str, Any] | None:
     except ValueError:
         return {}
     return lease if isinstance(lease, dict) and lease.keys() >= FIELDS else {}
+
+
+def _refusal(key: str, place: Storage, other: dict[str, Any]) -> DistapError:
+    return DistapError(
+        f"{key}: {place.base}: another training runs here: {_named(other)}. Stop it or wait for its end, "
+        f"or choose another {key}; if you know that it is gone, remove {place.where(FILE)}"
+    )
 
 
 def _named(lease: dict[str, Any]) -> str:

@@ -130,9 +130,9 @@ def pack_command(
     layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
     layout["max_shard_bytes"] = None if max_shard_mb is None else int(max_shard_mb * 1e6)
     listing = list_images(source, nested)
-    parts, whole = {output: listing}, output.with_name(f".{output.name}.split")
+    require_free(output)
+    parts, whole = {output: listing}, output.parent / f".{output.name}.split"
     if split is not None:
-        require_free(output)
         parts = dict(zip((whole / "train", whole / "validation"), listing.halves(split, seed), strict=True))
         for finished in parts:  # by an earlier call, perhaps of other images
             shutil.rmtree(finished, ignore_errors=True)

@@ -36,8 +36,10 @@ def init_command(
 
     It trains with `distap train recipe.yaml`; change in it what you know better.
     """
+    import yaml
+
     from distap.apps.advice import look, recipe_for
-    from distap.config.reading import load_recipe
+    from distap.config.reading import recipe_from
     from distap.storage.atomic import write_whole
     from distap.telemetry.terminal import console
 
@@ -45,9 +47,13 @@ def init_command(
         raise DistapError(f"{output}: there is such a file already; give another --output")
     seen, classes = look(images)
     folder = run or str(Path("runs") / output.stem)
-    write_whole(output, recipe_for(seen, classes, folder, backbone, weights, image_size))
-    load_recipe(output)
-    console.print(output.read_text(), markup=False, end="")
+    text = recipe_for(seen, classes, folder, backbone, weights, image_size)
+    try:
+        recipe_from(yaml.safe_load(text), f"{output} (not written)")
+    except yaml.YAMLError as error:
+        raise DistapError(f"--weights {weights}: not valid YAML: {error}") from error
+    write_whole(output, text)
+    console.print(text, markup=False, end="")
     if seen.alone:
         console.print(f"{seen.alone:,} classes have one image, which is never learned from", style="yellow")
     console.print(f"{output}: written. Next: distap train {output} --check, and without --check", markup=False)
@@ -111,7 +117,8 @@ def check_training(config: Path, overrides: list[str]) -> None:
     recipe = load_recipe(config, overrides)
     with joined_world(recipe.timeout_seconds) as world:
         trainer = Trainer(recipe, world)
-        trainer.report.begins(0, trainer.images, trainer.network, list(trainer.evaluations))
+        begin = None if trainer.is_begun else 0
+        trainer.report.begins(begin, trainer.images, trainer.network, list(trainer.evaluations))
     console.print(f"{config}: nothing is wrong", markup=False)
 
 

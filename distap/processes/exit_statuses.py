@@ -13,8 +13,8 @@ from pathlib import Path
 
 from distap.errors import FAILED, MISTAKE, RESTART
 
-# Environment variables of a launcher: the folder of exit statuses, and its process id.
-FOLDER, LAUNCHER = "DISTAP_OUTCOMES", "DISTAP_LAUNCHER"
+# Environment variables of a launcher: the folder of exit statuses, its process id, and its job of several hosts.
+FOLDER, LAUNCHER, JOB = "DISTAP_OUTCOMES", "DISTAP_LAUNCHER", "DISTAP_JOB"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 

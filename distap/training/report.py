@@ -58,11 +58,16 @@ class RunReport:
         if recipe.loggers.chosen:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
             on_all(world, partial(prepare_loggers, recipe.loggers.chosen), world.rank == 0)
 
-    def begins(self, step: int, images: TrainingImages, network: RetrievalNetwork, evaluated: list[str]) -> None:
-        """Tell what is about to be trained, from `step` on, and on what."""
+    def begins(
+        self, step: int | None, images: TrainingImages, network: RetrievalNetwork, evaluated: list[str]
+    ) -> None:
+        """Tell what is about to be trained, from `step` on, and on what; None is its newest checkpoint's."""
         recipe, index, every = self.recipe, images.index, self.recipe.evaluation.every
         held = "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
-        when = "before the first step and after the last" + (f", and every {every} steps" if every else "")
+        when = ("before the first step and " if recipe.evaluation.at_start and step == 0 else "") + "after the last"
+        when += f", and every {every} steps" if every else ""
+        unset = "data.validation is not set" if recipe.data.validation is None else "evaluation.every is 0"
+        begin = "from its newest checkpoint" if step is None else f"from step {step}" if step else "from the start"
         parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         batch = f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
         if index is not None:
@@ -71,14 +76,11 @@ class RunReport:
         device = self.world.device
         for what, told in (
             ("data", f"{recipe.data.train}{held}"),
-            (
-                "evaluation",
-                f"{', '.join(evaluated)}, {when}" if evaluated else "none, since data.validation is not set",
-            ),
+            ("evaluation", f"{', '.join(evaluated)}, {when}" if evaluated else f"none, since {unset}"),
             ("network", f"{recipe.model.architecture}, {parameters:,} parameters, {network.dimensions} dimensions"),
             ("device", f"{device.type}, {self.world.size} ranks" if self.world.size > 1 else str(device)),
             ("batch", batch),
-            ("run", f"{recipe.run}, {f'from step {step}' if step else 'from the start'}"),
+            ("run", f"{recipe.run}, {begin}"),
         ):
             logger.info("%-10s  %s", what, told)
         if device.type == "cpu" and (DRIVER.exists() or shutil.which("nvidia-smi")):

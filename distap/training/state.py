@@ -36,10 +36,14 @@ logger = logging.getLogger("distap")
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:
-    """Tell whether the run has a checkpoint to go on from; a DistapError if a rank cannot use the recipe's store."""
+    """Tell whether the run has a checkpoint to go on from.
+
+    Raises a DistapError if a rank cannot use the recipe's store, or another training on rank 0's host uses the run.
+    """
     stored = _stored_run(recipe)
     if stored is not None:
         probe(stored, world)
+    on_all(world, _lease_of(recipe, stored).require_free, mine=world.rank == 0)
     return has_checkpoints(recipe.run / FOLDER, world, stored)
 
 
@@ -49,6 +53,12 @@ def _stored_run(recipe: Recipe) -> StoredRun | None:
         return None
     store = storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
     return StoredRun(store, BESIDE, NOT_FINITE_LOG)
+
+
+def _lease_of(recipe: Recipe, stored: StoredRun | None) -> Lease:
+    return Lease(
+        {"run": storage_of(str(recipe.run))} | ({} if stored is None else {"checkpoint.store": stored.store})
+    )
 
 
 class RunState:
@@ -68,8 +78,7 @@ class RunState:
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section = recipe.checkpoint
         self._stored = _stored_run(recipe)
-        stored = {} if self._stored is None else {"checkpoint.store": self._stored.store}
-        self.lease = Lease({"run": storage_of(str(recipe.run)), **stored})
+        self.lease = _lease_of(recipe, self._stored)
         self._writer = CheckpointWriter(
             self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds, self._stored
         )
@@ -78,8 +87,8 @@ class RunState:
     def leased(self) -> Iterator[None]:
         """Keep other trainings out of the run's folder and store; raise a DistapError if one is there."""
         is_first = self.world.rank == 0
-        on_all(self.world, self.lease.take, mine=is_first)
         try:
+            on_all(self.world, self.lease.take, mine=is_first)
             yield
         finally:
             if is_first:

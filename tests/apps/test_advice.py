@@ -47,6 +47,26 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, capfd):
     assert "1 classes have one image" in told and "distap data pack --split" in told
 
 
+def test_a_test_set_of_the_same_classes_is_evaluated_and_said_to_be(tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    for name in ("train", "test"):
+        write_images(tmp_path / "photos" / name, {"cat": 5, "dog": 5})
+    assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe) == 0
+    assert "unseen_classes: false  # 2 of its classes are trained on" in recipe.read_text()
+    assert distap(monkeypatch, "train", recipe, "--check", *QUICK) == 0
+
+
+def test_names_that_mean_something_else_are_taken_as_they_are(tmp_path, monkeypatch, capfd):
+    """A class may be called `train`, a run as a number, a folder have quotes in its name."""
+    photos, recipe = write_images(tmp_path / 'my "photos"', {"train": 5, "plane": 5}), tmp_path / "recipe.yaml"
+    assert distap(monkeypatch, "init", photos, "--output", recipe, "--backbone", "nowhere:Net") == 2
+    assert not recipe.exists()
+    assert distap(monkeypatch, "init", photos, "--output", recipe, "--run", "2026") == 0
+    loaded = load_recipe(recipe)
+    assert (str(loaded.run), loaded.data.train) == ("2026", f"imagefolder:{photos}")
+    assert "# Written by `distap init` for 10 images" in capfd.readouterr().err
+
+
 def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatch, capfd):
     photos = write_images(tmp_path / "photos", {"cat": 5, "dog": 5})
     assert distap(monkeypatch, "train", photos) == 2

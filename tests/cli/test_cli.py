@@ -27,8 +27,11 @@ def config(tmp_path, training_shards):
 def test_a_check_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):
     assert distap(monkeypatch, "train", config, "--check") == 0
     printed = capfd.readouterr().err
-    assert "device      cpu" in printed and "nothing is wrong" in printed
+    assert "device      cpu" in printed and "nothing is wrong" in printed and "/run, from the start" in printed
     assert not (tmp_path / "run").exists()
+    assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
+    assert distap(monkeypatch, "train", config, "--check") == 0
+    assert "/run, from its newest checkpoint" in capfd.readouterr().err
 
 
 @pytest.mark.slow

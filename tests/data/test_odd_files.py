@@ -14,11 +14,10 @@ from PIL import Image
 
 from benchmarks.photos import photo
 from distap.data.images.formats import missing_reader
-from distap.data.images.image_sets import open_images
+from distap.data.images.image_sets import list_folder, open_images
 from distap.data.shards.image_files import list_images
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.left_out import walk_images
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 
@@ -157,6 +156,8 @@ def test_a_folder_that_is_not_packed_tells_what_it_leaves_out(drawer, monkeypatc
     named = {str(Path(name).relative_to(folder)) for name, _ in index.left_out} - {"empty"}
     assert named | set(index.path.tolist()) == files_below(folder)
     assert len(named) + len(index) == len(fates) - 2
+    plain = list_folder(folder)
+    assert {*plain.names, *(name for name, _ in plain.left_out)} == files_below(folder)
     indexed_images(f"imagefolder:{folder}")
     assert "left out: 2 hidden files" in caplog.text
     monkeypatch.setenv("COLUMNS", "400")
@@ -168,17 +169,26 @@ def test_a_folder_that_cannot_be_read_is_told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("open")
     save(folder / "x.png", 0)
     (folder / "locked").mkdir(mode=0o000)
+    (folder / "listed").mkdir()
+    for name in ("a", "b.png"):
+        save(folder / "listed" / name, 1, "PNG")
+    (folder / "listed").chmod(0o444)
     for parent in (folder, *folder.parents[:2]):
         parent.chmod(0o755)
     user = os.geteuid()
     try:
         if user == 0:
             os.seteuid(NOBODY)
-        found = list(walk_images(folder))
+        found = dict(list_folder(folder).left_out)
+        with pytest.raises(DistapError, match="locked: the folder cannot be read: Permission denied"):
+            list_images(folder / "locked")
     finally:
         os.seteuid(user)
-    assert found[0] == folder / "x.png"
-    assert found[1:] == [(str(folder / "locked"), "folders that cannot be read: Permission denied")]
+    assert found == {
+        "locked": "folders that cannot be read: Permission denied",
+        "listed/a": "files that cannot be read: Permission denied",
+        "listed/b.png": "files that cannot be read: Permission denied",
+    }
 
 
 def test_names_are_kept_by_the_index_and_found_again(drawer, tmp_path):

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
 import webdataset
+from commands import distap
 from images import write_images
 from PIL import Image
 
@@ -227,6 +229,14 @@ def test_an_empty_source_is_an_error(tmp_path):
         pack(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(DistapError, match="there are no images"):
         pack([], tmp_path / "out")
+
+
+@pytest.mark.parametrize("output", [".", "..", "/"])
+def test_a_folder_without_a_name_of_its_own_is_refused(image_folder, tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DistapError, match="a name of its own"):
+        pack(image_folder, Path(output))
+    assert distap(monkeypatch, "data", "pack", image_folder, output, "--split", 0.5) == 2
 
 
 def test_nothing_is_packed_over(image_folder, shards):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from launching import LAUNCH, launcher, started
 from servers import free_ports
+from torch.distributed.run import get_args_parser
 
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, DistapError
-from distap.launcher import launch, launch_training
+from distap.launcher import job_of, launch, launch_training
 from distap.processes.agent import Agent, free_lock
-from distap.processes.exit_statuses import status_of
+from distap.processes.exit_statuses import JOB, status_of
 from distap.processes.stopping import TRACE_SIGNAL
 
 ASKED_WHILE_TORCH_IS_READ = """
@@ -123,6 +124,21 @@ def test_ranks_that_stop_for_new_hosts_have_the_grace_time():
 def test_a_number_of_hosts_that_cannot_be_is_refused(hosts):
     with pytest.raises(DistapError, match=f"--nnodes {hosts}: expected a number of hosts"):
         launch([f"--nnodes={hosts}"], "launched", [], 20, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "job"),
+    [
+        ("--nnodes=2 --rdzv-id=a --rdzv-endpoint=b:1", "a at b:1"),
+        ("--nnodes=1:4 --rdzv-endpoint=b:1", "none at b:1"),
+        ("--nnodes=2 --rdzv-id=a --master-addr=b", None),
+        ("--nnodes=1 --rdzv-id=a --rdzv-endpoint=localhost:1", None),
+        ("--standalone", None),
+    ],
+)
+def test_a_job_of_several_hosts_is_known_by_its_id_and_meeting_point(options, job):
+    settings = get_args_parser().parse_args([*options.split(), "launched"])
+    assert job_of(settings).get(JOB) == job
 
 
 def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path):

@@ -18,6 +18,7 @@ from distap.checkpoint import lease as leases
 from distap.checkpoint.folder import list_checkpoints
 from distap.checkpoint.manifest import STATE_FILE, read_manifest, write_manifest
 from distap.errors import DistapError
+from distap.processes.exit_statuses import JOB
 from distap.storage.hashing import file_identity
 from distap.trainer import Trainer
 from distap.training.build import network_of, trained_network
@@ -193,11 +194,15 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_
     stored = {"checkpoint": {"every": 1, "store": f"file://{tmp_path}/store"}} if key == "checkpoint.store" else {}
     other = tmp_path / "other" if stored else shared
     trainer, message = Trainer(recipe(shared, training_shards, steps=3, **stored), World()), []
-    step = trainer.step
+    second = recipe(other, training_shards, steps=9, **stored)
+    step, as_late = trainer.step, Trainer(second, World())
 
     def disturbed(share, learning_rate):
         with pytest.raises(DistapError) as error:
-            Trainer(recipe(other, training_shards, steps=9, **stored), World()).train()
+            Trainer(second, World())  # before it builds a network
+        message.append(str(error.value))
+        with pytest.raises(DistapError) as error:
+            as_late.train()
         message.append(str(error.value))
         return step(share, learning_rate)
 
@@ -209,7 +214,7 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_
             and f"pid {os.getpid()}, started 0:00:" in text
             and "or choose another" in text
         )
-    assert len(message) == 3
+    assert len(message) == 6
     train(World(), alone, training_shards, steps=3)
     assert losses(shared) == losses(alone)
     assert not [*tmp_path.glob("*/lease.json")]
@@ -227,7 +232,7 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_
 def test_the_lease_of_a_training_that_is_gone_is_taken_over(
     tmp_path, training_shards, monkeypatch, caplog, changes, reason
 ):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
+    monkeypatch.setenv(JOB, "night")
     trainer = Trainer(recipe(tmp_path, training_shards, steps=1), World())
     with trainer.state.leased():
         own = lease(tmp_path)
@@ -239,16 +244,22 @@ def test_the_lease_of_a_training_that_is_gone_is_taken_over(
     assert not (tmp_path / "lease.json").exists()
 
 
+@pytest.mark.parametrize("behind", [0, 600])
 def test_a_training_on_another_host_is_watched_until_it_renews_its_lease_or_not(
-    tmp_path, training_shards, monkeypatch, caplog
+    tmp_path, training_shards, monkeypatch, caplog, behind
 ):
+    """Also if its clock is behind, so that a lease that it has just renewed looks old."""
+
+    def renew(seconds=0):
+        write_lease(tmp_path, renewed=time.time() - behind)
+
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
-    write_lease(tmp_path)
+    renew()
     train(World(), tmp_path, training_shards, steps=1)
-    assert "waiting to see whether host a, pid 7, " in caplog.text and "not renewed for 0 s" in caplog.text
-    write_lease(tmp_path)
+    assert "waiting to see whether host a, pid 7, " in caplog.text and f"not renewed for {behind} s" in caplog.text
+    renew()
     trainer = Trainer(recipe(tmp_path, training_shards, steps=2), World())
-    monkeypatch.setattr(time, "sleep", lambda seconds: write_lease(tmp_path))
+    monkeypatch.setattr(time, "sleep", renew)
     with pytest.raises(DistapError, match="another training runs here: host a, pid 7"):
         trainer.train()
     assert lease(tmp_path)["training"] == "another"

@@ -221,6 +221,23 @@ def test_a_training_says_what_it_is_about_to_do(tmp_path, training_shards, caplo
         assert line in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "told"),
+    [
+        ({"at_start": False}, "after the last"),
+        ({"every": 3}, "before the first step and after the last, and every 3 steps"),
+        ({"every": 0}, "none, since evaluation.every is 0"),
+    ],
+)
+def test_a_training_says_when_it_evaluates(tmp_path, training_shards, caplog, evaluation, told):
+    caplog.set_level("INFO")
+    settings = {"data__validation": str(training_shards[1]), "evaluation": evaluation}
+    trainer = Trainer(recipe(tmp_path, training_shards, steps=2, **settings), World())
+    trainer.report.begins(0, trainer.images, trainer.network, list(trainer.evaluations))
+    (line,) = (text for text in caplog.messages if text.startswith("evaluation "))
+    assert line.removeprefix(f"evaluation  {training_shards[1]}, ").removeprefix("evaluation  ") == told
+
+
 def mistaken(world, run, shards):
     with pytest.raises(DistapError, match=r"^rank 0: sampling\.classes is 900, but only") as raised:
         Trainer(recipe(run, shards, sampling={"name": "p_by_k", "classes": 900}), world)

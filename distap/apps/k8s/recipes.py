@@ -126,7 +126,7 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     ):
         if path is not None:
             yield key, str(path)
-    if name_of("weights", recipe.model.weights) == "file":
+    if name_of("weights", recipe.model.weights) in ("file", "run"):
         yield "model.weights.path", str(recipe.model.weights.path)
     for name, other in recipe.evaluation.also.items():
         yield f"evaluation.also.{name}.data", other.data

@@ -68,16 +68,19 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
             left_out.append((os.path.relpath(path.name, folder), path.reason))
             continue
         name = path.relative_to(folder).as_posix()
-        if not is_line(name):
-            problem = "names that are no text in UTF-8, or have line breaks or tabs in them"
-        elif path.is_symlink() and not path.resolve().is_relative_to(root):
-            problem = "links that lead out of the folder"
-        elif not path.is_file():
-            problem = "links to nothing" if path.is_symlink() else "no regular files"
-        else:
-            status = path.stat()
-            found.append((name, status.st_size, status.st_mtime_ns))
-            continue
+        try:
+            if not is_line(name):
+                problem = "names that are no text in UTF-8, or have line breaks or tabs in them"
+            elif not path.is_file():
+                problem = "links to nothing" if path.is_symlink() else "no regular files"
+            elif path.is_symlink() and not path.resolve().is_relative_to(root):
+                problem = "links that lead out of the folder"
+            else:
+                status = path.stat()
+                found.append((name, status.st_size, status.st_mtime_ns))
+                continue
+        except OSError as error:
+            problem = f"files that cannot be read: {error.strerror}"
         left_out.append((name, problem))
     if not found:
         told = "".join(f"\nleft out: {line}" for line in counted(starmap(Skipped, left_out)))

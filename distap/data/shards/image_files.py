@@ -140,9 +140,12 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
         else:
             left_out.append(Skipped(str(path), "loose images, in no class's folder"))
     filled = {folders[0] for folders in found.values()}
-    for folder in sorted(source.iterdir()):
-        if folder.is_dir() and folder.name not in filled and not folder.name.startswith("."):
-            left_out.append(Skipped(str(folder), "class folders without an image"))
+    try:
+        for folder in sorted(source.iterdir()):
+            if folder.is_dir() and folder.name not in filled and not folder.name.startswith("."):
+                left_out.append(Skipped(str(folder), "class folders without an image"))
+    except OSError as error:
+        raise DistapError(f"{source}: the folder cannot be read: {error.strerror}") from error
     deep = min((path for path, folders in found.items() if len(folders) > 1), default=None)
     if deep is not None and nested is None:
         top, *_, leaf = found[deep]

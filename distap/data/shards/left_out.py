@@ -92,9 +92,9 @@ def _left_out(path: Path, is_hidden: bool) -> str:
         return f"{suffix}, no reader: {missing}" if missing else ""
     if _EXTENSION.fullmatch(suffix):
         return f"{suffix}, no format of images that is read"
-    if not path.is_file():
-        return "links to nothing" if path.is_symlink() else "no regular files"
     try:
+        if not path.is_file():
+            return "links to nothing" if path.is_symlink() else "no regular files"
         with path.open("rb") as file:
             known = format_of(file.read(START_BYTES))
     except OSError as error:

@@ -116,6 +116,8 @@ def pack(
 
 def require_free(output: Path) -> None:
     """Raise a DistapError unless a folder of this name can appear by a rename."""
+    if output.name in ("", ".."):
+        raise DistapError(f"{output}: give the folder to write a name of its own")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DistapError(f"{output}: there is something already; choose another folder or remove it")
     if output.is_mount():

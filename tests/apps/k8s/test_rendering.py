@@ -205,6 +205,7 @@ UNFIT = [
         "data.reading.label_map: map.json",
     ),
     (["model.weights={name: file, path: weights.pt}"], {}, "model.weights.path: weights.pt"),
+    (["model.weights={name: run, path: runs/first}"], {}, "model.weights.path: runs/first"),
     (["data.validation=shards/test"], {"validation": None}, "data.validation (--validation): shards/test"),
     (["data.validation=imagefolder:test"], {"validation": None}, "data.validation (--validation): imagefolder:test"),
     (["data.validation=hf:/saved"], {"validation": None}, "data.validation (--validation): hf:/saved"),
