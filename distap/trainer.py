@@ -124,7 +124,6 @@ class Trainer:
         lap, first, stopping = time.perf_counter(), self.done, False
         for share in self.images.shares(range(self.done, self.recipe.steps)):
             at_step(share.step + 1)
-            self.state.lease.require_held()
             factor = self.recipe.schedule.factor(share.step, self.recipe.steps)
             result = self.step(share, self.recipe.optimizer.learning_rate * factor)
             self.done = share.step + 1
@@ -178,8 +177,11 @@ class Trainer:
         """
         self.report.reading(self.done, share)
         wanted = self.tracer.asked()
-        mine = [len(share.failures), int(stop.requested), wanted, int(wanted > 0)]
-        damaged, stopping, steps, asked = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
+        mine = [len(share.failures), int(stop.requested), wanted, int(wanted > 0), int(self.state.lease.is_lost)]
+        damaged, stopping, steps, asked, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
+        if lost:
+            self.state.lease.require_held()
+            raise DistapError("another training has taken this run over; rank 0 says which one")
         if asked:
             self.tracer.agreed(round(steps / asked))
         self.report.skipped_images += damaged

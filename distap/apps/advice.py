@@ -87,15 +87,15 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
         while images > 2 and most_classes(data, images) < classes:  # some classes are small
             images -= 1
         loss = "multi_similarity"
-        why = "A small batch has all of the few classes; a large one would have only more images of them, for fewer "
-        why += "updates. distap's large batches pay with hundreds of classes and more."
+        why = "A small batch has all of the few classes; a large one would only have more images of them, for fewer "
+        why += "updates in the same time. So distap's large batches are the wrong tool here."
     else:
         images = min(IMAGES_A_CLASS, seen.images_a_class)
         wanted = min(seen.images // BATCHES_AN_EPOCH, LARGEST_BATCH[seen.device])
         classes = min(wanted // images, most_classes(data, images))
         loss = "smooth_ap"
-        why = "With many classes, a large batch ranks an image against many others; it leaves "
-        why += f"{BATCHES_AN_EPOCH} updates an epoch at least."
+        why = "In the same time small batches make more updates, and gain more than larger ones until the figures "
+        why += "stop rising; then go on with a larger one, which ranks an image against more classes."
     batch = classes * images
     steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
     every = max(steps // EVALUATIONS, 1)

@@ -76,6 +76,11 @@ class Lease:
         _of_this_process.add(self._own["training"])
         self._renewing.start()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether another training has taken the lease over."""
+        return bool(self._problem)
+
     def require_held(self) -> None:
         """Raise a DistapError if another training has taken the lease over."""
         if self._problem:
@@ -103,8 +108,9 @@ class Lease:
             if is_new:
                 seen, since = other, time.monotonic()
             if gone := self._gone(other, time.monotonic() - since):
-                logger.warning("%s: taking over the lease of %s: %s", place.base, _named(other), gone)
-                place.remove(FILE)
+                if _read(place) == other:  # and no other training has taken it over meanwhile
+                    logger.warning("%s: taking over the lease of %s: %s", place.base, _named(other), gone)
+                    place.remove(FILE)
             elif other != seen or self._is_of_this_host(other):
                 raise _refusal(key, place, other)
             else:

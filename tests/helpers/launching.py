@@ -184,6 +184,7 @@ def _launch(what: Launch, said: Path, environment: dict[str, str]) -> NoReturn:
     os.chdir(HELPERS)
     os.environ.clear()
     os.environ |= environment
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
     tempfile.tempdir = None  # the server's, which TMPDIR of this environment may change
     multiprocessing.set_start_method(None, force=True)  # loader workers start as they do outside the tests
     subprocess_handler.Popen = _ForkedRank  # torch's agent starts ranks with it
