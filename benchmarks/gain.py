@@ -15,16 +15,15 @@ from benchmarks import harness
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
-from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import Reader
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
-from distap.library import evaluate
+from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
-from distap.training.build import network_of, trained_network
+from distap.training.build import describing_of, network_of, trained_network
 from distap.world import World
 
 LOSSES = ("MultiSimilarityLoss", "TripletMarginLoss", "FastAPLoss")
@@ -127,11 +126,5 @@ def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, Any]:
     """mAP, mAP@R and R@1 in percent on data.validation."""
     source = recipe.data.validation_source
     assert source is not None
-    index, sizing = load_index(source), Sizing("crop", recipe.data.image_size)
-    reader, parts, network = Reader(source, index), list[Tensor](), network.eval()
-    with torch.no_grad():
-        for samples in torch.arange(len(index)).split(recipe.evaluation.batch_size):
-            pixels = [sizing(reader.encoded(sample), scaled=False) for sample in samples.tolist()]
-            parts.append(network(torch.stack(pixels)))
-    found = evaluate(torch.cat(parts), index.label)
+    found = open_set(source).describe(describing_of(recipe, network, World())).evaluate().figures
     return {name: 100 * found[name] for name in ("mAP", "mAP@R", "R@1")}

@@ -158,8 +158,8 @@ class StepBenchmark(harness.Benchmark):
         possible, omitted = possible_contenders(task, graph)
         if unknown := set(self.only) - {*possible, *omitted}:
             raise DistapError(f"--only {unknown.pop()!r}: expected one of {', '.join({*possible, *omitted})}")
-        wanted = {name for name in possible if not self.only or name in (TWO_PASSES, ONE_PASS, *self.only)}
-        return {name: possible[name] for name in possible if name in wanted}, omitted
+        wanted = {TWO_PASSES, ONE_PASS, *(self.only or possible)}
+        return {name: step for name, step in possible.items() if name in wanted}, omitted
 
     def _task(self, batch: int, network: RetrievalNetwork, world: World, precision: PrecisionName) -> Task:
         images = SeededBatch(batch, self.image_size, IMAGES_A_CLASS, world)

@@ -15,6 +15,7 @@ from distap.data.plan import Classes
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.statistics import most_classes
 from distap.errors import DistapError
+from distap.evaluation.protocols import seen_classes
 from distap.randomness import permutation
 from distap.storage.locations import parse_source
 
@@ -26,8 +27,7 @@ IMAGES_A_CLASS = 4  # K of a batch of many classes
 LARGEST_BATCH = {"cpu": 96, "cuda": 1024}  # in an hour on a CPU, more updates gain more than larger batches
 BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
-RATES = {"random": 1e-3}  # of Adam, by weights; pretrained ones take PRETRAINED_RATE
-PRETRAINED_RATE = 3e-4
+RANDOM_RATE, PRETRAINED_RATE = 1e-3, 3e-4  # of Adam, by weights
 EVALUATIONS = 10
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
@@ -36,7 +36,7 @@ BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
 
 @dataclass(frozen=True)
 class Look:
-    """What decides about a recipe."""
+    """The facts decide about a recipe."""
 
     train: str  # data set, as a recipe names it
     validation: str | None
@@ -69,8 +69,7 @@ def look(place: str) -> tuple[Look, Classes]:
             "such classes at least: an image learns from others of its class and of other classes"
         )
     a_class = int(np.median(classes.sizes[pairs]))
-    held_out = [] if validation is None else load_index(validation).class_name.tolist()
-    shared = len(set(index.class_name.tolist()).intersection(held_out))
+    shared = 0 if validation is None else len(seen_classes(index, load_index(validation)))
     counts = shared, len(index), len(pairs), classes.count - len(pairs), a_class
     return Look(train, validation, *counts, _side(train, index), torch.cuda.device_count()), classes
 
@@ -129,7 +128,7 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
     yield f"  weights: {weights}  # {told}; {{name: run, path: RUN}} goes on from another training"
     yield ""
     yield f"loss: {loss}"
-    yield f"optimizer: {{name: adam, learning_rate: {RATES.get(weights, PRETRAINED_RATE)}}}"
+    yield f"optimizer: {{name: adam, learning_rate: {RANDOM_RATE if weights == 'random' else PRETRAINED_RATE}}}"
     yield "schedule: {name: linear, warmup: 20}"
     yield "replay: {size: auto, keep: auto}  # the fastest micro-batch, and all graphs for which there is memory"
     yield ""

@@ -78,7 +78,7 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another training has taken the lease over."""
+        """Tell whether another training has taken the lease over."""
         return bool(self._problem)
 
     def require_held(self) -> None:

@@ -111,7 +111,7 @@ def _checked(kind: type[R], settings: dict[str, Any], source: str, context: str 
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same keys in dicts of our own, with the same values."""
+    """Return the same keys in dicts of our own, with the same values."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
 
 

@@ -34,7 +34,7 @@ LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches ar
 
 
 class NetworkRecipe(Section):
-    """What a trained network needs of its recipe: how it is built, and how it takes images."""
+    """The part of a recipe that a trained network needs: how it is built, and how it takes images."""
 
     seed: int = Field(0, ge=0)
     model: ModelSection = RESOLVED_LATE

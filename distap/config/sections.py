@@ -227,7 +227,7 @@ class EvaluatedSet(Section):
 
 
 class DescribingSection(Section):
-    """What describing images needs of the evaluation section."""
+    """The part of the evaluation section that describing images needs."""
 
     batch_size: PositiveInt = Field(64, description="Images described at once.")
 

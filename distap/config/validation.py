@@ -43,7 +43,7 @@ class ChoosingSection(Section):
 
     @classmethod
     def named(cls, name: str) -> dict[str, Any]:
-        """What a name alone stands for."""
+        """Return what a name alone stands for."""
         return {"name": name}
 
     @classmethod

@@ -95,10 +95,14 @@ class DescribedLabelledSet:
         return decomposability_gap(self.descriptors, labels, batches)
 
 
+def seen_classes(train: Index, validation: Index) -> list[str]:
+    """Return the names of the classes that are in both sets, sorted."""
+    return sorted(set(train.class_name.tolist()) & set(validation.class_name.tolist()))
+
+
 def refuse_seen_classes(train: Index, validation: Index, source: Source) -> None:
     """Raise a DistapError if a class of the validation set is trained on."""
-    seen = sorted(set(train.class_name.tolist()) & set(validation.class_name.tolist()))
-    if seen:
+    if seen := seen_classes(train, validation):
         raise DistapError(
             f"data.validation: {source} shares {len(seen)} classes with the training set ({', '.join(seen[:3])}, "
             "...), so its figures would not be of unseen classes; set data.unseen_classes=false if that is meant"

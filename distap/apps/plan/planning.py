@@ -93,7 +93,7 @@ def _assumptions(step: StepCost) -> list[str]:
 
 
 def _advice(steps: list[StepCost]) -> str:
-    """What to set for as many GPUs as a host has, or the most below."""
+    """Say what to set for as many GPUs as a host has, or the most below."""
     a_host = [step for step in steps if step.ranks <= step.machine.gpus_a_host]
     step = a_host[-1] if a_host else steps[0]
     figures, data = _figures(step), step.recipe.data

@@ -59,7 +59,7 @@ def suffix_of(data: bytes) -> str:
 
 @cache
 def missing_reader(name: str) -> str:
-    """What is missing to read the format of this name, "" if nothing is; an installed reader is given to Pillow."""
+    """Say what is missing to read this format, "" if nothing is; an installed reader is given to Pillow."""
     wanted = next(each for each in FORMATS if each.name == name)
     if wanted.feature and not features.check(wanted.feature):
         return f"this Pillow was built without {wanted.feature}: install one of pip's"
