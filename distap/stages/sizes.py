@@ -21,6 +21,7 @@ from distap.stages.micro_batches import is_out_of_memory
 from distap.world import World
 
 ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
+SOON_TRIED = 0.3  # seconds of a pass; so short a pass is no reason to stop, because tiny ones can mislead
 SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
 CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
@@ -63,13 +64,17 @@ class Fitting:
         return count
 
     def _fastest(self, stage: str, attempt: Callable[[Tensor], Any]) -> int:
-        """Double the size until the slowest rank gains no more; the result is the same on all ranks."""
+        """Double the size until the slowest rank gains no more; the result is the same on all ranks.
+
+        Two images can take longer than one, and sixteen much less, where small sizes have other kernels.
+        """
         best, best_seconds, size = 0, math.inf, 1
         while True:
             seconds = self._world.maximum(self._seconds_an_image(size, attempt))
-            if seconds * ENOUGH_FASTER > best_seconds or math.isinf(seconds):
+            if seconds * ENOUGH_FASTER < best_seconds:
+                best, best_seconds = size, seconds
+            elif math.isinf(seconds) or seconds * size > SOON_TRIED:
                 break
-            best, best_seconds = size, seconds
             if size == self._share:
                 break
             size = min(2 * size, self._share)
