@@ -9,7 +9,7 @@ from distap.cli.export import export_command
 from distap.cli.k8s import k8s
 from distap.cli.options import run
 from distap.cli.search import search_command, serve_command
-from distap.cli.training import init_command, plan_command, report_command, train_command
+from distap.cli.training import init_command, plan_command, recipes_command, report_command, train_command
 
 app = typer.Typer(
     help="Train image-retrieval descriptors by optimising Average Precision over huge batches.",
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(data, name="data")
 app.command("init")(init_command)
+app.command("recipes")(recipes_command)
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("extract")(extract_command)

@@ -17,7 +17,9 @@ from distap.telemetry.loggers.loggers import end_if_hanging
 if TYPE_CHECKING:
     from distap.data.images.whole_images import Sizing
 
-CONFIG = Annotated[Path, typer.Argument(help="Recipe of the training, a YAML file.", show_default=False)]
+CONFIG = Annotated[
+    Path, typer.Argument(help="Recipe: a YAML file, or a name of `distap recipes`.", show_default=False)
+]
 OVERRIDES = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the recipe, such as optimizer.learning_rate=1e-4.", show_default=False),

@@ -1,4 +1,4 @@
-"""`distap init`, `distap train`, `distap report` and `distap plan`: what is done with a recipe and its runs."""
+"""`distap init`, `recipes`, `train`, `report` and `plan`: what is done with a recipe and its runs."""
 
 import json
 import os
@@ -18,6 +18,7 @@ UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 OUTPUT = "Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
 BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
 AFTER = "Evaluation after the training, a folder like --before; by default the run's."
+RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
 CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090."
 LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
 IMAGES = "Folder with a sub-folder a class, shards, or a folder with `train` and `test` of either."
@@ -57,6 +58,27 @@ def init_command(
     if seen.alone:
         console.print(f"{seen.alone:,} classes have one image, which is never learned from", style="yellow")
     console.print(f"{output}: written. Next: distap train {output} --check, and without --check", markup=False)
+
+
+def recipes_command(
+    name: Annotated[str | None, typer.Argument(help="Recipe to print.", show_default="list them all")] = None,
+) -> None:
+    """List the recipes of the papers, or print one.
+
+    `distap train NAME key=value` trains one by its name; `distap recipes NAME > mine.yaml` makes it yours to change.
+    """
+    from distap.config.reading import RECIPES, named_recipe
+
+    if name is not None:
+        typer.echo(named_recipe(name).read_text("utf-8"), nl=False)
+        return
+    rows = [("name", *RECIPE_HEAD)]
+    for path in sorted(RECIPES.glob("*.yaml")):
+        head = dict(re.findall(r"^# (\w+): (.*)$", path.read_text("utf-8"), re.MULTILINE))
+        rows.append((path.stem, *(head[key] for key in RECIPE_HEAD)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:

@@ -14,6 +14,7 @@ from distap.registry import NAMES_ONLY, RECORDED, REGISTRY, fields_of, problem_o
 from distap.storage.locations import from_folder
 from distap.storage.redact import without_secrets
 
+RECIPES = Path(__file__).parents[1] / "recipes"  # those of distap, each a YAML file
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours
 # Where keys stand that are often looked for elsewhere.
 PLACES = {
@@ -29,18 +30,42 @@ logger = logging.getLogger("distap")
 
 
 def load_recipe(source: Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
-    """Read a recipe from a YAML file, or take it as a dict, and apply overrides.
+    """Read a recipe from a YAML file or by its name, or take it as a dict, and apply overrides.
 
     Overrides are texts such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
     that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value.
     """
-    settings, where = (_copied(source), "recipe") if isinstance(source, Mapping) else (_read(source), str(source))
+    if isinstance(source, Mapping):
+        settings, where = _copied(source), "recipe"
+    else:
+        settings, where = _read(recipe_file(source)), str(source)
     if isinstance(overrides, Mapping):
         _merge(settings, overrides)
     else:
         for override in overrides:
             _override(settings, override)
     return recipe_from(settings, where)
+
+
+def recipe_file(config: Path) -> Path:
+    """Return the file of a recipe: `config` itself, or the one of distap's recipes that it names."""
+    is_name, is_ours = len(config.parts) == 1 and not config.suffix, (RECIPES / f"{config}.yaml").is_file()
+    if is_name and is_ours and config.is_file():
+        logger.warning("%s: reading this file, not distap's recipe of that name", config)
+        return config
+    return named_recipe(str(config)) if is_name and (is_ours or not config.exists()) else config
+
+
+def named_recipe(name: str) -> Path:
+    """Return the file of one of distap's recipes; a DistapError says which there are."""
+    path = RECIPES / f"{name}.yaml"
+    if not path.is_file():
+        names = sorted(each.stem for each in RECIPES.glob("*.yaml"))
+        raise DistapError(
+            f"{name}: no such file, and no recipe of distap has this name; {suggestion(name, names)} "
+            "`distap recipes` lists them"
+        )
+    return path
 
 
 def _read(path: Path) -> dict[str, Any]:

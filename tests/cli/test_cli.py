@@ -7,6 +7,7 @@ from commands import distap
 from images import write_images
 
 from distap.cli import app
+from distap.config.reading import RECIPES
 from distap.data.converters import emoji
 
 
@@ -32,6 +33,17 @@ def test_a_check_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch,
     assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
     assert distap(monkeypatch, "train", config, "--check") == 0
     assert "/run, from its newest checkpoint" in capfd.readouterr().err
+
+
+def test_our_recipes_are_listed_and_printed(monkeypatch, capfd):
+    assert distap(monkeypatch, "recipes") == 0
+    heading, *listed = capfd.readouterr().out.splitlines()
+    assert heading.split() == ["name", "paper", "data", "expected"]
+    assert [line.split()[0] for line in listed] == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    assert distap(monkeypatch, "recipes", "emoji") == 0
+    assert capfd.readouterr().out == (RECIPES / "emoji.yaml").read_text()
+    assert distap(monkeypatch, "recipes", "emojo") == 2
+    assert "did you mean emoji?" in capfd.readouterr().err
 
 
 @pytest.mark.slow

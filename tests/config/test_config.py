@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from distap.config.reading import load_recipe, recipe_from
+from distap.config.reading import RECIPES, load_recipe, recipe_from
 from distap.config.recipe import Recipe
 from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
@@ -11,8 +11,6 @@ from distap.ranking.losses.calibration import Calibration
 from distap.ranking.losses.metric_learning import MetricLearning
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.losses.smooth import SmoothAP, SupAP
-
-RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 
 
 @pytest.fixture
@@ -149,3 +147,16 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DistapError, match=r"nothing\.yaml: the recipe cannot be read"):
         load_recipe(tmp_path / "nothing.yaml")
+
+
+def test_a_name_is_one_of_our_recipes_unless_a_file_has_it(tmp_path, monkeypatch, caplog, recipe):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(Path("emoji"), ["steps=3"]) == load_recipe(RECIPES / "emoji.yaml", ["steps=3"])
+    with pytest.raises(DistapError, match=r"emojj: no such file, and no recipe .* did you mean emoji"):
+        load_recipe(Path("emojj"))
+    Path("emoji").mkdir()
+    assert load_recipe(Path("emoji")).steps == 24
+    Path("emoji").rmdir()
+    recipe.rename("emoji")
+    assert load_recipe(Path("emoji")).run == Path("runs/x")
+    assert "reading this file, not distap's recipe of that name" in caplog.text

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks.__main__ import BENCHMARKS
 from distap.cli import app
-from distap.config.reading import load_recipe
+from distap.config.reading import RECIPES, load_recipe
 from distap.config.recipe import Recipe
 from distap.data.shards.packing import pack
 
@@ -29,7 +29,7 @@ DOCUMENTS = [
     *(README, ROOT / "CONTRIBUTING.md"),
     *(file for folder in ("docs", "k8s", "launch", "distap") for file in (ROOT / folder).rglob("*.md")),
 ]
-DEMO = ROOT / "launch/recipes/emoji.yaml"
+DEMO = RECIPES / "emoji.yaml"
 OURS = re.compile(
     r"distap |python -m (distap|benchmarks)\b|torchrun |sbatch |(\./)?launch/[\w-]+( |$)|pip install 'distap"
 )

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from distap.apps.k8s.recipes import arguments_of, cautions, checked_recipe
 from distap.apps.k8s.request import Request, parsed_image, quantity_bytes
 from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, sizes_of
+from distap.config.reading import recipe_file
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.processes.rendezvous import C10D_PORT
@@ -65,7 +66,7 @@ def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str
             if part != "training":
                 shutil.copytree(manifests / part, folder / part)
         (folder / "training").mkdir()
-        shutil.copyfile(recipe, folder / "training" / "recipe.yaml")
+        shutil.copyfile(recipe_file(recipe), folder / "training" / "recipe.yaml")
         for file, template in (
             ("kustomization.yaml", "kustomization.yaml"),
             ("training/kustomization.yaml", "training.yaml"),
