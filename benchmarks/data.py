@@ -83,7 +83,7 @@ class DataBenchmark(harness.Benchmark):
         scales = []
         for seed in range(len(files)):
             torch.manual_seed(seed)
-            scales.append(1 / reduction(transform.choose(self.image, self.image), (transform.size,) * 2))
+            scales.append(1 / reduction(*transform.choose(self.image, self.image)))
         return {
             "what": what,
             "image": self.image,

@@ -212,7 +212,7 @@ def load(
     *,
     best: bool = False,
     sizing: str | None = None,
-    scales: Iterable[float] = (1.0,),
+    scales: Iterable[float] | None = None,
     whitening: str | Path | None = None,
     device: str | torch.device | None = None,
     network: nn.Module | None = None,
@@ -223,8 +223,8 @@ def load(
         source: a run, one of its checkpoints, the URL of either, a folder that `save_pretrained` or `distap export`
             wrote, or `hf-hub:NAME`. What follows is for runs and checkpoints; the others say it themselves.
         best: take a run's best checkpoint instead of its newest.
-        sizing: `crop N`, `side N` or `original`, N pixels; None crops to the recipe's image size.
-        scales: factors of an image's size at which it is described.
+        sizing: `crop N`, `resize M crop N`, `side N` or `original`, N pixels; None takes the recipe's.
+        scales: factors of an image's size at which it is described; None takes the recipe's.
         whitening: a result of `distap whiten`.
         device: None takes a GPU if there is one.
         network: one built like that which `train` was given; it gets the trained parameters.
@@ -242,8 +242,8 @@ def load(
     data = recipe.data
     describer = ImageDescriber(
         whole,
-        Sizing.parse(sizing) if sizing else Sizing("crop", data.image_size),
-        tuple(map(float, scales)),
+        Sizing.parse(sizing or recipe.evaluation.sizing(data.image_size)),
+        tuple(map(float, scales or recipe.evaluation.scales)),
         whitening=None if whitening is None else load_whitening(Path(whitening)),
         max_pixels=data.max_pixels,
         scaled=data.scaled_decoding,

@@ -51,7 +51,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "super_p_by_k": "distap.data.sampling.p_by_k:SuperPByKSampling",
         "streams": "distap.data.sampling.streams:StreamsSampling",
     },
-    "augmentation": {"crop_flip_colour": "distap.data.images.augmentation:CropFlipColour"},
+    "augmentation": {
+        "crop_flip_colour": "distap.data.images.augmentation:CropFlipColour",
+        "torchvision": "distap.data.images.augmentation:TorchvisionSteps",
+    },
     "source": {
         "indexed": "distap.data.loading.indexed:IndexedSource",
         "streamed": "distap.data.loading.streamed:StreamedSource",

@@ -37,9 +37,10 @@ def extract_command(
         Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
     ] = None,
     image_size: options.IMAGE_SIZE = None,
+    resize: options.RESIZE = None,
     max_side: options.MAX_SIDE = None,
     original: options.ORIGINAL = False,
-    scales: options.SCALES = "1",
+    scales: options.SCALES = None,
     scale_power: options.SCALE_POWER = None,
     whitening: options.WHITENING = None,
     form: Annotated[
@@ -93,8 +94,8 @@ def extract_command(
             data = recipe.data
             describer = ImageDescriber(
                 network,
-                options.sizing_of(image_size, max_side, original, data.image_size),
-                options.parse_scales(scales),
+                options.sizing_of(image_size, resize, max_side, original, recipe),
+                options.parse_scales(scales) or recipe.evaluation.scales,
                 scale_power,
                 None if whitening is None else load_whitening(whitening),
                 data.max_pixels,

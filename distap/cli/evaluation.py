@@ -38,9 +38,10 @@ def eval_command(
         list[str] | None, data_option(help="Shards to add to the gallery of each set with a ground truth.")
     ] = None,
     image_size: options.IMAGE_SIZE = None,
+    resize: options.RESIZE = None,
     max_side: options.MAX_SIDE = None,
     original: options.ORIGINAL = False,
-    scales: options.SCALES = "1",
+    scales: options.SCALES = None,
     scale_power: options.SCALE_POWER = None,
     whitening: options.WHITENING = None,
     expand: Annotated[float | None, options.refinement(help=EXPAND, min=0)] = None,
@@ -97,7 +98,7 @@ def eval_command(
             recipe = load_recipe(config, changes)
             network = network_of(recipe, world)
         settings, factors = recipe.data, options.parse_scales(scales)
-        sizing = options.sizing_of(image_size, max_side, original, settings.image_size)
+        sizing = options.sizing_of(image_size, resize, max_side, original, recipe)
         describing = describing_of(
             recipe, network, world, sizing, factors, scale_power, kept_in=descriptors, shown=True
         )

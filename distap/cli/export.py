@@ -19,7 +19,7 @@ def export_command(
     best: BEST = False,
     format: Annotated[list[str] | None, typer.Option(help=FORMAT, show_default="all installed")] = None,
     whitening: WHITENING = None,
-    scales: SCALES = "1",
+    scales: SCALES = None,
     scale_power: SCALE_POWER = None,
     image_size: Annotated[int | None, typer.Option(help=SIZE, min=1, show_default="as in the recipe")] = None,
     dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take images of any size.")] = False,

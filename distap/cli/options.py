@@ -15,6 +15,7 @@ from distap.processes.stopping import go_deaf
 from distap.telemetry.loggers.loggers import end_if_hanging
 
 if TYPE_CHECKING:
+    from distap.config.recipe import NetworkRecipe
     from distap.data.images.whole_images import Sizing
 
 CONFIG = Annotated[
@@ -34,12 +35,14 @@ output = partial(typer.Option, rich_help_panel="Output")
 TRAINED = "run folder, one of its checkpoints, or a URL of either"
 CHECKPOINT = network(help=f"Trained network: a {TRAINED}.", show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
-CROP = "Crop the central square and resize it to this side, in pixels."
+CROP = "Crop the central square and resize it to this side, in pixels; with --resize, cut the square after it."
 IMAGE_SIZE = Annotated[int | None, image(help=CROP, min=1, show_default="as in the recipe")]
+RESIZE = Annotated[int | None, image(help="Scale the shorter side to this many pixels, then crop.", min=1)]
 WHOLE = "Keep whole images, with the longer side reduced to this many pixels."
 MAX_SIDE = Annotated[int | None, image(help=WHOLE, min=1)]
 ORIGINAL = Annotated[bool, image("--original", help="Keep whole images at their original size.")]
-SCALES = Annotated[str, image(help="Describe each image at these scale factors, such as 1,0.7071,0.5.")]
+FACTORS = "Describe each image at these scale factors, such as 1,0.7071,0.5."
+SCALES = Annotated[str | None, image(help=FACTORS, show_default="as in the recipe")]
 MEAN = "Power of the generalised mean over the scales."
 SCALE_POWER = Annotated[float | None, image(help=MEAN, show_default="GeM's, or 1 where a projection follows it")]
 WHITENING = Annotated[
@@ -68,21 +71,23 @@ def run(command: typer.Typer, name: str) -> None:
         end_if_hanging(status)
 
 
-def sizing_of(image_size: int | None, max_side: int | None, original: bool, default: int) -> "Sizing":
-    """The sizing that --image-size, --max-side or --original asks for, else a crop to `default` pixels."""
+def sizing_of(
+    image_size: int | None, resize: int | None, max_side: int | None, original: bool, recipe: "NetworkRecipe"
+) -> "Sizing":
+    """The sizing that --image-size, --resize, --max-side or --original asks for, else the recipe's."""
+    from distap.config.sections import SizedSection
     from distap.data.images.whole_images import Sizing
 
-    if sum((image_size is not None, max_side is not None, original)) > 1:
-        raise DistapError("give one of --image-size, --max-side and --original")
-    if original:
-        return Sizing("original")
-    return Sizing("crop", image_size or default) if max_side is None else Sizing("side", max_side)
+    if sum((bool(image_size or resize), max_side is not None, original)) > 1:
+        raise DistapError("give one of --image-size (with or without --resize), --max-side and --original")
+    own = SizedSection(resize=resize, crop=image_size, max_side=max_side, original=original)
+    return Sizing.parse((own if own != SizedSection() else recipe.evaluation).sizing(recipe.data.image_size))
 
 
-def parse_scales(text: str) -> tuple[float, ...]:
-    """The factors of --scales."""
+def parse_scales(text: str | None) -> tuple[float, ...] | None:
+    """The factors of --scales; None takes the recipe's."""
     try:
-        return tuple(float(factor) for factor in text.split(","))
+        return None if text is None else tuple(float(factor) for factor in text.split(","))
     except ValueError as error:
         raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error
 

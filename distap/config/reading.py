@@ -24,7 +24,10 @@ PLACES = {
 }
 
 # Keys that decide what a network sees; a recorded value that this version cannot read is an error.
-OF_PIXELS = ("image_size", "max_pixels", "scaled_decoding")
+OF_PIXELS = (
+    *("image_size", "max_pixels", "scaled_decoding"),
+    *("resize", "crop", "max_side", "original", "scales"),
+)
 R = TypeVar("R", bound=NetworkRecipe)
 logger = logging.getLogger("distap")
 

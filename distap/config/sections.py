@@ -212,24 +212,56 @@ class StopSection(Section):
     )
 
 
-class EvaluatedSet(Section):
-    """A data set to evaluate on beside data.validation."""
+class SizedSection(Section):
+    """How evaluation brings images to size; without any of these keys it crops the largest square."""
 
-    data: str = Field(description="Shards, or a folder with a ground truth that `distap data convert` wrote.")
-    distractors: tuple[str, ...] = Field((), description="Shards to add to the gallery of a ground truth.")
-    max_side: PositiveInt | None = Field(
-        None,
-        description="Take whole images, the longer side at most this many pixels; null crops to data.image_size.",
+    resize: PositiveInt | None = Field(
+        None, description="Scale the shorter side to this many pixels before cropping; null crops the largest square."
     )
+    crop: PositiveInt | None = Field(None, description="Side of the crop, pixels; null takes data.image_size.")
+    max_side: PositiveInt | None = Field(
+        None, description="Take whole images, the longer side at most this many pixels."
+    )
+    original: bool = Field(False, description="Take whole images at their original size.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "SizedSection":
+        ways = {"resize or crop": self.resize or self.crop, "max_side": self.max_side, "original": self.original}
+        if len(given := [key for key, value in ways.items() if value]) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; keep one")
+        return self
+
+    def sizing(self, image_size: int) -> str:
+        """As `distap.data.images.whole_images.Sizing` writes it; `image_size` is data.image_size."""
+        if self.original or self.max_side is not None:
+            return "original" if self.original else f"side {self.max_side}"
+        resize = "" if self.resize is None else f"resize {self.resize} "
+        return f"{resize}crop {self.crop or image_size}"
+
+
+class DescribingSection(SizedSection):
+    """The part of the evaluation section that describing images needs."""
+
     scales: tuple[PositiveFloat, ...] = Field(
         (1.0,), min_length=1, description="Describe each image at these scales."
     )
-
-
-class DescribingSection(Section):
-    """The part of the evaluation section that describing images needs."""
-
     batch_size: PositiveInt = Field(64, description="Images described at once.")
+
+
+class EvaluatedSet(SizedSection):
+    """A data set to evaluate on beside data.validation; images are taken as there unless a key says otherwise."""
+
+    data: str = Field(description="Shards, or a folder with a ground truth that `distap data convert` wrote.")
+    distractors: tuple[str, ...] = Field((), description="Shards to add to the gallery of a ground truth.")
+    scales: tuple[PositiveFloat, ...] | None = Field(
+        None, min_length=1, description="Describe each image at these scales; null takes evaluation.scales."
+    )
+
+    def within(self, evaluation: DescribingSection) -> DescribingSection:
+        """How images of this set are described."""
+        says = self.original or any((self.resize, self.crop, self.max_side))
+        own = self.model_dump(include=set(SizedSection.model_fields)) if says else {}
+        return evaluation.model_copy(update=own | ({} if self.scales is None else {"scales": self.scales}))
 
 
 class EvaluationSection(DescribingSection):

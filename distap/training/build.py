@@ -124,7 +124,7 @@ def describing_of(
     network: RetrievalNetwork,
     world: World,
     sizing: Sizing | None = None,
-    scales: Sequence[float] = (1.0,),
+    scales: Sequence[float] | None = None,
     power: float | None = None,
     *,
     kept_in: Path | None = None,
@@ -132,17 +132,17 @@ def describing_of(
 ) -> Describing:
     """Return how evaluations describe images with a recipe's network, whose parameters have to be whole.
 
-    `sizing` None crops images to the recipe's size; see `ImageDescriber` and `Describing` for the rest.
+    `sizing` and `scales` None take those of the recipe; see `ImageDescriber` and `Describing` for the rest.
     """
-    data = recipe.data
+    data, evaluation = recipe.data, recipe.evaluation
     describer = ImageDescriber(
         network,
-        sizing or Sizing("crop", data.image_size),
-        scales,
+        sizing or Sizing.parse(evaluation.sizing(data.image_size)),
+        scales or evaluation.scales,
         power,
         max_pixels=data.max_pixels,
         scaled=data.scaled_decoding,
-        batch_pixels=recipe.evaluation.batch_size * data.image_size**2,
+        batch_pixels=evaluation.batch_size * data.image_size**2,
     )
     return Describing(describer, world, data.workers, kept_in, shown)
 
@@ -164,8 +164,10 @@ def evaluations_of(
         str(data.validation): (validation, partial(describing_of, recipe, network, world))
     }
     for name, other in recipe.evaluation.also.items():
-        sizing = None if other.max_side is None else Sizing("side", other.max_side)
-        describing = partial(describing_of, recipe, network, world, sizing, other.scales)
+        own = other.within(recipe.evaluation)
+        describing = partial(
+            describing_of, recipe, network, world, Sizing.parse(own.sizing(data.image_size)), own.scales
+        )
         sets[name] = open_set(other.data, name, other.distractors, **settings), describing
     for _, how in sets.values():
         how()  # raises for images that the network does not take, before it trains

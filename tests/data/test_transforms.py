@@ -8,9 +8,11 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from benchmarks.photos import jpeg, photo
-from distap.data.images.augmentation import CropFlipColour, central_box, seeded
+from distap.data.images.augmentation import CropFlipColour, TorchvisionSteps, central_box, seeded
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Sizing
+from distap.errors import DistapError
+from distap.registry import build_part
 
 PHOTO = photo(320, 240, seed=0)
 EVERYTHING = CropFlipColour(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
@@ -114,3 +116,102 @@ def test_transforms_can_be_sent_to_workers_of_any_kind():
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))} is"):
         CropFlipColour(**settings)
+
+
+# Steps of torchvision
+
+RECIPES = {
+    "random resized crop": (
+        [{"RandomResizedCrop": {"scale": [0.2, 0.9], "ratio": [0.5, 1.5]}}, {"RandomHorizontalFlip": 0.5}],
+        lambda: [v2.RandomResizedCrop(48, (0.2, 0.9), (0.5, 1.5)), v2.RandomHorizontalFlip(0.5)],
+    ),
+    "resize, then crop": (
+        [{"Resize": 64}, "RandomCrop", {"RandomErasing": {"p": 1, "value": [124, 116, 104]}}],
+        lambda: [v2.Resize(64), v2.RandomCrop(48), v2.RandomErasing(1, value=[124, 116, 104])],
+    ),
+    "the longer side, then a padded crop": (
+        [{"Resize": {"size": None, "max_size": 60}}, {"RandomCrop": {"pad_if_needed": True, "fill": 127}}],
+        lambda: [v2.Resize(None, max_size=60), v2.RandomCrop(48, pad_if_needed=True, fill=127)],
+    ),
+    "everything else": (
+        [
+            {"RandomRotation": {"degrees": 10, "interpolation": "bilinear"}},
+            {"RandomApply": {"transforms": [{"ColorJitter": {"brightness": 0.4, "hue": [-0.1, 0.2]}}], "p": 0.8}},
+            {"RandAugment": {"num_ops": 2, "magnitude": 7}},
+            "RandomResizedCrop",
+        ],
+        lambda: [
+            v2.RandomRotation(10, v2.InterpolationMode.BILINEAR),
+            v2.RandomApply([v2.ColorJitter(brightness=0.4, hue=(-0.1, 0.2))], 0.8),
+            v2.RandAugment(2, 7),
+            v2.RandomResizedCrop(48),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_give_torchvisions_pixels_bit_for_bit(name):
+    steps, theirs = RECIPES[name]
+    part, theirs = build_part("augmentation", "torchvision", steps=steps), v2.Compose(theirs())
+    image = EncodedImage(jpeg(PHOTO, 90))
+    whole = v2.functional.pil_to_tensor(image.whole())
+    ours = part.transform(48, scaled_decoding=False)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = theirs(whole)
+        assert torch.equal(seeded(ours, image, seed), expected)
+        near = seeded(part.transform(48), image, seed)  # the same boxes, of an image that is decoded at reduced scale
+        assert torch.equal(near, seeded(part.transform(48), image, seed))
+        assert (near.int() - expected.int()).abs().float().mean() < (8 if len(steps) < 4 else 0.1)
+
+
+@pytest.mark.parametrize("first", ["Resize", "RandomResizedCrop"])
+def test_a_first_step_decodes_at_reduced_scale_and_draws_the_same_box(first):
+    image, steps = Boxes(320, 240), TorchvisionSteps((first, "CenterCrop"))
+    for scaled in (True, False):
+        seeded(steps.transform(40, scaled), image, 3)
+    (box, shape), whole = image.asked
+    assert shape == ((40, 53) if first == "Resize" else (40, 40))
+    assert whole == ((0, 0, 320, 240), (240, 320))
+    if first == "Resize":
+        assert box == (0, 0, 320, 240)
+    other = TorchvisionSteps(({first: {"interpolation": "bicubic"}}, "CenterCrop"))
+    assert seeded(other.transform(40), image, 3).shape == (3, 40, 40)
+    assert image.asked[-1] == whole
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (["Rezise"], "'Rezise' is no transform of torchvision.transforms.v2; did you mean Resize"),
+        ([{"ColorJitter": {"brihtness": 1}}], "ColorJitter: .*brihtness"),
+        ([{"RandomErasing": {"value": "random"}}], "give a number or three"),
+        ([{"AutoAugment": {"policy": "imagenot"}}], "AutoAugment: 'imagenot'"),
+        ([], "none are given"),
+    ],
+)
+def test_wrong_steps_are_refused_when_the_recipe_is_read(steps, message):
+    with pytest.raises(DistapError, match=message):
+        build_part("augmentation", "torchvision", steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (["Resize"], r"the steps give \(3, 40, 60\) torch.uint8; expected \(3, 40, 40\) uint8, as data.image_size"),
+        (
+            ["RandomResizedCrop", {"Normalize": {"mean": [0], "std": [1]}}],
+            "Normalize: Input tensor should be a float",
+        ),
+        (["FiveCrop"], "the steps give tuple"),
+    ],
+)
+def test_steps_that_do_not_end_in_pixels_of_the_size_are_refused_before_training(steps, message):
+    with pytest.raises(DistapError, match=f"data.augmentation: .*{message}"):
+        TorchvisionSteps(tuple(steps)).transform(40)
+
+
+def test_an_image_that_is_too_small_for_a_crop_is_told():
+    with pytest.raises(DistapError, match=r"320 x 240 pixels: RandomCrop: Required crop size \(300, 300\)"):
+        TorchvisionSteps(("RandomCrop",)).transform(300)(as_png(PHOTO))

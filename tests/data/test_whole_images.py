@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torchvision.transforms import v2
 
 from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
@@ -36,17 +37,38 @@ def turned(image, orientation) -> bytes:
     return encoded(image, "JPEG", quality=95, exif=exif)
 
 
-@pytest.mark.parametrize("text", ["crop 224", "side 1024", "original"])
+@pytest.mark.parametrize("text", ["crop 224", "side 1024", "original", "resize 256 crop 224"])
 def test_a_sizing_is_written_and_read_as_text(text):
     assert str(Sizing.parse(text)) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["", "crop", "side", "crop 0", "side -3", "original 3", "crop ²", "stretch 3", "crop a"]
+    "text",
+    [
+        *["", "crop", "side", "crop 0", "side -3", "original 3", "crop ²", "stretch 3", "crop a"],
+        *["resize 256", "resize 256 side 224", "resize 223 crop 224", "resize 0 crop 0", "resize 9 original"],
+    ],
 )
 def test_a_sizing_that_is_none_is_refused(text):
     with pytest.raises(DistapError, match="expected `crop N`, `side N` or `original`"):
         Sizing.parse(text)
+
+
+@pytest.mark.parametrize(("resize", "crop"), [(64, 56), (48, 48), (100, 33), (200, 199)])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_resized_crop_is_torchvisions_bit_for_bit(resize, crop, orientation):
+    image = EncodedImage(turned(photo(320, 222, seed=1), orientation))
+    theirs = v2.Compose([v2.Resize(resize), v2.CenterCrop(crop)])
+    sizing = Sizing("crop", crop, resize)
+    assert torch.equal(sizing(image), theirs(pixels(image.whole())))
+    of_pil = pixels(theirs(image.whole())).int()  # PIL resizes in another precision
+    assert (sizing(image).int() - of_pil).abs().max() <= 1
+    assert torch.equal(sizing(image, (20, 10, 170, 210)), theirs(pixels(image.whole().crop((20, 10, 170, 210)))))
+
+
+def test_an_image_too_narrow_to_be_resized_is_damaged():
+    with pytest.raises(DamagedImageError, match="too_large: too narrow for `resize 256 crop 224`: 9000 x 2 pixels"):
+        Sizing.parse("resize 256 crop 224")(EncodedImage(encoded(Image.new("RGB", (9000, 2)))))
 
 
 def test_an_original_is_its_own_pixels():

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,13 @@ from retrieval_reference import average_precision, average_precision_at_100, ord
 from small_trainings import recipe, train
 
 from distap.data.converters.converting import DATASETS, convert
+from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.saved import read_evaluation
 from distap.evaluation.sets import open_set
+from distap.library import load
+from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.refinement import Diffusion, Expansion, Refinement
 from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
@@ -156,6 +160,49 @@ def test_training_evaluates_on_other_sets_as_well(converted, training_shards, tm
     lines = [entry for entry in read_run_log(tmp_path) if "validation" in entry]
     assert [line["step"] for line in lines] == [0, 2]
     assert set(lines[0]["also"]) == {"oxford"} and 0 <= lines[0]["also"]["oxford"]["Medium mAP"] <= 1
+
+
+def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch):
+    own, run = str(training_shards[1]), tmp_path / "run"
+    also = {"same": {"data": own}, "square": {"data": own, "crop": 32, "scales": [1.0]}}
+    settings = {"resize": 40, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also}
+    train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
+    last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
+    assert last["also"]["same"] == last["validation"] != last["also"]["square"]
+    found = load(run).describer
+    assert (str(found.sizing), found.network.scales) == ("resize 40 crop 36", (1.0, 0.75))
+
+    figures = {}
+    for name, options in {
+        "remembered": [],
+        "asked for": ["--resize=40", "--image-size=36", "--scales=1,0.75"],
+        "square": ["--image-size=32", "--scales=1"],
+        "by override": ["evaluation.resize=null", "evaluation.crop=32", "evaluation.scales=[1]"],
+    }.items():
+        assert distap(monkeypatch, "eval", "--checkpoint", run, *options, "--output", tmp_path / name) == 0
+        figures[name] = read_evaluation(tmp_path / name).figures
+    assert figures["remembered"] == figures["asked for"] == pytest.approx(last["validation"])
+    assert figures["square"] == figures["by override"] == pytest.approx(last["also"]["square"])
+    assert distap(monkeypatch, "eval", "--checkpoint", run, "--resize=40", "--original") == 2
+    assert distap(monkeypatch, "extract", own, tmp_path / "descriptors", "--checkpoint", run) == 0
+    assert read_descriptors(tmp_path / "descriptors").described_by.sizing == "resize 40 crop 36"
+    assert distap(monkeypatch, "export", run, tmp_path / "export", "--format=safetensors") == 0
+    assert str(load(tmp_path / "export").describer.sizing) == "resize 40 crop 36"
+    card = (tmp_path / "export" / "README.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(import torch\n.*?)\n\nimages = ", card, re.DOTALL)[1], names)
+    (tmp_path / "photo.png").write_bytes(encoded(Image.effect_noise((90, 50), 80)))
+    image = EncodedImage((tmp_path / "photo.png").read_bytes())
+    assert torch.equal(names["pixels"](tmp_path / "photo.png")[0], found.sizing(image))
+
+
+def test_ways_of_taking_images_exclude_each_other(training_shards, tmp_path):
+    for wrong in ({"crop": 224, "original": True}, {"resize": 256, "max_side": 800}, {"scales": []}):
+        with pytest.raises(DistapError, match=r"exclude each other|at least 1 item"):
+            recipe(tmp_path, training_shards, evaluation=wrong)
+    configuration = recipe(tmp_path, training_shards, evaluation={"resize": 24})  # below data.image_size
+    with pytest.raises(DistapError, match=r"sizing `resize 24 crop 32`: .*M of N or more"):
+        describing_of(configuration, network_of(configuration, World()), World())
 
 
 def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_path, monkeypatch):

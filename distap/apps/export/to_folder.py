@@ -37,9 +37,9 @@ class ExportSettings:
     """Formats and sizes of an export; a DistapError names an unusable setting or missing packages."""
 
     formats: Sequence[str]  # of FORMATS
-    image_size: int | None = None  # height and width, pixels; None takes the recipe's
+    image_size: int | None = None  # of the largest square, pixels; None takes images as the recipe does
     dynamic_size: bool = False  # allow other heights and widths as well
-    scales: tuple[float, ...] = (1.0,)  # of MultiScaleNetwork
+    scales: tuple[float, ...] | None = None  # of MultiScaleNetwork; None takes the recipe's
     scale_power: float | None = None
     opset: int = OPSET  # version of ONNX's operators
 
@@ -88,10 +88,15 @@ def export_to_folder(
 def _write(
     folder: Path, network: RetrievalNetwork, origin: Origin, settings: ExportSettings, whitening: Whitening | None
 ) -> Exported:
-    architecture, image_size = origin.recipe.model.architecture, settings.image_size or origin.recipe.data.image_size
+    recipe, architecture = origin.recipe, origin.recipe.model.architecture
+    sizing = Sizing.parse(recipe.evaluation.sizing(recipe.data.image_size))
+    if settings.image_size is not None or (sizing.kind != "crop" and not settings.dynamic_size):
+        sizing = Sizing("crop", settings.image_size or recipe.data.image_size)
+    image_size = sizing.pixels or recipe.data.image_size
     if settings.dynamic_size and (required := required_size(network)) is not None:
         raise DistapError(f"--dynamic-size: {architecture} takes images of {required[1]} x {required[0]} pixels only")
-    describer = ImageDescriber(network, Sizing("crop", image_size), settings.scales, settings.scale_power, whitening)
+    scales = settings.scales or recipe.evaluation.scales
+    describer = ImageDescriber(network, sizing, scales, settings.scale_power, whitening)
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     sizes: tuple[checking.Range, checking.Range] = ((image_size, image_size), (image_size, image_size))

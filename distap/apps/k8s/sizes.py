@@ -11,6 +11,7 @@ RANK_BYTES = 6 * GIB  # torch with its libraries, a network and its micro-batche
 GPU_RANK_BYTES = 10 * GIB  # page-locked buffers, and what CUDA keeps on the host
 WORKER_BYTES = GIB  # a loader process, with the images that it decodes
 SPARE = 1.1
+WHOLE_SIDE = 1024  # pixels of an image at its original size, such as those of Oxford and Paris
 TEMPORARY = 20  # GiB of /tmp: downloaded weights, compiled kernels
 OWN_RUN = 20  # GiB of a pod's own /runs: the newest checkpoints, on their way to the object store
 # Chunks of evaluations, copied from distap.evaluation.extraction and distap.data.images.whole_images to avoid torch.
@@ -46,7 +47,8 @@ def handed_over_bytes(recipe: Recipe, share: int) -> int:
     training = (data.prefetch + 1) * min(recipe.loader_chunk, share) * data.image_size**2
     evaluated = 0
     if evaluation.every != 0 and data.validation is not None:
-        of_image = [data.image_size, *(other.max_side or data.image_size for other in evaluation.also.values())]
+        sized = (evaluation, *(other.within(evaluation) for other in evaluation.also.values()))
+        of_image = [WHOLE_SIDE if each.original else each.max_side or each.crop or data.image_size for each in sized]
         of_batch = evaluation.batch_size * data.image_size**2
         # A worker hands over at most as much as is described at once, but at least one image.
         chunk = max(min(EVALUATION_CHUNK * side**2, max(of_batch, side**2)) for side in of_image)

@@ -1,15 +1,20 @@
 """Augmentation: from an encoded image to the uint8 pixels of the network's input, cropped and varied at random."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torchvision.transforms import v2
+from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from distap.data.images.decoding import Box, Shape
+from distap.errors import DistapError
+from distap.registry import suggestion
+
+ENUMERATIONS = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}  # by the argument that takes one
 
 
 class Croppable(Protocol):
@@ -49,8 +54,9 @@ class CropFlipColour:
 
     def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
         """Draw a crop for the image's size, decode it (with `scaled_decoding` JPEG at reduced scale), and vary it."""
-        crop = v2.RandomResizedCrop(1, scale=(self.crop, 1.0))
-        choose = central_box if self.crop == 1 else partial(random_box, crop)
+        size = (image_size, image_size)
+        crop = v2.RandomResizedCrop(size, scale=(self.crop, 1.0))
+        choose = partial(_centre, size) if self.crop == 1 else partial(_random, crop)
         steps: list[v2.Transform] = []
         if self.flip:
             steps.append(v2.RandomHorizontalFlip(self.flip))
@@ -58,21 +64,111 @@ class CropFlipColour:
             steps.append(v2.ColorJitter(self.colour, self.colour, self.colour, self.colour / 4))
         if self.grey:
             steps.append(v2.RandomGrayscale(self.grey))
-        return CropAndVary(image_size, choose, v2.Compose(steps) if steps else None, scaled_decoding)
+        return CropAndVary(image_size, choose, tuple(steps), scaled_decoding)
+
+
+@dataclass(frozen=True)
+class TorchvisionSteps:
+    """Vary images by transforms of torchvision.transforms.v2, one after the other.
+
+    Args:
+        steps: each the name of a transform, or its name with its arguments: `Resize: 256` (the first argument), or
+            `RandomResizedCrop: {scale: [0.2, 1]}`. A `size` that is needed and not given is data.image_size. Pixels
+            are uint8 throughout, since the network normalises them.
+    """
+
+    steps: tuple[str | dict[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise ValueError("steps: none are given; expected a list of transforms, such as [RandomResizedCrop]")
+        self._built(224)
+
+    def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
+        """Build the steps; raise a DistapError unless they give images of image_size x image_size pixels.
+
+        Without `scaled_decoding` the pixels are torchvision's own, bit for bit. With it, a first step that is a
+        bilinear Resize or RandomResizedCrop decodes JPEG at reduced scale.
+        """
+        first, *rest = steps = self._built(image_size)
+        choose: Callable[[int, int], tuple[Box, Shape]] = _whole
+        if scaled_decoding and getattr(first, "antialias", False) and _is_bilinear(first):
+            choose = {v2.Resize: partial(_resized, first), v2.RandomResizedCrop: partial(_random, first)}.get(
+                type(first), _whole
+            )
+        vary = CropAndVary(image_size, choose, tuple(steps if choose is _whole else rest), scaled_decoding)
+        for width, height in ((3, 2), (2, 3)):
+            seeded(vary, Blank((width * image_size, height * image_size)), 0)
+        return vary
+
+    def _built(self, image_size: int) -> list[v2.Transform]:
+        return [_step(step, image_size) for step in self.steps]
+
+
+def _step(step: Any, image_size: int) -> v2.Transform:
+    """Build a transform from its name and arguments, or raise a ValueError."""
+    name, options = next(iter(step.items())) if isinstance(step, Mapping) and len(step) == 1 else (step, None)
+    known = [each for each, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform)]
+    if name not in known:
+        raise ValueError(
+            f"steps: {str(name)!r:.80} is no transform of torchvision.transforms.v2; {suggestion(str(name), known)}"
+        )
+    parameters = inspect.signature(getattr(v2, name)).parameters
+    if options is None:
+        options = {}
+    elif not isinstance(options, Mapping):
+        options = {next(iter(parameters), name): options}
+    try:
+        if "size" in parameters and parameters["size"].default is inspect.Parameter.empty:
+            options = {"size": image_size, **options}
+        if isinstance(options.get("transforms"), list):
+            options = {**options, "transforms": [_step(inner, image_size) for inner in options["transforms"]]}
+        options = {key: ENUMERATIONS[key](value) if key in ENUMERATIONS else value for key, value in options.items()}
+        if options.get("value") == "random":
+            raise ValueError("value: random is for pixels around 0, and these are uint8; give a number or three")
+        return getattr(v2, name)(**options)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"steps: {name}: {error}") from error
+
+
+def _is_bilinear(step: v2.Transform) -> bool:
+    return step.interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BILINEAR.value)
 
 
 @dataclass(frozen=True)
 class CropAndVary:
-    """Choose a box of an image, decode it at `size`, and vary the result."""
+    """Choose a box of an image and the shape to decode it at, and vary the result."""
 
-    size: int
-    choose: Callable[[int, int], Box]
-    vary: Callable[[Tensor], Tensor] | None
+    size: int  # of the result, pixels
+    choose: Callable[[int, int], tuple[Box, Shape]]  # by the image's width and height
+    steps: tuple[v2.Transform, ...]
     scaled: bool
 
     def __call__(self, image: Croppable) -> Tensor:
-        pixels = image.crop(self.choose(*image.size), (self.size, self.size), self.scaled)
-        return self.vary(pixels) if self.vary else pixels
+        pixels = image.crop(*self.choose(*image.size), self.scaled)
+        where = f"data.augmentation: an image of {image.size[0]} x {image.size[1]} pixels"
+        try:
+            for step in self.steps:
+                pixels = step(pixels)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DistapError(f"{where}: {type(step).__name__}: {error}") from error
+        if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8 or pixels.shape != (3, self.size, self.size):
+            given = f"{tuple(pixels.shape)} {pixels.dtype}" if isinstance(pixels, Tensor) else type(pixels).__name__
+            raise DistapError(
+                f"{where}: the steps give {given}; expected (3, {self.size}, {self.size}) uint8, as data.image_size "
+                "says: leave `size` out of the last crop, and normalising to the network"
+            )
+        return pixels
+
+
+@dataclass
+class Blank:
+    """A black image."""
+
+    size: tuple[int, int]
+
+    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
+        return torch.zeros(3, *shape, dtype=torch.uint8)
 
 
 def central_box(width: int, height: int) -> Box:
@@ -82,11 +178,28 @@ def central_box(width: int, height: int) -> Box:
     return left, top, left + side, top + side
 
 
-def random_box(crop: v2.RandomResizedCrop, width: int, height: int) -> Box:
-    """A box of an image, drawn as torchvision's RandomResizedCrop does, with torch's global random state."""
-    drawn = crop.make_params([torch.empty(3, height, width, dtype=torch.uint8, device="meta")])
+def _centre(shape: Shape, width: int, height: int) -> tuple[Box, Shape]:
+    return central_box(width, height), shape
+
+
+def _whole(width: int, height: int) -> tuple[Box, Shape]:
+    return (0, 0, width, height), (height, width)
+
+
+def _resized(resize: v2.Resize, width: int, height: int) -> tuple[Box, Shape]:
+    _, *shape = resize(_empty(width, height)).shape
+    return (0, 0, width, height), (shape[0], shape[1])
+
+
+def _random(crop: v2.RandomResizedCrop, width: int, height: int) -> tuple[Box, Shape]:
+    """A box drawn as torchvision does, with torch's global random state."""
+    drawn = crop.make_params([_empty(width, height)])
     left, top = drawn["left"], drawn["top"]
-    return left, top, left + drawn["width"], top + drawn["height"]
+    return (left, top, left + drawn["width"], top + drawn["height"]), tuple(crop.size)
+
+
+def _empty(width: int, height: int) -> Tensor:
+    return torch.empty(3, height, width, dtype=torch.uint8, device="meta")
 
 
 def seeded(transform: Transform, image: Croppable, seed: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -15,15 +16,17 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms.v2 import functional as F
 
 from distap.data.images.augmentation import central_box
-from distap.data.images.decoding import Box, DamagedImageError, EncodedImage, Shape
+from distap.data.images.decoding import MAX_PIXELS, Box, DamagedImageError, EncodedImage, Shape
 from distap.data.loading.workers import handed_over
 from distap.errors import DistapError
 
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
-EXPECTED = "expected `crop N`, `side N` or `original`, N pixels"
+SIZINGS = re.compile(r"(?:resize (?P<resize>[0-9]+) )?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)")
+EXPECTED = "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` with M of N or more"
 QUALITY = 82  # of a thumbnail's JPEG, from 1 to 95
 KEPT = 1024  # thumbnails in memory, of about 10 kB each
 logger = logging.getLogger("distap")
@@ -33,29 +36,32 @@ logger = logging.getLogger("distap")
 class Sizing:
     """How an image is brought to size; `str` and `parse` write it as text and back.
 
-    `crop` takes the central square at `pixels` by `pixels`; `side` the whole image, scaled down so that its longer
-    side is `pixels` at most; `original` the whole image as it is, and has no `pixels`.
+    `crop` takes the central square at `pixels` by `pixels`: the largest one, or with `resize` the one that is left of
+    the image once its shorter side is scaled to `resize` pixels. `side` takes the whole image, scaled down so that
+    its longer side is `pixels` at most; `original` the whole image as it is, and has no `pixels`.
     """
 
     kind: Literal["crop", "side", "original"]
     pixels: int | None = None
+    resize: int | None = None
 
     def __post_init__(self) -> None:
+        fits = self.resize is None or (self.kind == "crop" and self.resize >= (self.pixels or 0))
         wanted = self.kind != "original"
-        if wanted != (self.pixels is not None) or (self.pixels is not None and self.pixels < 1):
-            raise DistapError(f"sizing {self}: {EXPECTED}")
+        if not fits or wanted != (self.pixels is not None) or (self.pixels is not None and self.pixels < 1):
+            raise DistapError(f"sizing `{self}`: {EXPECTED}")
 
     def __str__(self) -> str:
-        return self.kind if self.pixels is None else f"{self.kind} {self.pixels}"
+        resize = "" if self.resize is None else f"resize {self.resize} "
+        return resize + (self.kind if self.pixels is None else f"{self.kind} {self.pixels}")
 
     @classmethod
     def parse(cls, text: str) -> "Sizing":
-        kind, _, pixels = text.partition(" ")
-        if kind in ("crop", "side") and pixels.isascii() and pixels.isdigit():
-            return cls("crop" if kind == "crop" else "side", int(pixels))
-        if text == "original":
-            return cls("original")
-        raise DistapError(f"sizing {text!r}: {EXPECTED}")
+        found = SIZINGS.fullmatch(text)
+        if found is None:
+            raise DistapError(f"sizing {text!r}: {EXPECTED}")
+        resize, pixels = (None if found[name] is None else int(found[name]) for name in ("resize", "pixels"))
+        return cls(found["kind"] or "original", pixels, resize)  # type: ignore[arg-type]
 
     def shape(self, width: int, height: int) -> Shape:
         """The result's for an image, or a box of one."""
@@ -70,13 +76,20 @@ class Sizing:
     def __call__(self, image: EncodedImage, box: Box | None = None, scaled: bool = True) -> Tensor:
         """(3, height, width) uint8 of the part of an image in a box, or of all; see `EncodedImage` for the errors.
 
-        `scaled` allows decoding JPEG at reduced scale.
+        `scaled` allows decoding JPEG at reduced scale, except with `resize`: its pixels are, bit for bit, those of
+        torchvision's Resize(resize) and CenterCrop(pixels) on the image as a uint8 tensor.
         """
         width, height = image.size
         left, top, right, bottom = box or (0, 0, width, height)
         left, top, right, bottom = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
         if left >= right or top >= bottom:
             raise DamagedImageError("missing_field", f"nothing of its {width} x {height} pixels is in the box {box}")
+        if self.resize is not None and self.pixels is not None:
+            shape = bottom - top, right - left
+            if self.resize**2 * max(shape) > MAX_PIXELS * min(shape):
+                raise DamagedImageError("too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels")
+            whole = F.resize(image.crop((left, top, right, bottom), shape, False), [self.resize], antialias=True)
+            return F.center_crop(whole, [self.pixels]).contiguous()
         shape = self.shape(right - left, bottom - top)
         if self.kind == "crop":
             inner = central_box(right - left, bottom - top)
