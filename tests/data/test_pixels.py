@@ -2,12 +2,14 @@ import hashlib
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from batches import small_network
 from images import damage, indexed_images, write_images
 from ranks import on_ranks
+from small_trainings import DESCENT, losses, train
 
 from distap.data.loading.pixels import Reread, Spool
 from distap.data.loading.training import NO_SAMPLE
@@ -138,8 +140,8 @@ def all_gradients(world, folder):
 def test_gradients_are_the_same_bit_for_bit_wherever_pixels_wait(spoilt, ranks):
     answers = on_ranks(ranks, all_gradients, spoilt) if ranks > 1 else [all_gradients(World(), spoilt)]
     for in_memory, spooled, read_again in answers:
-        for losses, moved in (spooled, read_again):
-            assert losses == in_memory[0]
+        for found, moved in (spooled, read_again):
+            assert found == in_memory[0]
             assert all(torch.equal(a, b) for a, b in zip(moved, in_memory[1], strict=True))
 
 
@@ -243,3 +245,24 @@ def test_memory_does_not_grow_with_a_batch_that_is_spooled(tmp_path):
     share = 512 * 3 * 256 * 256
     assert large - small < share / 20
     assert in_memory - large > share / 2
+
+
+def test_torchvisions_steps_replay_the_pixels_that_were_described_and_train_alike_on_two_ranks(
+    training_shards, tmp_path
+):
+    steps = [{"Resize": 36}, "RandomCrop", {"RandAugment": {"num_ops": 1}}, {"RandomErasing": {"value": 124}}]
+    settings = {
+        "steps": 2,
+        "optimizer": DESCENT,
+        "data__workers": 1,
+        "data__augmentation": {"name": "torchvision", "steps": steps},
+    }
+    for world, way in ((1, "memory"), (1, "reread"), (2, "reread")):
+        run = tmp_path / f"{way}-{world}"
+        started = {**settings, "data__pixels": {"hold": way}}
+        if world == 1:
+            train(World(), run, training_shards, **started)
+        else:
+            on_ranks(world, partial(train, **started), run, training_shards)
+    assert losses(tmp_path / "memory-1") == losses(tmp_path / "reread-1")
+    assert losses(tmp_path / "reread-2") == pytest.approx(losses(tmp_path / "reread-1"), abs=1e-6)
