@@ -75,7 +75,7 @@ def sizing_of(
     image_size: int | None, resize: int | None, max_side: int | None, original: bool, recipe: "NetworkRecipe"
 ) -> "Sizing":
     """The sizing that --image-size, --resize, --max-side or --original asks for, else the recipe's."""
-    from distap.config.sections import SizedSection
+    from distap.config.images import SizedSection
     from distap.data.images.whole_images import Sizing
 
     if sum((bool(image_size or resize), max_side is not None, original)) > 1:

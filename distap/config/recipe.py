@@ -6,13 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from distap.config.images import DataSection, DescribingSection, EvaluationSection, ImagesSection
 from distap.config.sections import (
     CheckpointSection,
-    DataSection,
     DescribeSection,
-    DescribingSection,
-    EvaluationSection,
-    ImagesSection,
     LoggersSection,
     LogsSection,
     MemorySection,
