@@ -1,0 +1,54 @@
+"""docs/papers.md names every value of every recipe, and no other."""
+
+import re
+from collections import Counter
+
+import pytest
+import timm
+import yaml
+from launching import ROOT
+
+from distap.config.reading import RECIPES
+from distap.data.converters.converting import DATASETS
+from distap.registry import by_path
+
+PAPERS = ROOT / "docs/papers.md"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "emoji")
+
+
+def documented():
+    """(recipe, key, value, source) of each row of the tables."""
+    for section in PAPERS.read_text().split("\n## "):
+        if group := re.search(r"^Recipes: (.*?)\.$", section, re.MULTILINE | re.DOTALL):
+            names = re.findall(r"`(.+?)`", group[1])
+            for key, value, recipes, source in re.findall(
+                r"^\| `(.+?)` \| `(.+?)` \| (.+?) \| (.+) \|$", section, re.MULTILINE
+            ):
+                for name in names if recipes == "all" else re.findall(r"`(.+?)`", recipes):
+                    assert name in names, f"{name} is not one of the section's recipes"
+                    yield name, key, yaml.safe_load(value), source
+
+
+def test_the_tables_hold_the_values_of_the_recipes_and_a_source_for_each():
+    rows = list(documented())
+    assert not [row for row, count in Counter((name, key) for name, key, _, _ in rows).items() if count > 1]
+    assert all(source.strip() for _, _, _, source in rows)
+    for name in NAMES:
+        settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+        assert {key: value for of, key, value, _ in rows if of == name} == dict(by_path(settings, "."))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_what_it_is_and_names_what_exists(name):
+    text = (RECIPES / f"{name}.yaml").read_text()
+    head = dict(re.findall(r"^# (\w+): (.*)$", text, re.MULTILINE))
+    settings = yaml.safe_load(text)
+    assert head.keys() >= {"paper", "data", "expected", "memory"}
+    assert head["data"] in DATASETS
+    assert f"distap data convert {head['data']} SOURCE data/{head['data']}" in text
+    assert f"distap train {name} " in text and settings["run"] == f"runs/{name}"
+    assert settings["model"]["backbone"] in timm.list_pretrained()
+    named = [settings["data"][key] for key in ("train", "validation", "gallery") if key in settings["data"]]
+    for place in named:
+        data, split = place.removeprefix("data/").split("/")
+        assert data == head["data"] and split in {each.name for each in DATASETS[data].splits}

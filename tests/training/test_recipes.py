@@ -1,0 +1,72 @@
+"""Each recipe of a paper from its name alone: two steps on two ranks, evaluations, a third step after resuming."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from dataset_trees import TREES
+from ranks import on_ranks
+
+from distap.config.reading import RECIPES, load_recipe
+from distap.data.converters.converting import DATASETS, convert
+from distap.telemetry.runlog import read_run_log
+from distap.trainer import Trainer
+
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "emoji")
+FIGURES = {"roxford5k": "mAP hard", "rparis6k": "mAP hard", "medium": "R@1", "large": "R@1"}
+
+
+def made_small(name: str) -> list[str]:
+    """Changes that leave the recipe's loss, sampling, optimiser, schedule, augmentation and protocol as they are."""
+    settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    sampling, model, evaluation = settings["sampling"], settings["model"], settings["evaluation"]
+    is_transformer = "deit" in model["backbone"]
+    changes = ["precision=float32", "data.image_size=32", "data.workers=0", "replay.size=1", "checkpoint.every=1"]
+    changes += ["model.weights=random", f"model.backbone={'test_vit' if is_transformer else 'test_resnet'}"]
+    changes += ["sampling.batch_size=4"] if "batch_size" in sampling else ["sampling.classes=2", "sampling.images=2"]
+    if isinstance(model.get("projection"), dict):
+        changes.append("model.projection.dimensions=2")  # fewer than there are images to whiten
+    if "every" in evaluation:
+        changes.append("evaluation.every=1")
+    if "resize" in evaluation:
+        changes += ["evaluation.resize=36", "evaluation.crop=32"]
+    if name == "gldv2":
+        changes += ["data.augmentation.steps=[{Resize: [32, 32]}, RandomHorizontalFlip]", "evaluation.max_side=32"]
+    return changes
+
+
+def trained(world, folder: Path, name: str) -> None:
+    os.chdir(folder)
+    length = "epochs" if load_recipe(Path(name)).steps is None else "steps"
+    for until in (2, 3):  # an epoch of four images is one step
+        Trainer(load_recipe(Path(name), [*made_small(name), f"{length}={until}"]), world).train()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with small copies of the data sets in data/, as `distap data convert` writes them."""
+    folder = tmp_path_factory.mktemp("recipes")
+    used = {yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"]["train"].split("/")[1] for name in NAMES}
+    for name in (*used, "roxford5k", "rparis6k"):
+        TREES[name](folder / "source" / name)
+        convert(DATASETS[name], folder / "source" / name, folder / "data" / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains_evaluates_and_goes_on(folder, name):
+    on_ranks(2, trained, folder, name)
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    entries = read_run_log(folder / recipe.run)
+    losses = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3]
+    assert all(map(math.isfinite, losses.values()))
+    evaluated = [entry for entry in entries if "validation" in entry]
+    if recipe.data.validation is not None:
+        assert [entry["step"] for entry in evaluated] == [0, 1, 2, 3]
+    for entry in evaluated:
+        assert {"mAP", "R@1"} <= entry["validation"].keys()
+        assert entry.get("also", {}).keys() == recipe.evaluation.also.keys()
+        assert all(FIGURES[other] in figures for other, figures in entry.get("also", {}).items())
