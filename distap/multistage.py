@@ -46,6 +46,9 @@ class Multistage(nn.Module):
     - a network that nothing wraps has the gradient of this rank's images, times the number of ranks, so that their
       mean over ranks is the whole; with `reduce=True` it is summed here.
 
+    The parameters of a loss that has some, such as `proxy_nca`, are parameters of this module: give
+    `multistage.learned.parameters()` to the optimiser. They get their whole gradient on every rank.
+
     Args:
         network: takes images as the call gives them, with fewer rows, and returns descriptors (n, C). Or it returns
             (descriptors, other): `other` (n,) is a further loss of each image, such as a classifier's, and its mean
@@ -87,6 +90,7 @@ class Multistage(nn.Module):
         super().__init__()
         self.network = network
         self.loss = build_loss(loss, **options)
+        self.learned = self.loss.learned
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
         self.normalise, self.freeze_batchnorm, self.reduce = normalise, freeze_batchnorm, reduce
         self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
@@ -155,9 +159,9 @@ class Multistage(nn.Module):
             scaled = replace(ranking, gradient=gradient * (upstream * replica.scale))
             with torch.enable_grad(), replica.frozen():
                 self.replay_drift, _, _ = stages.replay(batch, described, scaled)
-            return replica.gradients()
+            return *replica.gradients(), *(one * upstream for one in ranking.by_parameters)
 
-        return KnownGradient.apply(value, replay, True, *replica.inputs)
+        return KnownGradient.apply(value, replay, True, *replica.inputs, *self.loss.parameters)
 
     if TYPE_CHECKING:  # nn.Module's own takes and returns anything
         __call__ = forward

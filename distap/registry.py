@@ -31,6 +31,7 @@ TIMM_OPTIMIZERS = (
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
         "ap_q": "distap.ranking.losses.quantized:QuantizedAP",
+        "softbin": "distap.ranking.losses.quantized:QuantizedAP",  # what Ramzi et al. 2021 call AP_Q
         "ap_t": "distap.ranking.losses.quantized:TieAwareAP",
         "fast_ap": "distap.ranking.losses.quantized:FastAP",
         "smooth_ap": "distap.ranking.losses.smooth:SmoothAP",
@@ -41,6 +42,8 @@ REGISTRY: dict[str, dict[str, str]] = {
         "multi_similarity": "distap.ranking.losses.pairs:MultiSimilarity",
         "contrastive": "distap.ranking.losses.pairs:Contrastive",
         "triplet": "distap.ranking.losses.pairs:Triplet",
+        "proxy_nca": "distap.ranking.losses.proxies:ProxyNCA",
+        "normalized_softmax": "distap.ranking.losses.proxies:NormalizedSoftmax",
         "metric_learning": "distap.ranking.losses.metric_learning:MetricLearning",
         "sum": "distap.ranking.losses.base:WeightedSum",
     },
@@ -85,18 +88,9 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
 }
 
-METHODS = {
-    "loss": "value_and_gradient",
-    "sampling": "batch",
-    "augmentation": "transform",
-    "source": "open",
-    "backbone": "build",
-    "weights": "load",
-    "pooling": "build",
-    "optimizer": "build",
-    "schedule": "factor",
-    "engine": "build",
-    "logger": "open",
+METHODS = dict.fromkeys(REGISTRY, "build") | {
+    **{"loss": "value_and_gradient", "sampling": "batch", "augmentation": "transform", "source": "open"},
+    **{"weights": "load", "schedule": "factor", "logger": "open"},
 }
 
 # Kinds that need a base class, because it has methods that most of their classes do not write themselves.

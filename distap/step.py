@@ -226,6 +226,7 @@ class ThreeStageStep(ThreeStages):
     """Describe, gather, rank, replay, update."""
 
     engine: Engine  # with its optimiser
+    loss_engine: Engine | None = None  # that of the loss's own parameters, which are the same on every rank
 
     def __call__(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
         """Train on one global batch; every rank calls it with its own share. See `Engine.update` for the rate.
@@ -238,13 +239,18 @@ class ThreeStageStep(ThreeStages):
         worst, norm, replayed, kept = float("nan"), float("nan"), 0, 0
         if ranking.is_finite:
             worst, replayed, kept = self.replay(batch, described, ranking)
-            norm = self.update(batch.step, learning_rate)
+            norm = self.update(batch.step, learning_rate, ranking)
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.queries, ranking.skipped_queries
         rate = float("nan") if learning_rate is None else learning_rate
         return StepResult(float(ranking.loss), rate, norm, worst, *counts, skipped, not_finite)
 
-    def update(self, step: int, learning_rate: float | None) -> float:
-        """Move the parameters along the gradient of the global loss; return the gradient's norm."""
+    def update(self, step: int, learning_rate: float | None, ranking: Ranking) -> float:
+        """Move the parameters along the gradient of the global loss; return the norm of the network's."""
         with self._stage("optimizer", step):
-            return self.engine.update(learning_rate)
+            norm = self.engine.update(learning_rate)
+            if self.loss_engine is not None and norm < float("inf"):
+                for parameter, gradient in zip(self.loss.parameters, ranking.by_parameters, strict=True):
+                    parameter.grad = gradient
+                self.loss_engine.update(learning_rate)
+            return norm

@@ -29,7 +29,15 @@ from distap.telemetry.logs import at_step
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import Tracer
-from distap.training.build import describer_of, engine_of, evaluations_of, fitting_of, step_of
+from distap.training.build import (
+    describer_of,
+    engine_of,
+    evaluations_of,
+    fitting_of,
+    loss_engine_of,
+    loss_of,
+    step_of,
+)
 from distap.training.checks import checked_images, checked_network, first_on_rank_0, require_same_data
 from distap.training.report import RunReport, logger
 from distap.training.state import RunState, is_begun
@@ -84,9 +92,10 @@ class Trainer:
         describer = describer_of(recipe, self.network)
         self.evaluations = evaluations_of(recipe, self.network, world)
         self.engine = engine_of(recipe, self.network, world)
-        memory = CrossBatchMemory(recipe.memory.size)
-        self.step = step_of(recipe, self.engine, world, self.images.size, describer, memory, self.stopwatch)
-        self.state = RunState(recipe, world, self.images, self.engine, memory)
+        memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
+        loss_engine, batch = loss_engine_of(recipe, loss, world), self.images.size
+        self.step = step_of(recipe, self.engine, loss, world, batch, describer, memory, self.stopwatch, loss_engine)
+        self.state = RunState(recipe, world, self.images, self.engine, memory, loss_engine)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
         self.startup.reached("network")

@@ -5,9 +5,9 @@ from copy import deepcopy
 import pytest
 import torch
 from batches import small_images, small_network
-from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
+from pytorch_metric_learning.losses import ContrastiveLoss
 from ranks import on_ranks
-from reference import listwise_loss
+from reference import listwise_loss, proxies
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -83,15 +83,22 @@ def share_of(rank, size):
     return slice(stops[rank - 1] if rank else 0, stops[rank])
 
 
-def one_case(world, wrapper, loss, sizes):
-    """Loss, gradients and large collectives of a batch on this rank's share."""
+def wrapped(wrapper, loss, sizes, **options):
+    """A network, Multistage around it, and what to call."""
     network = small_network()
     if wrapper == "fsdp2":
         fully_shard(network.block)
         fully_shard(network)
     inner = DistributedDataParallel(network) if wrapper == "ddp inside" else network
-    multistage = Multistage(inner, LOSSES[loss][0], sizes, reduce=wrapper == "summed here")
-    outer = DistributedDataParallel(multistage) if wrapper == "ddp around" else multistage
+    multistage = Multistage(inner, loss, sizes, reduce=wrapper == "summed here", **options)
+    if multistage.learned is not None:
+        multistage.learned.double()
+    return network, multistage, DistributedDataParallel(multistage) if wrapper == "ddp around" else multistage
+
+
+def one_case(world, wrapper, loss, sizes):
+    """Loss, gradients and large collectives of a batch on this rank's share."""
+    network, _, outer = wrapped(wrapper, LOSSES[loss][0], sizes)
     images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
     values = []
 
@@ -127,6 +134,35 @@ def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, number):
         value, found, _ = rank[number]
         assert value == pytest.approx(expected, rel=NEAR)
         assert_near(found, gradients)
+
+
+def trained_with_proxies(world):
+    """Loss, and gradients of the network and of the proxies, by wrapper and mode."""
+    images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
+    found = {}
+    for wrapper in WRAPPERS if world.size > 1 else ("not wrapped",):
+        for mode in ("sharded", "central"):
+            network, multistage, outer = wrapped(wrapper, "proxy_nca", 4, classes=5, dimensions=5, mode=mode)
+            value = outer(images, labels)
+            (3 * value).backward()
+            gradients = [*gradients_of(network), *(one.grad for one in multistage.learned.parameters())]
+            if wrapper == "not wrapped":
+                gradients = [world.sum(gradient) / world.size for gradient in gradients]
+            found[wrapper, mode] = value.item(), [gradient / 3 for gradient in gradients]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_proxies_get_the_gradient_of_all_images_on_every_rank(ranks):
+    network, (images, labels) = small_network(), small_images(IMAGES)
+    learned = Multistage(network, "proxy_nca", classes=5, dimensions=5).learned.double()
+    first = learned["proxies"].detach().clone().requires_grad_()
+    expected = proxies(normalize(network(images)), labels, first, 1 / 9, squared=True)
+    expected.backward()
+    for answer in on_ranks(ranks, trained_with_proxies) if ranks > 1 else [trained_with_proxies(World())]:
+        for value, gradients in answer.values():
+            assert value == pytest.approx(expected.item(), rel=NEAR)
+            assert_near(gradients, [*gradients_of(network), first.grad])
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -354,8 +390,8 @@ def test_what_would_spoil_the_gradient_is_refused():
         Multistage(small_network())(images, labels[1:])
     with pytest.raises(DistapError, match="images have 20, 21 rows"):
         Multistage(small_network())((images, labels[1:]), labels)
-    with pytest.raises(DistapError, match="ProxyAnchorLoss has parameters of its own"):
-        Multistage(small_network(), ProxyAnchorLoss(5, 5))
+    with pytest.raises(DistapError, match="needs `classes`, the number of classes"):
+        Multistage(small_network(), "proxy_nca")
     with pytest.raises(DistapError, match="no images were given"):
         Multistage(small_network())(images[:0], labels[:0])
     with pytest.raises(DistapError, match="1 numbers in `samples` for 21 images"):

@@ -130,6 +130,7 @@ class OptimizerSection(ChoosingSection):
     backbone: GroupSettings = GroupSettings()
     pooling: GroupSettings = GroupSettings()
     head: GroupSettings = GroupSettings()
+    loss: GroupSettings = Field(GroupSettings(), description="Of a loss with parameters of its own, such as proxies.")
     chosen: Annotated[Any, Chosen("optimizer", otherwise="adam")] = "adam"
 
     @classmethod

@@ -23,6 +23,9 @@ class ListwiseLoss(nn.Module):
     their common loss: sum it over ranks. DistributedDataParallel averages, so there multiply the loss by the number
     of ranks.
 
+    The parameters of a loss that has some, such as `proxy_nca`, are those of this module: give them to the optimiser.
+    Over ranks they get the same share of their gradient on each, and so behave like the network's.
+
     Args:
         loss, weights, group, mode, memory_bytes: arguments of `distap.ranking.rank.rank`.
         memory: number of earlier descriptors to rank against as well; part of the module's state.
@@ -43,6 +46,7 @@ class ListwiseLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.loss = build_loss(loss, weights, **options)
+        self.learned = self.loss.learned
         self.group, self.mode, self.memory_bytes = group, mode, memory_bytes
         self.memory = CrossBatchMemory(memory)
 
@@ -67,7 +71,12 @@ class ListwiseLoss(nn.Module):
                 memory_bytes=self.memory_bytes,
             )
             value = ranking.loss.to(descriptors.dtype)
-            return KnownGradient.apply(value, lambda upstream: [ranking.gradient * upstream], False, descriptors)
+            ranks = 1 if self.group is None else dist.get_world_size(self.group)
+
+            def gradients(upstream: Tensor) -> Sequence[Tensor]:
+                return [ranking.gradient * upstream, *(one * (upstream / ranks) for one in ranking.by_parameters)]
+
+            return KnownGradient.apply(value, gradients, False, descriptors, *self.loss.parameters)
 
     if TYPE_CHECKING:  # nn.Module's own takes and returns anything
         __call__ = forward

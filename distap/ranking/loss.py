@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from torch import Tensor
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor, nn
 
 from distap.errors import DistapError
 from distap.registry import build_part
@@ -57,12 +58,12 @@ class Gathered:
         _, classes, counts = torch.unique(self.gallery_labels, return_inverse=True, return_counts=True)
         return counts[classes]
 
-    def query_weights(self, weights: QueryWeights = "uniform") -> Float64[Tensor, " B"]:
-        """The weight of each query in the mean; they sum to 1, and a query without a positive has none.
+    def query_weights(self, weights: QueryWeights = "uniform", smallest: int = 2) -> Float64[Tensor, " B"]:
+        """The weight of each query in the mean; they sum to 1, and one of a class with fewer images has none.
 
         `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5).
         """
-        weight = (self.class_sizes[: len(self.images)] > 1).double()
+        weight = (self.class_sizes[: len(self.images)] >= smallest).double()
         if weights == "class":
             _, classes, counts = torch.unique(self.labels, return_inverse=True, return_counts=True)
             weight = weight / counts[classes]
@@ -124,6 +125,7 @@ class LossValue(NamedTuple):
     # The loss of each own query, NaN for a query without positives; None if the loss is no mean over queries.
     per_query: Float64[Tensor, " b"] | None
     gradient: Float[Tensor, "b C"]  # by the descriptors of `Gathered.own`
+    by_parameters: tuple[Tensor, ...] = ()  # by each of `Loss.parameters`, summed over the ranks already
 
 
 @runtime_checkable
@@ -150,6 +152,7 @@ class Loss(ABC):
 
     presets: ClassVar[Presets] = {}  # settings that give the numbers of published code
     is_ap: ClassVar[bool] = False  # 1 - loss is an Average Precision
+    needs_positives: ClassVar[bool] = True  # a query counts only if another image of its class is ranked
 
     # pydantic reads this where a recipe holds the loss.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
@@ -162,12 +165,47 @@ class Loss(ABC):
         similarities and gradients.
         """
 
+    @property
+    def learned(self) -> nn.Module | None:
+        """The module of the parameters that this loss trains beside the network, such as proxies."""
+        return None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [one for one in self.learned.parameters() if one.requires_grad] if self.learned is not None else []
+
+    def sized(self, classes: int | None, dimensions: int, seed: int) -> "Loss":
+        """This loss with new parameters for a training on K classes, if known, with descriptors of C dimensions."""
+        return self
+
     def counter(self, pairs: int, budget: Budget) -> Counter | None:
         """A counter to begin with before the batch is complete; None if this loss needs all of it at once.
 
         There will be about `pairs` pairs of an own query and a gallery image.
         """
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedLoss(Loss):
+    """A loss with parameters for each class.
+
+    Args:
+        classes: K, the labels being 0 to K - 1; null takes the number in the training set.
+        dimensions: C of the descriptors; null takes the network's.
+        seed: of the first parameters; null takes the recipe's.
+    """
+
+    classes: PositiveInt | None = None
+    dimensions: PositiveInt | None = None
+    seed: NonNegativeInt | None = None
+
+    def sized(self, classes: int | None, dimensions: int, seed: int) -> "SizedLoss":
+        for key, given, found in (("classes", self.classes, classes), ("dimensions", self.dimensions, dimensions)):
+            if None not in (given, found) and given != found:
+                raise DistapError(f"loss: {key} is {given}, but this training has {found}; leave {key} out")
+        seed = seed if self.seed is None else self.seed
+        return replace(self, classes=self.classes or classes, dimensions=dimensions, seed=seed)
 
 
 AnyLoss = str | Loss | Callable[..., Any]  # a name, a loss, a class of losses, or a function (descriptors, labels)
@@ -208,12 +246,13 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     world, batch = gathered.world, len(gathered.images)
     value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
     per_query, gradient = value.new_zeros(batch), None
+    by_parameters = tuple(map(torch.zeros_like, loss.parameters))
     failure, outcome = None, 0  # 1: the loss is not by query; 2: it failed
     if world.rank == 0:
         own = torch.arange(batch, device=value.device)
         whole = replace(gathered, own=own, world=World(device=world.device))
         try:
-            value, by_query, rows = loss.value_and_gradient(whole, budget)
+            value, by_query, rows, by_parameters = loss.value_and_gradient(whole, budget)
             gradient = whole.spread(rows)
             per_query, outcome = (per_query, 1) if by_query is None else (by_query, 0)
         except Exception as error:
@@ -224,7 +263,9 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
         raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
     received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))[gathered.local]
     value, per_query = world.broadcast(value), world.broadcast(per_query)
-    return LossValue(value, None if worst else per_query[gathered.own], received)
+    pairs = zip(by_parameters, loss.parameters, strict=True)
+    by_parameters = tuple(world.broadcast(one.to(gathered.gallery)).to(parameter) for one, parameter in pairs)
+    return LossValue(value, None if worst else per_query[gathered.own], received, by_parameters)
 
 
 @contextmanager

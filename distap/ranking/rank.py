@@ -39,6 +39,7 @@ class Ranking:
     queries: int  # of all ranks, with a positive
     skipped_queries: int  # of all ranks, without
     is_finite: bool  # on all ranks
+    by_parameters: tuple[Tensor, ...] = ()  # gradient by the loss's own parameters, of all ranks together
 
 
 def rank(
@@ -62,7 +63,8 @@ def rank(
         descriptors: (b, C) of this rank, of length 1. For 16-bit descriptors the gradient is float32.
         labels: (b,) integers from 0.
         loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap`,
-            `metric_learning`, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar.
+            `metric_learning`, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar. Losses
+            with parameters of their own are for `ListwiseLoss` and `Multistage`.
         weights: of the queries: `uniform`, or `class` so that each class weighs the same.
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
         mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
@@ -132,14 +134,14 @@ def rank_descriptors(
     images are of one class, every rank raises a DistapError.
     """
     batch = len(gathered.images)
-    queries = int((gathered.class_sizes[:batch] > 1).sum())
+    queries = int((gathered.class_sizes[:batch] > 1).sum()) if loss.needs_positives else batch
     # Every rank finds this out for itself: the others would wait if rank 0 alone did.
     if not queries:
         raise DistapError(
             f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of its class in the "
             "batch, so nothing can be ranked: use `p_by_k` sampling, or a larger batch"
         )
-    if gathered.class_sizes[0] == len(gathered.gallery):
+    if loss.needs_positives and gathered.class_sizes[0] == len(gathered.gallery):
         raise DistapError(
             f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class, {int(gathered.labels[0])}: "
             "every ranking of them is right, so there is nothing to learn; a batch needs two classes at least"
@@ -147,16 +149,17 @@ def rank_descriptors(
     world, budget = gathered.world, Budget(gathered.gallery.device, memory_bytes)
     with full_precision(budget.device):
         if counter is not None:
-            value, per_query, gradient = counter.value_and_gradient(gathered)
+            value, per_query, gradient, by_parameters = counter.value_and_gradient(gathered)
         elif mode == "sharded" or world.size == 1:
-            value, per_query, gradient = loss.value_and_gradient(gathered, budget)
+            value, per_query, gradient, by_parameters = loss.value_and_gradient(gathered, budget)
         else:
-            value, per_query, gradient = rank_on_rank_zero(loss, gathered, budget)
+            value, per_query, gradient, by_parameters = rank_on_rank_zero(loss, gathered, budget)
     return Ranking(
         value,
         None if per_query is None else gathered.spread(per_query, torch.nan),
         gathered.spread(gradient),
         queries,
         batch - queries,
-        world.all_agree(bool(value.isfinite()) and bool(gradient.isfinite().all())),
+        world.all_agree(all(bool(one.isfinite().all()) for one in (value, gradient, *by_parameters))),
+        by_parameters,
     )

@@ -15,6 +15,7 @@ from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.training import LoadingJob, TrainingImages
 from distap.engine.base import Engine
+from distap.engine.ddp import DDPEngine
 from distap.engine.optimizer import parameter_groups
 from distap.engine.precision import DTYPES
 from distap.errors import DistapError
@@ -26,6 +27,7 @@ from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import Describer
 from distap.model.trained import TrainedNetwork, read_checkpoint
+from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import GivenObject
 from distap.stages.any_network import refuse_unusable
@@ -187,6 +189,27 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
     return recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
 
 
+def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:
+    """The recipe's loss, with parameters for these images and this network if it has any, the same on every rank."""
+    classes = None if images.index is None else len(images.index.class_name)
+    loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
+    if loss.learned is not None:
+        for tensor in loss.learned.to(world.device).state_dict().values():
+            tensor.copy_(world.broadcast(tensor.contiguous()))
+    return loss
+
+
+def loss_engine_of(recipe: Recipe, loss: Loss, world: World) -> Engine | None:
+    """The engine of the loss's own parameters, if it has any.
+
+    Every rank holds them and gets their whole gradient from stage two, so this engine is one of a lone process.
+    """
+    if loss.learned is None or not loss.parameters:
+        return None
+    groups = parameter_groups({"loss": (loss.learned, recipe.optimizer.loss)})
+    return DDPEngine(loss.learned, partial(recipe.optimizer.chosen.build, groups), World(device=world.device))
+
+
 def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:
     return Fitting(engine, world, recipe.data.image_size, len(world.slots(batch)))
 
@@ -194,11 +217,13 @@ def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitt
 def step_of(
     recipe: Recipe,
     engine: Engine,
+    loss: Loss,
     world: World,
     batch: int,
     describer: Describer | None = None,
     memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
+    loss_engine: Engine | None = None,
 ) -> ThreeStageStep:
     """Build the recipe's step for global batches of `batch` images, and measure micro-batch sizes that are `auto`."""
     replay, describe = recipe.replay.size, recipe.describe.size
@@ -217,7 +242,7 @@ def step_of(
             describer.compile(sizes)
     return ThreeStageStep(
         engine,
-        recipe.loss,
+        loss,
         world,
         recipe.seed,
         MicroBatchSizes(replay, describe, 0 if recipe.replay.keep == "auto" else recipe.replay.keep),
@@ -230,6 +255,7 @@ def step_of(
         skip_below=recipe.replay.skip_below,
         describer=describer,
         overlap=recipe.rank.overlap,
+        loss_engine=loss_engine,
     )
 
 

@@ -65,11 +65,19 @@ class RunState:
     """The state of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
 
     def __init__(
-        self, recipe: Recipe, world: World, images: TrainingImages, engine: Engine, memory: CrossBatchMemory
+        self,
+        recipe: Recipe,
+        world: World,
+        images: TrainingImages,
+        engine: Engine,
+        memory: CrossBatchMemory,
+        loss_engine: Engine | None = None,
     ) -> None:
         self.recipe, self.world, self.images, self.engine = recipe, world, images, engine
         # Other parts with a state, by the prefix of its tensors' names.
-        self._parts: dict[str, CrossBatchMemory | TrainingImages] = {"memory": memory, "streams": images}
+        self._parts: dict[str, CrossBatchMemory | TrainingImages | Engine] = {"memory": memory, "streams": images}
+        if loss_engine is not None:
+            self._parts["loss"] = loss_engine
         self._settings = recipe.model_dump(mode="json")
         self.folder = recipe.run / FOLDER
         # Highest validation mAP of a checkpoint, and the same without the last one, whose writing may yet fail.

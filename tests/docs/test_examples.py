@@ -122,7 +122,7 @@ def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch
 
 def test_the_python_of_the_readme_runs_as_it_is_printed(tmp_path, photos, training_shards):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
     (tmp_path / "photos").symlink_to(photos)
     blocks.append("assert rank(descriptors, labels, loss=Mine(margin=0.2)).loss > 0")

@@ -37,8 +37,6 @@ def listwise_loss(
             weight.append(1.0 if weights == "uniform" else 1.0 / batch.count(label))
     if settings.get("form") == "violating":
         return _violating_calibration(queries, weight, **settings)
-    if name == "calibration":
-        settings.pop("form", None)
     losses = [LOSS_OF_QUERY[name](*query, **settings) for query in queries]
     return sum(w * loss for w, loss in zip(weight, losses, strict=True)) / sum(weight)  # type: ignore[return-value]
 
@@ -181,9 +179,13 @@ def sup_ap(
     return 1 - torch.stack(precisions).mean()
 
 
-def calibration(positives: Tensor, negatives: Tensor, alpha: float = 0.9, beta: float = 0.6) -> Tensor:
-    """Ramzi et al. 2021, eq. 7."""
+def calibration(
+    positives: Tensor, negatives: Tensor, alpha: float = 0.9, beta: float = 0.6, form: str = "all"
+) -> Tensor:
+    """Ramzi et al. 2021, eq. 7; with form `sum`, the contrastive loss of Wang et al. 2020 (XBM)."""
     pull, push = (alpha - positives).clamp(min=0), (negatives - beta).clamp(min=0)
+    if form == "sum":
+        return pull.sum() + push.sum()
     return pull.sum() / max(len(pull), 1) + push.sum() / max(len(push), 1)
 
 
@@ -239,18 +241,50 @@ def distance(similarity: Tensor) -> Tensor:
     return (2 - 2 * similarity).clamp(min=1e-12).sqrt()
 
 
-def contrastive(positives: Tensor, negatives: Tensor, margin: float = 0.7) -> Tensor:
-    """Radenović et al. 2018, eq. 4, with means over the query's positives and its negatives within the margin."""
-    pushed = [(margin - distance(s)) ** 2 / 2 for s in negatives if distance(s) < margin]
-    return (2 - 2 * positives).mean() / 2 + (sum(pushed) / len(pushed) if pushed else 0)
+def contrastive(
+    positives: Tensor, every_negative: Tensor, margin: float = 0.7, negatives: int | None = None
+) -> Tensor:
+    """Radenović et al. 2018, eq. 4, with means over the query's positives and its negatives within the margin.
+
+    With a number of negatives, that of a tuple with so many, in the mean over its positive.
+    """
+    nearest = every_negative.sort(descending=True).values[:negatives]
+    pushed = [(margin - distance(s)) ** 2 / 2 for s in nearest if distance(s) < margin]
+    over = 1 if negatives else len(pushed)
+    return (2 - 2 * positives).mean() / 2 + (sum(pushed) / over if pushed else 0)
 
 
-def triplet(positives: Tensor, negatives: Tensor, margin: float | None = 0.1) -> Tensor:
-    """Hermans et al. 2017, eq. 5, and the soft margin below it."""
-    if not len(negatives):
-        return 0 * positives.sum() + (math.log(2) if margin is None else margin)
-    violation = distance(positives.amin()) - distance(negatives.amax())
-    return torch.log(1 + violation.exp()) if margin is None else (violation + margin).clamp(min=0)
+def triplet(
+    positives: Tensor,
+    negatives: Tensor,
+    margin: float | None = 0.1,
+    mining: str = "hardest",
+    squared: bool = False,
+) -> Tensor:
+    """Hermans et al. 2017, eq. 5, and the soft margin below it; Gordo et al. 2017; Schroff et al. 2015, eq. 4."""
+    losses = []
+    for positive in [positives.amin()] if mining == "hardest" else positives:
+        farther = negatives[negatives < positive] if mining == "semi_hard" else negatives
+        if not len(farther):
+            losses.append(0 * positive)
+            continue
+        pair = [distance(similarity) ** (2 if squared else 1) for similarity in (positive, farther.amax())]
+        violation = pair[0] - pair[1]
+        losses.append(torch.log(1 + violation.exp()) if margin is None else (violation + margin).clamp(min=0))
+    return torch.stack(losses).mean()
+
+
+def proxies(descriptors: Tensor, labels: Tensor, proxies: Tensor, temperature: float, squared: bool) -> Tensor:
+    """Teh et al. 2020, of squared distances; Zhai and Wu 2019, of similarities."""
+    losses = []
+    for descriptor, label in zip(descriptors, labels.tolist(), strict=True):
+        near = []
+        for proxy in proxies:
+            direction = proxy / proxy.norm()
+            near.append(-((descriptor - direction) ** 2).sum() if squared else descriptor @ direction)
+        exponentials = [(one / temperature).exp() for one in near]
+        losses.append(-torch.log(exponentials[label] / torch.stack(exponentials).sum()))
+    return torch.stack(losses).mean()
 
 
 LOSS_OF_QUERY: dict[str, Callable[..., Tensor]] = {

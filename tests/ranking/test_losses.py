@@ -37,7 +37,7 @@ OPTIONS = {
     "calibration": {
         "alpha": ALPHA,
         "beta": hundredths(-0.5, 0.9),
-        "form": st.sampled_from(["all", "violating"]),
+        "form": st.sampled_from(["all", "violating", "sum"]),
     },
     "roadmap": {
         "lam": hundredths(0, 1),
@@ -54,8 +54,12 @@ OPTIONS = {
         "base": hundredths(0, 1),
         "epsilon": st.sampled_from([None, 0.0, 0.1]),
     },
-    "contrastive": {"margin": hundredths(0.1, 2)},
-    "triplet": {"margin": st.sampled_from([None, 0.1, 1.0])},
+    "contrastive": {"margin": hundredths(0.1, 2), "negatives": st.sampled_from([None, 1, 5])},
+    "triplet": {
+        "margin": st.sampled_from([None, 0.1, 1.0]),
+        "mining": st.sampled_from(["hardest", "hard_negative", "semi_hard"]),
+        "squared": st.booleans(),
+    },
 }
 OF_PAIRS = ("multi_similarity", "contrastive", "triplet")  # a query makes no pair with itself
 COMMON = {"weights": st.sampled_from(["uniform", "class"])}
@@ -287,13 +291,15 @@ def test_in_bfloat16_autocast_the_gradient_is_that_of_float32(name):
         ("smooth_ap", {"tau": 0.0}, "tau: 0"),
         ("sup_ap", {"rho": -1.0}, "rho: -1"),
         ("sup_ap", {"delta": -1.0}, "delta: -1"),
-        ("calibration", {"form": "some"}, "input should be 'all' or 'violating'"),
+        ("calibration", {"form": "some"}, "input should be 'all', 'violating' or 'sum'"),
         ("roadmap", {"lam": 1.5}, "lam: 1.5"),
         ("blackbox_ap", {"lam": 0.0}, "lam: 0"),
         ("smooth_ap", {"taw": 0.1}, "taw: unknown key; did you mean tau"),
         ("smoth_ap", {}, "did you mean smooth_ap"),
         ("ap_q", {"preset": "dirtorsh"}, "did you mean dirtorch"),
         ("smooth_ap", {"preset": "released"}, "it has none"),
+        ("triplet", {"self_pair": True}, "self_pair: True: input should be False"),
+        ("triplet", {"mining": "easy"}, "mining: 'easy': input should be 'hardest', 'hard_negative' or 'semi_hard'"),
         ("ap_q", {"weights": "classes"}, "weights: 'classes': input should be 'uniform' or 'class'"),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_loss_that_cannot_rank_against_a_memory_says_so():
         ({"function": "TripletLoss"}, "has no loss 'TripletLoss'"),
         ({"function": "TripletMarginLoss", "options": {"marjin": 1}}, "marjin"),
         ({"function": "TripletMarginLoss", "miner": "BestMiner"}, "has no miner 'BestMiner'"),
-        ({"function": "ProxyNCALoss", "options": {"num_classes": 3, "embedding_size": 8}}, "parameters of its own"),
+        ({"function": "ProxyNCALoss", "options": {"num_clases": 3}}, "num_clases"),
         ({"function": "TripletMarginLoss", "weights": "class"}, "weights: unknown key"),
         ({}, "function"),
     ],

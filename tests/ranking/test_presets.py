@@ -14,11 +14,12 @@ def batch():
 
 
 # Loss, norm of the gradient through the normalisation, and one of its entries, in float64, as computed with:
-# APLoss and TAPLoss of naver/deep-image-retrieval; SmoothAP and SupAP of elias-ramzi/ROADMAP, and its
+# APLoss and TAPLoss of naver/deep-image-retrieval; SoftBinAP, SmoothAP and SupAP of elias-ramzi/ROADMAP, and its
 # CalibrationLoss, which is ContrastiveLoss of pytorch-metric-learning 2.9; FastAPLoss of the same package;
 # BlackBoxAP of elias-ramzi/ROADMAP with a margin of 0, its query left out.
 PUBLISHED = [
     ("ap_q", {"preset": "dirtorch"}, 0.488326333978107, 0.110745418845569, 0.001329277990720266),
+    ("softbin", {}, 0.4718734517883284, 0.06545364685990444, -0.005001689234061291),
     ("ap_t", {"preset": "dirtorch"}, 0.52384860341495, 0.102499891881611, -0.002274777232745558),
     ("ap_t", {"bins": 20}, 0.465338481205455, 0.0475957036675549, -0.0037474466775041),
     ("fast_ap", {}, 0.638545336558457, 0.0761661936216514, -0.0026961524898038167),

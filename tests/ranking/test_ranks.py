@@ -13,6 +13,7 @@ from benchmarks.measuring import collectives_of
 from distap.errors import DistapError
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
+from distap.ranking.losses.base import WeightedSum
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank, rank_descriptors
 from distap.registry import REGISTRY
@@ -20,10 +21,18 @@ from distap.world import World
 
 SLOTS = 23  # uneven on 2, 3 and 4 ranks
 NAMES = [name for name in REGISTRY["loss"] if name not in ("sum", "metric_learning")]
-LOSSES = {name: build_loss(name) for name in NAMES} | {
+OTHERS = {
     "violating": build_loss("calibration", preset="released"),
+    "5 negatives": build_loss("contrastive", negatives=5),
+    "semi-hard": build_loss("triplet", mining="semi_hard", squared=True),
     "of another package": build_loss("metric_learning", function="ContrastiveLoss"),
+    "proxies of another package": build_loss("metric_learning", function="ProxyAnchorLoss"),
+    "sum": WeightedSum(((0.3, build_loss("proxy_nca")), (0.7, build_loss("triplet")))),
 }
+LOSSES = {name: loss.sized(18, 6, 0) for name, loss in ({name: build_loss(name) for name in NAMES} | OTHERS).items()}
+for loss in LOSSES.values():
+    if loss.learned is not None:
+        loss.learned.double()
 MODES = ("sharded", "central")
 
 
@@ -57,7 +66,8 @@ def rank_share(world, case, loss, mode):
     per_query = ranking.per_query
     if per_query is not None:
         per_query = world.gather_rows(per_query, SLOTS)
-    return ranking.loss, per_query, world.gather_rows(ranking.gradient, SLOTS), ranking.is_finite
+    gradient = world.gather_rows(ranking.gradient, SLOTS)
+    return ranking.loss, per_query, gradient, ranking.by_parameters, ranking.is_finite
 
 
 def rank_all_cases(world):
@@ -76,10 +86,12 @@ def ranked(request):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("case", CASES)
 def test_many_ranks_give_what_one_process_gives(ranked, case, loss, mode):
-    value, per_query, gradient, _ = rank_share(World(), case, loss, "sharded")
+    value, per_query, gradient, by_parameters, _ = rank_share(World(), case, loss, "sharded")
     for answer in ranked:
-        got, got_per_query, got_gradient, is_finite = answer[case, loss, mode]
+        got, got_per_query, got_gradient, got_by_parameters, is_finite = answer[case, loss, mode]
         assert is_finite
+        assert all(map(torch.equal, got_by_parameters, ranked[0][case, loss, mode][3]))
+        torch.testing.assert_close(got_by_parameters, by_parameters, rtol=1e-11, atol=1e-15)
         assert torch.equal(got, ranked[0][case, loss, mode][0])
         torch.testing.assert_close(got, value, rtol=1e-12, atol=0)
         torch.testing.assert_close(got_gradient, gradient, rtol=1e-11, atol=1e-15)

@@ -70,6 +70,17 @@ def test_a_killed_rank_brings_the_job_back_from_the_newest_checkpoint(tmp_path, 
     assert same(run, undisturbed)
 
 
+def test_a_killed_rank_costs_no_proxy_its_training(tmp_path, training_shards):
+    loss = {"loss": "proxy_nca", "optimizer": {"loss": {"factor": 100.0}}}
+    undisturbed, run = (Run(tmp_path / name, training_shards, **loss) for name in ("undisturbed", "run"))
+    for one, faults in ((undisturbed, ""), (run, "SIGKILL rank=1 step=5 stage=replay")):
+        status, output = one.go(2, faults, restarts=1)
+        assert status == 0, output
+    assert losses(run.folder) == losses(undisturbed.folder)
+    ours, theirs = (found_checkpoint(one.folder).tensors("") for one in (run, undisturbed))
+    assert "loss.network.proxies" in ours and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_from_4_to_2_to_3_ranks_the_batches_and_the_parameters_are_those_of_one_run(
     tmp_path, training_shards, undisturbed
 ):

@@ -25,6 +25,7 @@ from distap.world import World
 
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
 MICRO_BATCHES, KEPT = 4, 2  # of a rank in a measured step, and those of them that keep their graph
+CLASSES = 2**13  # for a loss with a parameter for each class, if the recipe does not say how many there are
 
 
 class Trial:
@@ -35,6 +36,8 @@ class Trial:
         module = network_of(self.recipe, world).train()
         self._describer = describer_of(self.recipe, module)
         self.engine = engine_of(self.recipe, module, world)
+        self._classes = getattr(self.recipe.loss, "classes", None) or CLASSES
+        self._loss = self.recipe.loss.sized(self._classes, module.dimensions, self.recipe.seed)
         size = self.recipe.replay.size
         if size == "auto":
             size = fitting_of(self.recipe, self.engine, world, batch).replay_size()
@@ -45,10 +48,10 @@ class Trial:
         """Return a step, and a global batch of random pixels with two images a class."""
         recipe, world = changed(self.recipe, replay={"keep": keep}, rank={"overlap": overlap}), self._world
         stopwatch, samples = Stopwatch(world.device), world.slots(total)
-        step = step_of(recipe, self.engine, world, total, self._describer, stopwatch=stopwatch)
+        step = step_of(recipe, self.engine, self._loss, world, total, self._describer, stopwatch=stopwatch)
         shape = (len(samples), 3, recipe.data.image_size, recipe.data.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
-        labels, present = torch.tensor(samples) // 2, torch.ones(len(samples), dtype=torch.bool)
+        labels, present = torch.tensor(samples) // 2 % self._classes, torch.ones(len(samples), dtype=torch.bool)
         batch = {"step": 0, "total": total, "samples": samples, "labels": labels, "present": present}
         return step, SimpleNamespace(**batch, images=pixels.__getitem__, blank=lambda rows: None)
 
@@ -92,8 +95,8 @@ class Trial:
 
     def _seconds_a_pair(self, rounds: int) -> float:
         """Time the ranking of noisy descriptors by one rank."""
-        count, device, loss = min(4096, max(64, self._batch)), self._world.device, self.recipe.loss
-        labels = torch.arange(count) // 8
+        count, device, loss = min(4096, max(64, self._batch)), self._world.device, self._loss
+        labels = torch.arange(count) // 8 % self._classes
         noise, centres = torch.randn(2, count, self._network.dimensions, generator=torch.Generator().manual_seed(0))
         descriptors, present = normalize(noise + centres[labels]), torch.ones(count, dtype=torch.bool)
         alone = World(device=device)

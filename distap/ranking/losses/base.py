@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights, rank_on_rank_zero
 from distap.registry import Chosen
@@ -115,7 +115,7 @@ class SimilarityLoss(Loss):
         with torch.inference_mode(False), torch.enable_grad():
             similarities = rows.similarities.clone().requires_grad_()
             value = self.loss(similarities, rows.positive_columns.clone(), negative.clone())
-            slopes = _gradient((rows.weights.clone() * value).sum(), similarities)
+            (slopes,) = gradients((rows.weights.clone() * value).sum(), similarities)
         return value.detach().double(), slopes
 
     @property
@@ -176,7 +176,8 @@ class SimilarityLoss(Loss):
 class DescriptorLoss(Loss):
     """A loss of the descriptors of the whole batch; rank 0 computes it, and autograd differentiates it.
 
-    It takes as much memory as `loss` takes. Query weights do not apply.
+    It takes as much memory as `loss` takes. Query weights do not apply. The parameters of `learned` are trained, if a
+    subclass has such a module.
     """
 
     @abstractmethod
@@ -205,8 +206,8 @@ class DescriptorLoss(Loss):
             labels, remembered = gathered.gallery_labels.clone(), gathered.gallery[len(descriptors) :].clone()
             gallery = torch.cat([descriptors, remembered]) if len(remembered) else descriptors
             value = self.loss(descriptors, labels[: len(descriptors)], gallery, labels)
-            gradient = _gradient(value, descriptors)
-        return LossValue(value.detach().double(), None, gradient)
+            gradient, *others = gradients(value, descriptors, *self.parameters)
+        return LossValue(value.detach().double(), None, gradient, tuple(others))
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,16 @@ class WeightedSum(Loss):
         if not self.terms:
             raise ValueError("a sum of losses needs a term at least")
 
+    @cached_property
+    def learned(self) -> nn.Module | None:
+        parts = [loss.learned for _, loss in self.terms if loss.learned is not None]
+        return nn.ModuleList(parts) if parts else None
+
+    def sized(self, classes: int | None, dimensions: int, seed: int) -> Loss:
+        return replace(
+            self, terms=tuple((weight, loss.sized(classes, dimensions, seed)) for weight, loss in self.terms)
+        )
+
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         parts = [(weight, loss.value_and_gradient(gathered, budget)) for weight, loss in self.terms]
         by_query = [weight * part.per_query for weight, part in parts if part.per_query is not None]
@@ -226,9 +237,11 @@ class WeightedSum(Loss):
             reduce(torch.add, [weight * part.value for weight, part in parts]),
             reduce(torch.add, by_query) if len(by_query) == len(parts) else None,
             reduce(torch.add, [weight * part.gradient for weight, part in parts]),
+            tuple(weight * one for weight, part in parts for one in part.by_parameters),
         )
 
 
-def _gradient(value: Float[Tensor, ""], by: Tensor) -> Tensor:
-    # A loss that no pair is left for is a constant.
-    return torch.autograd.grad(value, by)[0] if value.requires_grad else torch.zeros_like(by)
+def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:
+    """The derivative by each tensor; zeros where there is none, such as of a loss that no pair is left for."""
+    found = torch.autograd.grad(value, by, allow_unused=True) if value.requires_grad else [None] * len(by)
+    return tuple(torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True))

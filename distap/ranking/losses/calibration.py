@@ -18,14 +18,19 @@ class Calibration(SimilarityLoss):
     """Positives are to be more similar than alpha, negatives less than beta (Ramzi et al. 2021, eq. 7).
 
     The form `all` is the mean over a query's positives plus that over its negatives; `violating`, like the authors'
-    code, the mean over all pairs of the batch on the wrong side of alpha plus that over those on that of beta.
+    code, the mean over all pairs of the batch on the wrong side of alpha plus that over those on that of beta; `sum`
+    takes sums in place of the means, and the preset `xbm` is the contrastive loss of Wang et al. 2020 (Cross-Batch
+    Memory) but for a constant.
     """
 
     self_pair: bool = False
     alpha: float = 0.9
     beta: float = 0.6
-    form: Literal["all", "violating"] = "all"
-    presets: ClassVar[Presets] = {"released": {"form": "violating"}}
+    form: Literal["all", "violating", "sum"] = "all"
+    presets: ClassVar[Presets] = {
+        "released": {"form": "violating"},
+        "xbm": {"alpha": 1.0, "beta": 0.5, "form": "sum"},
+    }
 
     @property
     def number_of_totals(self) -> int:
@@ -38,9 +43,10 @@ class Calibration(SimilarityLoss):
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
         pull, push = self._violations(rows)
+        positives = negatives = torch.ones_like(rows.positive_count)
         if self.form == "violating":
             positives, negatives = (1 / total.clamp(min=torch.finfo().tiny).to(pull.dtype) for total in totals)
-        else:
+        elif self.form == "all":
             positives = 1 / rows.positive_count
             negatives = 1 / (~rows.negatives.isinf()).sum(1, keepdim=True).clamp(min=1).to(pull.dtype)
         value = (pull * positives).sum(1) + (push * negatives).sum(1)

@@ -50,8 +50,19 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
     return made
 
 
+class _OfDescriptors(DescriptorLoss):
+    function: Any
+
+    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
+        if len(gallery) > len(descriptors):
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise DistapError(f"{name} takes (descriptors, labels), so it cannot rank against a memory")
+        value: Tensor = self.function(descriptors, labels, **_settings(self))
+        return value
+
+
 @dataclass(frozen=True)
-class FunctionLoss(DescriptorLoss):
+class FunctionLoss(_OfDescriptors):
     """Any function of descriptors (B, C) and labels (B,) that gives a scalar; rank 0 calls it for all."""
 
     function: Callable[..., Tensor]
@@ -61,22 +72,9 @@ class FunctionLoss(DescriptorLoss):
         """What stands behind this in the record of a run, which cannot name it."""
         return self.function
 
-    def __post_init__(self) -> None:
-        if isinstance(self.function, nn.Module) and any(True for _ in self.function.parameters()):
-            raise DistapError(
-                f"{type(self.function).__name__} has parameters of its own, which nothing here would train; make it "
-                "part of the network, which may return (descriptors, other loss of each image)"
-            )
-
-    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
-        return _of_batch(self.function, descriptors, labels, gallery)
-
-
-class _OfDescriptors(DescriptorLoss):
-    function: ClassVar[Callable[..., Tensor]]
-
-    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
-        return _of_batch(self.function, descriptors, labels, gallery, **_settings(self))
+    @property
+    def learned(self) -> nn.Module | None:
+        return self.function if isinstance(self.function, nn.Module) else None
 
 
 @dataclass(frozen=True)
@@ -92,14 +90,5 @@ class _OfSimilarities(SimilarityLoss):
 
 def _settings(made: Loss) -> dict[str, Any]:
     """The fields that the function takes."""
-    inherited = {one.name for one in fields(_OfSimilarities)}
+    inherited = {"function", *(one.name for one in fields(_OfSimilarities))}
     return {one.name: getattr(made, one.name) for one in fields(made) if one.name not in inherited}
-
-
-def _of_batch(
-    function: Callable[..., Tensor], descriptors: Tensor, labels: Tensor, gallery: Tensor, **settings: Any
-) -> Tensor:
-    if len(gallery) > len(descriptors):
-        name = getattr(function, "__name__", type(function).__name__)
-        raise DistapError(f"{name} takes (descriptors, labels), so it cannot rank against a memory")
-    return function(descriptors, labels, **settings)

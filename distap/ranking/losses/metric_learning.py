@@ -2,19 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from distap.errors import DistapError
+from distap.ranking.loss import SizedLoss
 from distap.ranking.losses.base import DescriptorLoss
 
 
 @dataclass(frozen=True)
-class MetricLearning(DescriptorLoss):
-    """A loss of pytorch-metric-learning, computed on rank 0 for all; it takes B x B values of memory at least."""
+class MetricLearning(DescriptorLoss, SizedLoss):
+    """A loss of pytorch-metric-learning, computed on rank 0 for all; it takes B x B values of memory at least.
+
+    A loss with parameters of its own, such as `ProxyAnchorLoss`, is built for `classes` and `dimensions`.
+    """
 
     function: str  # class of the loss, such as `TripletMarginLoss`
     options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor, such as {margin: 0.1}
@@ -22,21 +29,32 @@ class MetricLearning(DescriptorLoss):
     miner_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        function, _ = self._built()
-        if any(True for _ in function.parameters()):
-            raise ValueError(f"{self.function} has parameters of its own, which nothing here would train")
+        self._built(classes=self.classes or 2, dimensions=self.dimensions or 2)  # which raises for what is wrong
 
-    def _built(self) -> tuple[nn.Module, nn.Module | None]:
-        package = _package()
-        function = _instance(package.losses, "loss", self.function, self.options)
+    def _built(self, classes: int | None, dimensions: int | None) -> tuple[nn.Module, nn.Module | None]:
+        package, sizes = _package(), {"num_classes": classes, "embedding_size": dimensions}
+        with torch.random.fork_rng([]):
+            torch.manual_seed(self.seed or 0)
+            function = _instance(package.losses, "loss", self.function, self.options, sizes)
         if self.miner is None:
             return function, None
-        return function, _instance(package.miners, "miner", self.miner, self.miner_options)
+        return function, _instance(package.miners, "miner", self.miner, self.miner_options, {})
+
+    @cached_property
+    def _parts(self) -> tuple[nn.Module, nn.Module | None]:
+        try:
+            return self._built(self.classes, self.dimensions)
+        except ValueError as error:
+            raise DistapError(f"{error}; give the loss `classes` and `dimensions`") from error
+
+    @property
+    def learned(self) -> nn.Module | None:
+        return self._parts[0]
 
     def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
         """The loss of the batch; what a memory remembers serves as references."""
-        function, miner = self._built()
-        if len(gallery) == len(descriptors):
+        function, miner = self._parts
+        if len(gallery) == len(descriptors) or self.parameters:  # proxies are all the references they need
             return function(descriptors, labels, None if miner is None else miner(descriptors, labels))
         package = _package()
         supported = package.losses.CrossBatchMemory.supported_losses()
@@ -65,11 +83,14 @@ def _package() -> ModuleType:
         raise DistapError("pytorch-metric-learning is missing: pip install 'distap[metric-learning]'") from error
 
 
-def _instance(module: ModuleType, kind: str, name: str, options: Mapping[str, Any]) -> nn.Module:
+def _instance(
+    module: ModuleType, kind: str, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]
+) -> nn.Module:
     made = getattr(module, name, None)
     if not (isinstance(made, type) and issubclass(made, nn.Module)):
         raise ValueError(f"pytorch-metric-learning has no {kind} {name!r}")
     try:
-        return made(**options)
+        known = signature(made).parameters
+        return made(**{key: size for key, size in sizes.items() if key in known and size is not None} | {**options})
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error

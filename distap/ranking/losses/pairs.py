@@ -1,10 +1,12 @@
 """Losses of pairs and triplets, mined in the whole global batch: multi-similarity, contrastive, triplet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -14,10 +16,16 @@ SMALLEST = 1e-12  # squared distance, since the root has no derivative at 0
 
 
 @dataclass(frozen=True)
-class MultiSimilarity(SimilarityLoss):
+class PairLoss(SimilarityLoss):
+    """A loss of pairs of two different images."""
+
+    self_pair: Literal[False] = False
+
+
+@dataclass(frozen=True)
+class MultiSimilarity(PairLoss):
     """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10), of the pairs that are hard by `epsilon`."""
 
-    self_pair: bool = False
     alpha: PositiveFloat = 2.0  # weighs positives
     beta: PositiveFloat = 50.0  # weighs negatives
     base: float = 0.5  # similarity at which neither weighs more
@@ -35,40 +43,55 @@ class MultiSimilarity(SimilarityLoss):
 
 
 @dataclass(frozen=True)
-class Contrastive(SimilarityLoss):
+class Contrastive(PairLoss):
     """Contrastive loss of distances (Hadsell et al. 2006; Radenović et al. 2018, eq. 4).
 
     A query's loss is the mean of d² / 2 over its positives, and of (margin - d)² / 2 over the negatives that are
-    nearer than the margin.
+    nearer than the margin. With `negatives` it is the sum over that many nearest ones instead, as in the paper's
+    tuples, which hold 5 negatives for each positive.
     """
 
-    self_pair: bool = False
     margin: PositiveFloat = 0.7  # distance of descriptors, 0 to 2
+    negatives: PositiveInt | None = None
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
     ) -> Float[Tensor, " r"]:
         distances = _distances(similarities)
-        within = negative & (distances < self.margin)
         pulled = (distances.square() * positive).sum(1) / positive.sum(1).clamp(min=1)
-        pushed = ((self.margin - distances).square() * within).sum(1) / within.sum(1).clamp(min=1)
-        return (pulled + pushed) / 2
+        pushes = (self.margin - distances).clamp(min=0).square() * negative
+        if self.negatives is not None:  # the nearest are pushed most
+            return (pulled + pushes.topk(min(self.negatives, pushes.shape[1])).values.sum(1)) / 2
+        return (pulled + pushes.sum(1) / (pushes > 0).sum(1).clamp(min=1)) / 2
 
 
 @dataclass(frozen=True)
-class Triplet(SimilarityLoss):
-    """Triplet loss of a query's farthest positive and nearest negative in the whole batch (Hermans et al. 2017)."""
+class Triplet(PairLoss):
+    """Triplet loss, mined in the whole global batch: a mean over the triplets of each query.
 
-    self_pair: bool = False
+    These are `hardest`, one of the farthest positive and the nearest negative (Hermans et al. 2017);
+    `hard_negative`, one of each positive and the nearest negative (Gordo et al. 2017, the baseline of Revaud et al.
+    2019); or `semi_hard`, one of each positive and the nearest negative that is farther than it, if there is one
+    (Schroff et al. 2015).
+    """
+
     margin: PositiveFloat | None = 0.1  # of distances; null is the soft margin, log(1 + exp)
+    mining: Literal["hardest", "hard_negative", "semi_hard"] = "hardest"
+    squared: bool = False  # compare squared distances, as Gordo et al. and Schroff et al. do
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
     ) -> Float[Tensor, " r"]:
         closest, farthest = _hardest(similarities, positive, negative)
-        # Without negatives there is nothing to be nearer than.
-        violation = (_distances(farthest) - _distances(closest.clamp(min=-1)))[:, 0] * negative.any(1)
-        return softplus(violation) if self.margin is None else (violation + self.margin).clamp(min=0)
+        if self.mining == "hardest":
+            similarities, positive = farthest, torch.ones_like(farthest, dtype=torch.bool)
+        elif self.mining == "semi_hard":
+            closest = _next_below(similarities, negative)
+        # A negative that is not there is infinitely far away.
+        distances: Callable[[Tensor], Tensor] = _squared if self.squared else _distances
+        violations = distances(similarities) - distances(closest)
+        losses = softplus(violations) if self.margin is None else (violations + self.margin).clamp(min=0)
+        return (losses * positive).sum(1) / positive.sum(1).clamp(min=1)
 
 
 def _hardest(
@@ -79,11 +102,22 @@ def _hardest(
     return closest, similarities.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
 
 
+def _next_below(similarities: Float[Tensor, "r N"], negative: Bool[Tensor, "r N"]) -> Float[Tensor, "r N"]:
+    """For each similarity the greatest one of a negative below it, or -inf."""
+    ordered = similarities.masked_fill(~negative, -torch.inf).sort(1).values
+    below = torch.searchsorted(ordered.detach(), similarities.detach().contiguous())
+    return ordered.gather(1, below - 1)  # the query's own column is -inf, so there is always one
+
+
 def _one_and_sum(exponents: Float[Tensor, "r N"], taken: Bool[Tensor, "r N"]) -> Float[Tensor, " r"]:
     """log(1 + sum over those taken of e^x)."""
     of_one = torch.zeros_like(exponents[:, :1])
     return torch.cat([of_one, exponents.masked_fill(~taken, -torch.inf)], dim=1).logsumexp(1)
 
 
+def _squared(similarities: Tensor) -> Tensor:
+    return 2 - 2 * similarities
+
+
 def _distances(similarities: Tensor) -> Tensor:
-    return (2 - 2 * similarities).clamp(min=SMALLEST).sqrt()
+    return _squared(similarities).clamp(min=SMALLEST).sqrt()

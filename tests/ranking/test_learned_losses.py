@@ -1,0 +1,145 @@
+"""Losses with parameters of their own, against their definition and over ranks."""
+
+from copy import deepcopy
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from problems import problem
+from pytorch_metric_learning.losses import ProxyAnchorLoss
+from ranks import on_ranks
+from torch.nn.functional import normalize
+
+from distap.errors import DistapError
+from distap.ranking.listwise import ListwiseLoss
+from distap.ranking.loss import build_loss
+from distap.ranking.rank import rank
+
+CLASSES, DIMENSIONS = 18, 8  # the labels of a problem of 5 classes go up to 17
+DEFINED = {
+    "proxy_nca": {"temperature": 1 / 9, "squared": True},
+    "normalized_softmax": {"temperature": 0.05, "squared": False},
+}
+
+
+def module_of(name, **options):
+    return ListwiseLoss(name, classes=CLASSES, dimensions=DIMENSIONS, **options).double()
+
+
+def backward(module, raw, labels):
+    """The loss, and its gradients by the descriptors before normalisation and by the proxies."""
+    raw = raw.clone().requires_grad_()
+    value = module(raw, labels)
+    (3 * value).backward()
+    return value.item(), raw.grad / 3, next(module.parameters()).grad / 3
+
+
+@pytest.mark.parametrize("weights", ["uniform", "class"])
+@pytest.mark.parametrize("name", DEFINED)
+def test_loss_and_both_gradients_equal_the_definition(name, weights, monkeypatch):
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 100)
+    raw, labels = problem(0, 30, 5)
+    labels[3] = 11  # a class of one image counts as well
+    module = module_of(name, weights=weights)
+    value, gradient, by_proxies = backward(module, raw, labels)
+    leaf, proxies = raw.clone().requires_grad_(), next(module.parameters()).detach().clone().requires_grad_()
+    losses = [
+        reference.proxies(normalize(leaf[labels == label]), labels[labels == label], proxies, **DEFINED[name])
+        * (1 if weights == "class" else (labels == label).sum())
+        for label in labels.unique()
+    ]
+    expected = torch.stack(losses).sum() / (len(losses) if weights == "class" else len(labels))
+    expected.backward()
+    assert value == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(by_proxies, proxies.grad, rtol=1e-9, atol=1e-13)
+
+
+def test_a_batch_without_any_two_images_of_a_class_can_be_learned_from():
+    module = module_of("proxy_nca")
+    value, _, by_proxies = backward(module, problem(1, 10, 5)[0], torch.arange(10))
+    assert value > 0 and by_proxies.abs().max() > 0
+
+
+def test_a_module_with_parameters_is_trained_as_it_would_be_alone():
+    (raw, labels), function = problem(2, 30, 5), ProxyAnchorLoss(CLASSES, DIMENSIONS).double()
+    value, gradient, by_proxies = backward(ListwiseLoss(deepcopy(function)), raw, labels)
+    leaf = raw.clone().requires_grad_()
+    expected = function(normalize(leaf), labels)
+    expected.backward()
+    assert value == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(by_proxies, function.proxies.grad, rtol=1e-9, atol=1e-13)
+
+
+def share_of_module(world):
+    (raw, labels), mine = problem(3, 21, 5), slice(7 * world.rank, 7 * world.rank + 7)
+    return [
+        backward(module_of(name, group=dist.group.WORLD, mode=mode), raw[mine], labels[mine])
+        for name in DEFINED
+        for mode in ("sharded", "central")
+    ]
+
+
+def test_over_ranks_the_gradients_of_descriptors_and_of_proxies_are_summed():
+    raw, labels = problem(3, 21, 5)
+    wholes = [backward(module_of(name), raw, labels) for name in DEFINED for _ in range(2)]
+    for whole, answers in zip(wholes, zip(*on_ranks(3, share_of_module), strict=True), strict=True):
+        values, gradients, by_proxies = zip(*answers, strict=True)
+        assert values == pytest.approx([whole[0]] * 3, rel=1e-12)
+        torch.testing.assert_close(torch.cat(gradients), whole[1], rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(sum(by_proxies), whole[2], rtol=1e-9, atol=1e-13)
+
+
+def test_a_loop_trains_and_saves_proxies_with_the_module_that_holds_them():
+    raw, labels = problem(4, 30, 5)
+    module = module_of("proxy_nca")
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=10.0), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append(backward(module, raw, labels)[0])
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    again = module_of("proxy_nca")
+    again.load_state_dict(module.state_dict())
+    assert again(raw, labels) == module(raw, labels)
+
+
+def test_first_proxies_depend_on_the_seed_alone():
+    first, again = (build_loss("proxy_nca").sized(9, 4, seed=5) for _ in range(2))
+    torch.manual_seed(1)
+    other = build_loss("proxy_nca", classes=9, seed=6).sized(9, 4, seed=5)
+    theirs = [build_loss("metric_learning", function="ProxyAnchorLoss").sized(9, 4, seed=5) for _ in range(2)]
+    drawn = [loss.parameters[0] for loss in (first, again, other, *theirs)]
+    assert drawn[0].shape == (9, 4) and torch.equal(drawn[0], drawn[1]) and torch.equal(*drawn[3:])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: build_loss("proxy_nca").learned, "needs `classes`, the number of classes, and `dimensions`"),
+        (
+            lambda: build_loss("metric_learning", function="ArcFaceLoss").learned,
+            "num_classes.*give the loss `classes`",
+        ),
+        (lambda: build_loss("proxy_nca", classes=3).sized(4, 8, 0), "classes is 3, but this training has 4"),
+        (
+            lambda: build_loss("metric_learning", function="ArcFaceLoss", dimensions=3).sized(4, 8, 0),
+            "dimensions is 3, but this training has 8",
+        ),
+        (
+            lambda: rank(
+                normalize(problem(5, 30, 9)[0]),
+                problem(5, 30, 9)[1],
+                build_loss("proxy_nca", classes=5, dimensions=9),
+            ),
+            "are 5 proxies of 9 dimensions, but labels go up to .* and descriptors have 8 dimensions",
+        ),
+        (lambda: build_loss("normalized_softmax", temperature=0), "temperature: 0: input should be greater than 0"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_named(change, message):
+    with pytest.raises(DistapError, match=message):
+        change()

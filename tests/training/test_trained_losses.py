@@ -1,0 +1,70 @@
+"""Trainings whose loss has parameters of its own."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from small_trainings import losses, parameters, train
+from stores import found_checkpoint
+
+import distap
+from distap.errors import DistapError
+from distap.world import World
+
+OPTIMIZER = {"learning_rate": 1e-3, "loss": {"factor": 100.0, "weight_decay": 1e-4}}
+PROXIES = {"loss": "proxy_nca", "optimizer": OPTIMIZER, "steps": 6, "checkpoint": {"every": 3}}
+# Gradient descent on a layer of 8 dimensions, so that no division amplifies rounding.
+DESCENT = {"name": "momentum", "momentum": 0.0, "learning_rate": 3e-3, "loss": {"factor": 100.0}}
+
+
+def of_loss(run):
+    return found_checkpoint(run).tensors("loss.")
+
+
+@pytest.mark.parametrize("loss", ["proxy_nca", {"name": "metric_learning", "function": "ProxyAnchorLoss"}], ids=str)
+def test_a_training_goes_on_with_its_proxies_bit_for_bit(tmp_path, training_shards, loss):
+    whole, resumed, checkpoint = tmp_path / "whole", tmp_path / "resumed", Path("checkpoints") / "step-00000003"
+    train(World(), whole, training_shards, **PROXIES | {"loss": loss})
+    shutil.copytree(whole / checkpoint, resumed / checkpoint)
+    train(World(), resumed, training_shards, **PROXIES | {"loss": loss})
+    assert losses(resumed) == losses(whole)[3:]
+    before, ours, theirs = of_loss(whole / checkpoint), of_loss(resumed), of_loss(whole)
+    assert ours["loss.network.proxies"].shape == (12, 96)
+    assert {name.rpartition(".")[2] for name in ours} == {"proxies", "step", "exp_avg", "exp_avg_sq"}
+    assert not torch.equal(before["loss.network.proxies"], ours["loss.network.proxies"])
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert all(torch.equal(tensor, parameters(resumed)[name]) for name, tensor in parameters(whole).items())
+
+
+def test_the_network_of_such_a_run_needs_no_loss(tmp_path, training_shards):
+    train(World(), tmp_path, training_shards, **PROXIES, model__projection=8)
+    assert not [name for name in parameters(tmp_path) if "prox" in name]
+    assert distap.load(tmp_path, device="cpu").dimensions == 8
+
+
+def train_by(world, run, shards, changes):
+    train(world, run, shards, **PROXIES | changes)
+
+
+@pytest.mark.slow
+def test_proxies_do_not_depend_on_the_number_of_ranks_nor_on_the_engine(tmp_path, training_shards):
+    settings = {
+        "1": (1, {}),
+        "2": (2, {"rank": {"mode": "central"}}),
+        "4": (4, {}),
+        "fsdp": (2, {"engine": "fsdp"}),
+        "zero": (2, {"engine": {"name": "deepspeed", "stage": 3}}),
+    }
+    for name, (ranks, changes) in settings.items():
+        on_ranks(ranks, train_by, tmp_path / name, training_shards, {**changes, "optimizer": DESCENT})
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "1"), abs=2e-5), name
+        proxies, expected = (of_loss(tmp_path / run)["loss.network.proxies"] for run in (name, "1"))
+        torch.testing.assert_close(proxies, expected, rtol=1e-4, atol=1e-5)
+    assert losses(tmp_path / "1")[-1] < losses(tmp_path / "1")[0]
+
+
+def test_a_number_of_classes_that_is_not_the_data_sets_is_refused(tmp_path, training_shards):
+    with pytest.raises(DistapError, match="classes is 5, but this training has 12"):
+        train(World(), tmp_path, training_shards, **PROXIES | {"loss": {"name": "proxy_nca", "classes": 5}})
