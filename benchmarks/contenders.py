@@ -26,7 +26,8 @@ from distap.engine.ddp import DDPEngine
 from distap.engine.precision import autocast
 from distap.engine.settings import PrecisionName
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
-from distap.model.network import GeMPooling, RetrievalNetwork, build_network
+from distap.model.network import RetrievalNetwork, build_network
+from distap.model.pooling import GeMPooling
 from distap.model.speed.folding import Describer
 from distap.multistage import Multistage
 from distap.ranking.loss import Loss

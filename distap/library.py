@@ -17,8 +17,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from distap.config.network import ModelSection
 from distap.config.reading import load_recipe, recorded_recipe
-from distap.config.sections import ModelSection
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.images.whole_images import Sizing
 from distap.data.map_style import source_of
@@ -113,6 +113,7 @@ class DescriptorNetwork(
         config = {
             "architecture": architecture_of(network.backbone),
             "num_classes": 0,
+            "model_args": getattr(network.backbone, "built_with", {}),
             "num_features": network.features,
             "pretrained_cfg": {name: about[name] for name in TIMM_KEYS if name in about},
             "distap": {
@@ -141,13 +142,15 @@ class DescriptorNetwork(
     ) -> "DescriptorNetwork":
         download.pop("config", None)
         saved = read_saved(model_id, **download)
-        about, recipe = saved.settings, recorded_recipe({"model": saved.settings["model"]}, model_id)
+        about = saved.settings
         try:
             sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
             whitening = load_whitening(Path(str(saved.folder))) if about["whitened"] else None
             most, scaled = int(about["max_pixels"]), bool(about["scaled_decoding"])
         except (ValueError, KeyError, TypeError) as error:
             raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
+        data = {} if sizing.pixels is None else {"image_size": sizing.pixels}
+        recipe = recorded_recipe({"model": about["model"], "data": data}, model_id)
         recipe = with_given(recipe, network, model_id, sizing.pixels)
         whole = network_of(recipe, World(device=torch.device(device)), saved)
         return cls(ImageDescriber(whole, sizing, scales, power, whitening, most, scaled=scaled), recipe.model)

@@ -71,7 +71,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "run": "distap.model.trained:RunWeights",
         "hub": "distap.model.trained:HubWeights",
     },
-    "pooling": {"gem": "distap.model.network:GeMPooling", "mean": "distap.model.network:MeanPooling"},
+    "pooling": {
+        "gem": "distap.model.pooling:GeMPooling",
+        **dict.fromkeys(("mean", "spoc", "max", "rmac", "cls", "cls_mean"), "distap.model.pooling:NamedPooling"),
+    },
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.engine.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(
         ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:TimmSchedule"

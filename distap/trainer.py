@@ -39,6 +39,7 @@ from distap.training.build import (
     step_of,
 )
 from distap.training.checks import checked_images, checked_network, first_on_rank_0, require_same_data
+from distap.training.projection import whiten_projection
 from distap.training.report import RunReport, logger
 from distap.training.state import RunState, is_begun
 from distap.world import World, joined_world
@@ -88,8 +89,10 @@ class Trainer:
         self.startup.reached("data")
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.
-        self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None).train()
-        describer = describer_of(recipe, self.network)
+        self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None)
+        if not self.is_begun:
+            whiten_projection(recipe, self.network, world)
+        describer = describer_of(recipe, self.network.train())
         self.evaluations = evaluations_of(recipe, self.network, world)
         self.engine = engine_of(recipe, self.network, world)
         memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from distap.config.images import DataSection, DescribingSection, EvaluationSection, ImagesSection
+from distap.config.network import ModelSection
 from distap.config.sections import (
     CheckpointSection,
     DescribeSection,
@@ -14,7 +15,6 @@ from distap.config.sections import (
     LogsSection,
     MemorySection,
     MetricsSection,
-    ModelSection,
     OptimizerSection,
     RankSection,
     ReplaySection,

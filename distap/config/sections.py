@@ -9,53 +9,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    field_serializer,
-    model_validator,
 )
 
 from distap.config.validation import ChoosingSection, Remote, Section, StoreURL
 from distap.engine.settings import GroupSettings, PrecisionName
-from distap.registry import REGISTRY, Chosen, name_of, unknown_key
-
-
-class ModelSection(Section):
-    """The network."""
-
-    backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = Field(
-        "resnet50", description="A name alone is an architecture of timm."
-    )
-    weights: Annotated[Any, Chosen("weights")] = Field(
-        "timm", description="Pretrained weights; a backbone from elsewhere starts with random ones by default."
-    )
-    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "gem"
-    projection: PositiveInt | None = Field(None, description="Dimensions of a linear layer; null for no layer.")
-    batchnorm: Literal["frozen", "batch"] = Field("frozen", description="Normalise by fixed or by batch statistics.")
-    drop_rate: float = Field(0.0, ge=0, lt=1, description="Probability of dropout.")
-    drop_path_rate: float = Field(0.0, ge=0, lt=1, description="Greatest probability of stochastic depth.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_timm(cls, settings: Any) -> Any:
-        if not isinstance(settings, Mapping):
-            return settings
-        backbone = settings.get("backbone", "resnet50")
-        if isinstance(backbone, str):
-            is_architecture = ":" not in backbone and backbone not in REGISTRY["backbone"]
-            backbone = {"architecture" if is_architecture else "name": backbone}
-        is_of_timm = not isinstance(backbone, Mapping) or backbone.get("name", "timm") == "timm"
-        return {"weights": "timm" if is_of_timm else "random", **settings, "backbone": backbone}
-
-    @field_serializer("backbone", mode="wrap")
-    def _architecture_alone(self, backbone: Any, handler: SerializerFunctionWrapHandler) -> Any:
-        settings = handler(backbone)
-        return settings["architecture"] if settings.get("name", "timm") == "timm" else settings
-
-    @property
-    def architecture(self) -> str:
-        """timm's name of the backbone, or the place of a class from elsewhere."""
-        return str(getattr(self.backbone, "architecture", name_of("backbone", self.backbone)))
+from distap.registry import Chosen, unknown_key
 
 
 class MemorySection(Section):

@@ -2,49 +2,128 @@
 
 import difflib
 import importlib.util
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any
 
 import timm
+import torch
 from timm.models import load_state_dict
+from timm.models._hub import load_model_config_from_hf, load_model_config_from_path
 from torch import Tensor, nn
 
 from distap.errors import DistapError
 
 CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # timm's names of the layer that retrieval leaves out
+# Prefixes of networks that timm does not list: `hf-hub:ORGANISATION/NAME` and `local-dir:FOLDER`.
+SOURCES: dict[str, Callable[[str], Any]] = {
+    "hf-hub:": load_model_config_from_hf,
+    "local-dir:": load_model_config_from_path,
+}
 
 # Let vision transformers take images of any size: position embeddings are resampled, borders padded to whole patches.
 ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
+OURS = ("num_classes", "global_pool", "drop_rate", "drop_path_rate", "pretrained", "features_only")
+UNKNOWN = "unexpected keyword argument"  # so does a TypeError name what a network does not take
 
 
 @dataclass(frozen=True)
 class TimmBackbone:
     """A network of timm without its classifier and pooling."""
 
-    architecture: str = "resnet50"  # timm's name, such as `vit_base_patch16_224.dino`
+    architecture: str = "resnet50"  # timm's name, such as `vit_base_patch16_224.dino`; or one that SOURCES begin
+    pixels: dict[str, tuple[float, float, float]] | None = None  # `mean` and `std`, 1 being white; None: as timm says
 
-    def build(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> nn.Module:
+    def build(
+        self,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        image_size: int | None = None,
+    ) -> nn.Module:
         """Return the network with random weights; it gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
 
-        The rates are those of dropout and stochastic depth.
+        Its `built_with` are the arguments with which timm builds one of the same tensors.
+
+        Args:
+            drop_rate, drop_path_rate: of dropout and stochastic depth.
+            arguments: of timm.create_model.
+            image_size: width and height of the images, pixels, for a network that is built for one size.
         """
-        if not timm.is_model(self.architecture.split(".")[0]):
-            close = difflib.get_close_matches(self.architecture, timm.list_models(), n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() lists them"
-            raise DistapError(f"model.backbone: timm knows no network named {self.architecture!r}; {hint}")
-        options: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
+        name, source, saved_with = self._resolved()
+        fixed = {"num_classes": 0, "global_pool": "", "pretrained_cfg": source}
+        fixed |= {"pretrained_cfg_overlay": self.pixels}
         # Some architectures do not take these options, so a rate of zero is left out.
-        options |= {k: v for k, v in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)) if v}
+        fixed |= {k: v for k, v in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)) if v}
+        if ours := arguments.keys() & OURS:
+            raise DistapError(f"model.arguments.{min(ours)}: distap sets it; leave it out (rates are keys of model)")
+        own = {k: v for k, v in saved_with.items() if k not in OURS} | dict(arguments)
+        built = self._created(name, fixed, ANY_SIZE | own, ANY_SIZE.keys() - own.keys())
+        about = built.pretrained_cfg
+        is_fixed = about.get("fixed_input_size") or getattr(
+            getattr(built, "patch_embed", None), "strict_img_size", False
+        )
+        if not is_fixed or "img_size" in arguments or not image_size or _takes(built, image_size):
+            return built
+        resized = self._created(name, fixed, own | {"img_size": image_size}, {"img_size"})
+        if not _takes(resized, image_size):
+            return built
+        resized.pretrained_cfg["input_size"] = (3, image_size, image_size)
+        return resized
+
+    def _resolved(self) -> tuple[str, Any, dict[str, Any]]:
+        """Return timm's name of the architecture, and what its source says of pixels, weights and arguments."""
+        name = self.architecture
+        for prefix, read in SOURCES.items():
+            if name.startswith(prefix):
+                try:
+                    about, architecture, arguments = read(name.removeprefix(prefix))
+                    return architecture, about, dict(arguments or {})
+                except Exception as error:  # the hub's client raises its own
+                    raise DistapError(f"model.backbone: {name}: cannot be read: {error}") from error
+        if not timm.is_model(name.split(".")[0]):
+            close = difflib.get_close_matches(name, timm.list_models(), n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() lists them"
+            raise DistapError(f"model.backbone: timm knows no network named {name!r}; {hint}")
+        return name, None, {}
+
+    def _created(self, name: str, fixed: dict[str, Any], own: dict[str, Any], optional: Collection[str]) -> Any:
+        """Create the network; leave the optional arguments out if it does not take one of them."""
         try:
-            try:
-                return timm.create_model(self.architecture, **options, **ANY_SIZE)
-            except TypeError:  # not a vision transformer
-                return timm.create_model(self.architecture, **options)
+            built = timm.create_model(name, **fixed | own)
         except Exception as error:  # each architecture raises its own
-            built = f"{self.architecture!r} with {options}"
-            raise DistapError(f"model.backbone: timm could not build {built}: {error}") from error
+            if isinstance(error, AssertionError) and "global_pool" in fixed:
+                # It insists on a head that pools, which is built then, but not run.
+                built = self._created(name, {k: v for k, v in fixed.items() if k != "global_pool"}, own, optional)
+                built.forward, built.head_hidden_size = built.forward_features, None
+                return built
+            unknown = set(re.findall(r"'(\w+)'", str(error).partition(UNKNOWN)[2]))
+            if unknown & set(optional):
+                return self._created(name, fixed, {k: v for k, v in own.items() if k not in optional}, ())
+            if unknown:
+                key = min(f"arguments.{each}" if each in own else each for each in unknown)
+                raise DistapError(f"model.{key}: {name} does not take it; leave it out") from error
+            told = {**own, **{k: v for k, v in fixed.items() if v is not None and not k.startswith("pretrained")}}
+            raise DistapError(f"model.backbone: timm could not build {name!r} with {told}: {error}") from error
+        built.built_with = own  # type: ignore[assignment]  # an attribute of any kind
+        return built
+
+
+def _takes(backbone: nn.Module, size: int) -> bool:
+    try:
+        with torch.no_grad():
+            backbone.eval()(torch.zeros(1, 3, size, size))
+    except Exception:  # each architecture raises its own
+        return False
+    finally:
+        backbone.train()
+    return True
 
 
 def architecture_of(backbone: nn.Module) -> str:
@@ -53,19 +132,38 @@ def architecture_of(backbone: nn.Module) -> str:
     return str(about.get("architecture") or type(backbone).__name__)
 
 
+def pixels_of(backbone: nn.Module) -> dict[str, Any]:
+    """Return the mean and std of the pixels that a network of timm was trained with."""
+    about = getattr(backbone, "pretrained_cfg", None) or {}
+    return {name: tuple(about[name]) for name in ("mean", "std") if name in about}
+
+
+def built_again(backbone: Any) -> dict[str, Any]:
+    """Return the keys of a recipe's section `model` that build a network of timm without asking its source."""
+    own = {"name": "timm", "architecture": architecture_of(backbone), "pixels": pixels_of(backbone)}
+    return {"backbone": own, "arguments": backbone.built_with}
+
+
+def has_class_token(backbone: nn.Module) -> bool:
+    """Tell whether the first token stands for the whole image."""
+    return bool(getattr(backbone, "has_class_token", getattr(backbone, "cls_token", None) is not None))
+
+
 @dataclass(frozen=True)
 class TimmWeights:
-    """Pretrained weights that timm downloads from its hub."""
+    """Pretrained weights of timm: from its hub, or from the place that the name of the backbone gives."""
 
     def load(self, backbone: nn.Module) -> None:
-        name = architecture_of(backbone)
-        tag = (getattr(backbone, "pretrained_cfg", None) or {}).get("tag")
+        name, about = architecture_of(backbone), getattr(backbone, "pretrained_cfg", None)
+        arguments = getattr(backbone, "built_with", {})
         try:
-            pretrained = timm.create_model(f"{name}.{tag}" if tag else name, True, num_classes=0, global_pool="")
+            # With timm's own pooling, since its weights may belong to that.
+            pretrained = timm.create_model(name, True, pretrained_cfg=about, num_classes=0, **arguments)
         except Exception as error:  # the hub's client raises its own
             remedy = "they come from a hub; model.weights can also name a file or a package"
             raise DistapError(f"model.weights: timm could not load weights of {name}: {error} ({remedy})") from error
-        backbone.load_state_dict(pretrained.state_dict())
+        own, state = backbone.state_dict(), _adapted(backbone, pretrained.state_dict())
+        _load(backbone, {key: value for key, value in state.items() if key in own}, f"timm's weights of {name}")
 
 
 @dataclass(frozen=True)
@@ -84,6 +182,8 @@ class FileWeights:
 
     def load(self, backbone: nn.Module) -> None:
         own, state = backbone.state_dict(), read_state(self.path)
+        if any(key not in state or state[key].shape != value.shape for key, value in own.items()):
+            state = _adapted(backbone, state)
         given = {key: value for key, value in state.items() if key in own or not key.startswith(CLASSIFIERS)}
         _load(backbone, given, self.path)
 
@@ -125,9 +225,23 @@ def file_of_package(package: str) -> Path:
     return files[0]
 
 
-def _load(backbone: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fit weights of another image size, of another pooling or of the authors' own code to a network of timm."""
+    convert = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
+    if convert is not None:
+        with suppress(Exception):  # weights of another network, which loading refuses
+            state = convert(state, backbone)
+    own = backbone.state_dict()
+    if "norm.weight" in own and "norm.weight" not in state:  # timm pools before the norm; here pooling comes last
+        state = {re.sub(r"^fc_norm\.", "norm.", key): value for key, value in state.items()}
+    # A layer of the head is linear after pooling, and a convolution before it.
+    same = {key: own[key].shape for key in own.keys() & state.keys() if own[key].squeeze().shape == state[key].shape}
+    return {key: value.reshape(same.get(key, value.shape)) for key, value in state.items()}
+
+
+def _load(backbone: nn.Module, state: dict[str, Tensor], where: Path | str) -> None:
     try:
         backbone.load_state_dict(state)
     except RuntimeError as error:
         why = shorten(str(error), 400)  # it lists every tensor that does not fit
-        raise DistapError(f"{path}: not the weights of this backbone: {why}") from error
+        raise DistapError(f"{where}: not the weights of this backbone: {why}") from error

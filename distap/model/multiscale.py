@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear, normalize
 
 from distap.errors import DistapError
-from distap.model.network import GeM, RetrievalNetwork, in_full_precision
+from distap.model.network import RetrievalNetwork, in_full_precision
+from distap.model.pooling import GeM
 
 LARGEST_SCALE = 8.0
 
@@ -83,8 +84,8 @@ class MultiScaleNetwork(nn.Module):
 
 def default_power(network: RetrievalNetwork) -> float:
     """Return GeM's power if GeM made the descriptors, since then no component is negative; otherwise 1."""
-    projected = not isinstance(network.head, nn.Identity)
-    return 1.0 if projected or not isinstance(network.pooling, GeM) else network.pooling.power.item()
+    changed = network.layer_norm or not isinstance(network.head, nn.Identity)
+    return 1.0 if changed or not isinstance(network.pooling, GeM) else network.pooling.power.item()
 
 
 def required_size(network: RetrievalNetwork) -> tuple[int, int] | None:

@@ -2,19 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, UInt8
-from pydantic import PositiveFloat
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import layer_norm, normalize
 
 from distap.errors import DistapError
-from distap.model.backbone import architecture_of
+from distap.model.backbone import architecture_of, has_class_token, pixels_of
 
 BatchNormMode = Literal["frozen", "batch"]
 
@@ -32,11 +31,15 @@ class RetrievalNetwork(nn.Module):
 
     Args:
         backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
-        pooling: turns (n, C, h, w) into (n, C).
+        pooling: turns (n, C, h, w) into (n, C); tokens come as (n, C, t, 1).
         projection: dimensions of a linear layer before normalisation; None for no layer.
         batchnorm: `frozen` or `batch`.
         mean, std: of the pixels that the backbone was trained with, 1 being white.
         features: C of the maps or tokens; None takes what the backbone says.
+        layer_norm: standardise what pooling gives, without a scale and shift that learn, as ROADMAP's code does.
+
+    A pooling may have the attributes `needs_class_token` (it then also gets the tokens (n, p, C) that stand before
+    those of the image), `needs_map` (it takes no tokens) and `widens` (it gives so many times C numbers).
     """
 
     mean: Tensor
@@ -51,19 +54,26 @@ class RetrievalNetwork(nn.Module):
         mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
         std: tuple[float, float, float] = (0.5, 0.5, 0.5),
         features: int | None = None,
+        layer_norm: bool = False,
     ) -> None:
         super().__init__()
+        if getattr(pooling, "needs_class_token", False) and not has_class_token(backbone):
+            raise DistapError(
+                f"model.pooling takes a class token, which {architecture_of(backbone)} does not have; choose gem, "
+                "mean or max"
+            )
         # Some backbones (mobilenetv3) have a head that widens the features after the last stage.
         self.features = features or int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
-        self.dimensions = projection or self.features
-        self.batchnorm = batchnorm
+        pooled = self.features * int(getattr(pooling, "widens", 1))
+        self.dimensions = projection or pooled
+        self.batchnorm, self.layer_norm = batchnorm, layer_norm
         # Runs the backbone in training mode if it is set, see `compile_backbone`.
         self.compiled: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.memory_format = torch.channels_last  # of the pixels that the backbone gets
         self.backbone = backbone
         self.pooling = pooling
-        self.head = nn.Identity() if projection is None else nn.Linear(self.features, projection)
-        self._skipped_tokens = int(getattr(backbone, "num_prefix_tokens", 0))
+        self.head = nn.Identity() if projection is None else nn.Linear(pooled, projection)
+        self._prefix = int(getattr(backbone, "num_prefix_tokens", 0))
         self._normalisers = [m for m in backbone.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.register_buffer("mean", 255 * torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(1, 3, 1, 1), persistent=False)
@@ -101,19 +111,39 @@ class RetrievalNetwork(nn.Module):
         self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
     ) -> Float[Tensor, "n C"]:
         """Return descriptors of length 1, float32 or wider, of images with values from 0 to 255."""
+        pooled = self.pooled(images)
+        with in_full_precision(pooled.device):
+            return normalize(self.head(pooled))
+
+    def pooled(
+        self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
+    ) -> Float[Tensor, "n F"]:
+        """Return what the projection gets, float32 or wider."""
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
             compiled = self.compiled if self.training else None
             features = self.backbone(pixels) if compiled is None else compiled(self.backbone, pixels)
+        if not isinstance(features, Tensor):
+            raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
         with in_full_precision(features.device):
-            return normalize(self.head(self.pooling(self._as_map(features).to(self.mean.dtype))))
+            pooled: Tensor = self.pooling(*self._for_pooling(features.to(self.mean.dtype)))
+            return layer_norm(pooled, pooled.shape[-1:]) if self.layer_norm else pooled
 
-    def _as_map(self, features: Tensor) -> Float[Tensor, "n C h w"] | Float[Tensor, "n C"]:
+    def _for_pooling(self, features: Tensor) -> Sequence[Tensor]:
+        """Return the features as maps (n, C, h, w), and the class token if pooling wants it."""
+        if features.ndim == 3 and getattr(self.pooling, "needs_map", False):
+            raise DistapError(
+                f"model.pooling takes regions of a map, but {architecture_of(self.backbone)} gives tokens; choose "
+                "gem, mean or max"
+            )
         if features.ndim == 3:
-            return features[:, self._skipped_tokens :].transpose(1, 2).unsqueeze(-1)
+            wants = getattr(self.pooling, "needs_class_token", False)
+            skipped = max(self._prefix, 1) if wants else self._prefix  # some networks do not count their class token
+            maps = features[:, skipped:].transpose(1, 2).unsqueeze(-1)
+            return (maps, features[:, :skipped]) if wants else (maps,)
         if features.ndim == 4 and features.shape[1] != self.features:
-            return features.permute(0, 3, 1, 2)
-        return features
+            return (features.permute(0, 3, 1, 2),)
+        return (features,)
 
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
@@ -128,52 +158,6 @@ class RetrievalNetwork(nn.Module):
                 normaliser.track_running_stats = True
 
 
-class GeM(nn.Module):
-    """Generalised mean with a learned power (Radenović et al. 2018, eq. 3): the mean of x^p, to the power 1/p.
-
-    Args:
-        power: p at the start; 1 is the mean, large powers approach the maximum.
-        smallest: features are clamped to at least this, because a fractional power needs positive ones.
-    """
-
-    def __init__(self, power: float = 3.0, smallest: float = 1e-6) -> None:
-        super().__init__()
-        self.power = nn.Parameter(torch.tensor(float(power)))
-        self.smallest = smallest
-
-    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
-        powers = features.clamp(min=self.smallest).pow(self.power)
-        return powers.mean(dim=(-2, -1)).pow(1 / self.power)
-
-    def extra_repr(self) -> str:
-        return f"power={self.power.item():.3g}"
-
-
-class Mean(nn.Module):
-    """Mean over height and width."""
-
-    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
-        return features.mean(dim=(-2, -1))
-
-
-@dataclass(frozen=True)
-class GeMPooling:
-    """Generalised mean with a learned power, which starts at `power`."""
-
-    power: PositiveFloat = 3.0
-
-    def build(self) -> nn.Module:
-        return GeM(self.power)
-
-
-@dataclass(frozen=True)
-class MeanPooling:
-    """Mean over height and width."""
-
-    def build(self) -> nn.Module:
-        return Mean()
-
-
 def build_network(
     backbone: Any,
     weights: Any,
@@ -182,6 +166,8 @@ def build_network(
     batchnorm: BatchNormMode = "frozen",
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
+    layer_norm: bool = False,
+    **of_timm: Any,
 ) -> RetrievalNetwork:
     """Put a network together from the parts that a recipe chooses; see RetrievalNetwork.
 
@@ -189,20 +175,17 @@ def build_network(
         backbone: its `build(drop_rate, drop_path_rate)` returns a module with `num_features`.
         weights: its `load(module)` loads weights into that module or, if its `whole` is true, into the whole network.
         pooling: its `build()` returns a module.
+        of_timm: further arguments of `TimmBackbone.build`.
     """
-    built, whole = backbone.build(drop_rate, drop_path_rate), getattr(weights, "whole", False)
+    built, whole = backbone.build(drop_rate, drop_path_rate, **of_timm), getattr(weights, "whole", False)
     if not whole:
         weights.load(built)
-    network = RetrievalNetwork(built, pooling.build(), projection, batchnorm, **_pixels_of(built))
+    network = RetrievalNetwork(
+        built, pooling.build(), projection, batchnorm, **pixels_of(built), layer_norm=layer_norm
+    )
     if whole:
         weights.load(network)
     return network.to(memory_format=torch.channels_last)
-
-
-def _pixels_of(backbone: nn.Module) -> dict[str, Any]:
-    """The mean and std of the pixels that a network of timm was trained with."""
-    about = getattr(backbone, "pretrained_cfg", None) or {}
-    return {name: tuple(about[name]) for name in ("mean", "std") if name in about}
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +216,7 @@ class GivenNetwork:
         network, name = self.given.to(device), type(self.given).__name__
         if isinstance(network, RetrievalNetwork):
             return network
-        pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)} | _pixels_of(network)
+        pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)} | pixels_of(network)
         trains = [module for module in network.modules() if module.training]
         images = torch.zeros(2, 3, image_size, image_size, device=device)
         try:
@@ -259,6 +242,7 @@ def fingerprint(network: RetrievalNetwork) -> str:
     parameter and buffer, including the mean and deviation of pixels. The device and memory layout do not count.
     """
     about = {"architecture": architecture_of(network.backbone), **settings_of(network.pooling)}
+    about |= {"layer_norm": True} if network.layer_norm else {}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     tensors = {**network.state_dict(), **dict(network.named_buffers())}
     for name in sorted(tensors):

@@ -53,9 +53,8 @@ class TrainedNetwork:
 
     def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
         """Return the keys of the recipe's section `model` for which this network has another value, and the value."""
-        model = self.settings["model"]
-        backbone, pooling, projection = (model.get(key) for key in ("backbone", "pooling", "projection"))
-        others: dict[str, Any] = {}
+        model = {"pooling": {"name": "gem"}, "layer_norm": False, "projection": None} | self.settings["model"]
+        backbone, others = model.get("backbone"), dict[str, Any]()
         if isinstance(backbone, dict) and backbone.get("name") == GIVEN:
             return others
         about = timm.get_pretrained_cfg(backbone) if isinstance(backbone, str) else None
@@ -63,10 +62,14 @@ class TrainedNetwork:
             of_pixels = torch.tensor([about.mean, about.std]).sub(_of_pixels(network)).abs().max() > 1e-6
             if of_pixels or about.architecture != architecture_of(network.backbone):
                 others["backbone"] = backbone
-        if settings_of(build_part("pooling", **(pooling or {"name": "gem"})).build()) != settings_of(network.pooling):
-            others["pooling"] = pooling
-        if projection != (None if isinstance(network.head, nn.Identity) else network.dimensions):
-            others["projection"] = projection
+        dimensions = None if isinstance(network.head, nn.Identity) else network.dimensions
+        projection = model["projection"]
+        same = {
+            "pooling": settings_of(build_part("pooling", **model["pooling"]).build()) == settings_of(network.pooling),
+            "layer_norm": model["layer_norm"] == network.layer_norm,
+            "projection": dimensions == (projection["dimensions"] if isinstance(projection, dict) else projection),
+        }
+        others |= {key: model[key] for key, is_same in same.items() if not is_same}
         return others
 
 
@@ -122,9 +125,11 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
         logger.info("the network of %s", checkpoint.where)
         state = checkpoint.state("recipe")
         tensors = checkpoint.tensors(OF_NETWORK)
+    # What a hub or folder said of the backbone was recorded, so that neither is asked again.
+    model = {**state["recipe"]["model"], **state.get("backbone", {})}
     return TrainedNetwork(
         checkpoint.where,
-        state["recipe"],
+        {**state["recipe"], "model": model},
         {name.removeprefix(OF_NETWORK): tensor for name, tensor in tensors.items()},
         state.get("folder"),
     )

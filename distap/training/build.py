@@ -22,7 +22,7 @@ from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import EvaluationSet, open_set
-from distap.model.backbone import RandomWeights
+from distap.model.backbone import RandomWeights, TimmBackbone
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import Describer
@@ -71,7 +71,9 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     model, built = recipe.model, list[RetrievalNetwork]()
 
     def build(weights: Any) -> None:
-        rates = model.drop_rate, model.drop_path_rate
+        options: dict[str, Any] = {key: getattr(model, key) for key in ("drop_rate", "drop_path_rate", "layer_norm")}
+        if isinstance(model.backbone, TimmBackbone):
+            options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
         torch.manual_seed(recipe.seed)
         if isinstance(model.backbone, GivenNetwork):
             refuse_unusable(model.backbone.given, freezes_batchnorm=True)
@@ -79,7 +81,8 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
             if getattr(weights, "whole", False):
                 weights.load(built[0])
             return
-        built.append(build_network(model.backbone, weights, model.pooling, model.projection, model.batchnorm, *rates))
+        dimensions = None if model.projection is None else model.projection.dimensions
+        built.append(build_network(model.backbone, weights, model.pooling, dimensions, model.batchnorm, **options))
 
     if world.size == 1:
         build(weights or model.weights)

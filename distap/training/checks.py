@@ -59,7 +59,11 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
     def try_size() -> None:
         try:
             with torch.no_grad():
-                network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=world.device))
+                found = network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=world.device))
+            if found.shape != (1, network.dimensions):
+                raise RuntimeError(f"it gives {tuple(found.shape)} in place of (1, {network.dimensions})")
+        except DistapError:
+            raise
         except Exception as error:  # each architecture raises its own
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise

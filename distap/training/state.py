@@ -22,6 +22,7 @@ from distap.data.loading.training import TrainingImages
 from distap.engine.base import Engine, without_prefix
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
+from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import by_path
 from distap.storage.files import storage_of
@@ -147,6 +148,8 @@ class RunState:
         recipe = self._settings
         state: dict[str, Any] = {"step": step, "identity": self._identity(), "may_change": self._may_change()}
         state |= {"recipe": recipe, "folder": str(Path.cwd())}  # that the recipe's paths are relative to
+        if self.recipe.model.architecture.startswith(tuple(SOURCES)):
+            state["backbone"] = built_again(self.engine.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint}
         parts = {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}

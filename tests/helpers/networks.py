@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from distap.model.backbone import RandomWeights, TimmBackbone
-from distap.model.network import GeMPooling, RetrievalNetwork, build_network
+from distap.model.network import RetrievalNetwork, build_network
+from distap.model.pooling import GeMPooling
 
 
 def random_network(backbone="resnet10t", projection=None, seed=0, pooling=None, **options) -> RetrievalNetwork:

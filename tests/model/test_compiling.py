@@ -9,7 +9,8 @@ from torch._dynamo.utils import counters
 from benchmarks.contenders import SeededBatch
 from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
-from distap.model.network import GeM, RetrievalNetwork
+from distap.model.network import RetrievalNetwork
+from distap.model.pooling import GeM
 from distap.model.speed import compiling
 from distap.model.speed.compiling import CompiledBackbone, compile_backbone
 from distap.model.speed.folding import Describer

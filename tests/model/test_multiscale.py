@@ -9,7 +9,8 @@ from torch.nn.functional import interpolate, normalize
 
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork, default_power, required_size
-from distap.model.network import GeM, MeanPooling, RetrievalNetwork, fingerprint
+from distap.model.network import RetrievalNetwork, fingerprint
+from distap.model.pooling import GeM, NamedPooling
 
 
 def network(projection=None, **options):
@@ -124,7 +125,7 @@ def test_the_mean_over_scales_has_the_power_of_gem_where_nothing_is_negative():
     with torch.no_grad():
         inner.pooling.power.fill_(2.5)
     assert default_power(inner) == 2.5
-    assert default_power(network(projection=8)) == default_power(network(pooling=MeanPooling())) == 1
+    assert default_power(network(projection=8)) == default_power(network(pooling=NamedPooling("mean"))) == 1
 
 
 def test_a_backbone_of_one_size_is_known():
@@ -163,6 +164,6 @@ def test_whatever_changes_descriptors_changes_the_fingerprint():
 
 
 def test_a_pooling_without_tensors_counts_by_its_name():
-    inner, other = network(pooling=MeanPooling()), network(pooling=MeanPooling())
+    inner, other = network(pooling=NamedPooling("mean")), network(pooling=NamedPooling("mean"))
     other.pooling = type("Other", (nn.Module,), {})()
     assert fingerprint(inner) != fingerprint(other)

@@ -22,6 +22,7 @@ from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation
+from distap.model.backbone import SOURCES
 from distap.retrieval.whitening import Whitening
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
@@ -124,7 +125,12 @@ def _card_data(origin: Origin, has_onnx: bool) -> ModelCardData:
 
 def _pretrained(origin: Origin) -> dict[str, Any]:
     """Return timm's description of the weights that training began with, if they were timm's."""
-    config = timm.get_pretrained_cfg(origin.recipe.model.architecture) if _weights(origin) == "timm" else None
+    name = origin.settings["model"]["backbone"]
+    if _weights(origin) != "timm" or not isinstance(name, str):
+        return {}
+    if name.startswith(tuple(SOURCES)):
+        return {"hf_hub_id": name.removeprefix("hf-hub:")} if name.startswith("hf-hub:") else {}
+    config = timm.get_pretrained_cfg(name)
     return {} if config is None else dict(config.to_dict())
 
 

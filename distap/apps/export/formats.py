@@ -150,20 +150,21 @@ def save_backbone(
         for key, value in network.backbone.state_dict().items()
     }
     path.write_bytes(save(state, {"format": "pt", **about}))
-    loaded = _loaded(name, path, global_pool="")
+    arguments = {"num_classes": 0, **getattr(network.backbone, "built_with", {})}
+    try:
+        loaded = _loaded(name, path, arguments)
+    except DistapError:  # timm's own pooling has weights, which distap's network lacks
+        arguments["global_pool"] = ""
+        loaded = _loaded(name, path, arguments)
     pixels = (images - network.mean) / network.std
     with torch.inference_mode():
-        expected, found = network.backbone(pixels), loaded(pixels)
+        expected, found = (each.forward_features(pixels) for each in (network.backbone, loaded))
     difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:
         raise DistapError(
             f"{path.name}: timm's {name} with these weights gives other features, by {difference:.2g} of the greatest"
         )
-    try:
-        _loaded(name, path)
-    except DistapError:  # timm's own pooling has weights, which distap's network lacks
-        return BackboneFile('num_classes=0, global_pool=""', difference)
-    return BackboneFile("num_classes=0", difference)
+    return BackboneFile(", ".join(f"{key}={value!r}" for key, value in arguments.items()), difference)
 
 
 def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
@@ -231,8 +232,8 @@ def _first(error: BaseException) -> str:
     return shorten(str(error), 400) or type(error).__name__
 
 
-def _loaded(name: str, path: Path, **options: Any) -> nn.Module:
+def _loaded(name: str, path: Path, arguments: Mapping[str, Any]) -> Any:
     try:
-        return timm.create_model(name, num_classes=0, checkpoint_path=str(path), **options).eval()
+        return timm.create_model(name, checkpoint_path=str(path), **arguments).eval()
     except RuntimeError as error:
         raise DistapError(f"{path.name}: timm's {name} does not take these weights: {error}") from error

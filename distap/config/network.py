@@ -1,0 +1,89 @@
+"""The recipe's section about the network."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    model_serializer,
+    model_validator,
+)
+
+from distap.config.validation import Section
+from distap.registry import REGISTRY, Chosen, name_of
+
+
+class ProjectionSection(Section):
+    """A linear layer behind pooling. A number stands for its dimensions."""
+
+    dimensions: PositiveInt = Field(description="Dimensions of the descriptors.")
+    start: Literal["random", "whitening"] = Field(
+        "random", description="Begin with random weights, or with a PCA whitening of training images."
+    )
+    images: PositiveInt = Field(10_000, description="Training images to learn the whitening from.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_number(cls, settings: Any) -> Any:
+        return settings if isinstance(settings, Mapping) else {"dimensions": settings}
+
+    @model_serializer(mode="wrap")
+    def _shortest(self, handler: SerializerFunctionWrapHandler) -> Any:
+        return self.dimensions if self.start == "random" else handler(self)
+
+
+class ModelSection(Section):
+    """The network."""
+
+    backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = Field(
+        "resnet50", description="A name alone is an architecture of timm."
+    )
+    weights: Annotated[Any, Chosen("weights")] = Field(
+        "timm", description="Pretrained weights; a backbone from elsewhere starts with random ones by default."
+    )
+    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "gem"
+    arguments: dict[str, Any] = Field(
+        {}, description="Further arguments of timm.create_model, such as {img_size: 448}."
+    )
+    layer_norm: bool = Field(False, description="Standardise what pooling gives, as in ROADMAP's code.")
+    projection: ProjectionSection | None = Field(
+        None, description="Dimensions of a linear layer, or a mapping; null for no layer."
+    )
+    batchnorm: Literal["frozen", "batch"] = Field("frozen", description="Normalise by fixed or by batch statistics.")
+    drop_rate: float = Field(0.0, ge=0, lt=1, description="Probability of dropout.")
+    drop_path_rate: float = Field(0.0, ge=0, lt=1, description="Greatest probability of stochastic depth.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_timm(cls, settings: Any) -> Any:
+        if not isinstance(settings, Mapping):
+            return settings
+        backbone = settings.get("backbone", "resnet50")
+        if isinstance(backbone, str):
+            is_of_others = ":" in backbone and not backbone.startswith(("hf-hub:", "local-dir:"))
+            is_architecture = not is_of_others and backbone not in REGISTRY["backbone"]
+            backbone = {"architecture" if is_architecture else "name": backbone}
+        is_of_timm = not isinstance(backbone, Mapping) or backbone.get("name", "timm") == "timm"
+        if settings.get("arguments") and not is_of_timm:
+            raise ValueError("model.arguments are for networks of timm; write other keys beside the backbone's name")
+        return {"weights": "timm" if is_of_timm else "random", **settings, "backbone": backbone}
+
+    @field_serializer("backbone", mode="wrap")
+    def _architecture_alone(self, backbone: Any, handler: SerializerFunctionWrapHandler) -> Any:
+        settings = handler(backbone)
+        alone = settings.get("name", "timm") == "timm" and not settings.get("pixels")
+        return settings["architecture"] if alone else settings
+
+    @model_serializer(mode="wrap")
+    def _as_recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the keys that older versions do not have, unless they are set: a run then still goes on."""
+        settings: dict[str, Any] = handler(self)
+        return {key: value for key, value in settings.items() if value or key not in ("arguments", "layer_norm")}
+
+    @property
+    def architecture(self) -> str:
+        """timm's name of the backbone, or the place of a class from elsewhere."""
+        return str(getattr(self.backbone, "architecture", name_of("backbone", self.backbone)))

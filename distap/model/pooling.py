@@ -1,0 +1,120 @@
+"""Pooling: one vector from the features of an image."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from pydantic import PositiveFloat
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+OVERLAP = 0.4  # of neighbouring regions of R-MAC, as a share of their side
+
+
+class GeM(nn.Module):
+    """Generalised mean with a learned power (Radenović et al. 2018, eq. 3): the mean of x^p, to the power 1/p.
+
+    Args:
+        power: p at the start; 1 is the mean, large powers approach the maximum.
+        smallest: features are clamped to at least this, because a fractional power needs positive ones.
+    """
+
+    def __init__(self, power: float = 3.0, smallest: float = 1e-6) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.tensor(float(power)))
+        self.smallest = smallest
+
+    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
+        powers = features.clamp(min=self.smallest).pow(self.power)
+        return powers.mean(dim=(-2, -1)).pow(1 / self.power)
+
+    def extra_repr(self) -> str:
+        return f"power={self.power.item():.3g}"
+
+
+class Mean(nn.Module):
+    """Mean over height and width; but for its length the sum, SPoC (Babenko and Lempitsky 2015)."""
+
+    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
+        return features.mean(dim=(-2, -1))
+
+
+class Max(nn.Module):
+    """Maximum over height and width (MAC)."""
+
+    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
+        return features.amax(dim=(-2, -1))
+
+
+class RMAC(nn.Module):
+    """Sum of the maxima of square regions, each of length 1 (Tolias et al. 2016, section 3.2).
+
+    At scale l = 1, 2, 3 regions have a side of 2 min(h, w) / (l + 1), and l of them stand along the shorter side.
+    Along the longer one there are as many more as bring the overlap of the largest ones nearest to 40 %.
+    """
+
+    needs_map = True
+
+    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
+        height, width = features.shape[-2:]
+        shorter, longer = sorted((height, width))
+        beside = (longer - shorter) / shorter  # 0 for a square, which one region covers
+        more = min(range(1, 7), key=lambda m: abs(1 - beside / m - OVERLAP)) if beside else 0
+        total = torch.zeros_like(features[..., 0, 0])
+        for scale in (1, 2, 3):
+            side = max(2 * shorter // (scale + 1), 1)
+            tops, lefts = (_starts(of, side, scale + (more if of > shorter else 0)) for of in (height, width))
+            for top, left in ((top, left) for top in tops for left in lefts):
+                region = features[..., top : top + side, left : left + side]
+                total = total + normalize(region.amax(dim=(-2, -1)))
+        return total
+
+
+class ClassToken(nn.Module):
+    """The class token of a transformer."""
+
+    needs_class_token = True
+
+    def forward(self, features: Float[Tensor, "n C t 1"], prefix: Float[Tensor, "n p C"]) -> Float[Tensor, "n C"]:
+        return prefix[:, 0]
+
+
+class ClassTokenAndMean(nn.Module):
+    """The class token, and behind it the mean over the image's tokens (as DINOv2's linear evaluation takes them)."""
+
+    needs_class_token, widens = True, 2
+
+    def forward(self, features: Float[Tensor, "n C t 1"], prefix: Float[Tensor, "n p C"]) -> Float[Tensor, "n 2*C"]:
+        return torch.cat([prefix[:, 0], features.mean(dim=(-2, -1))], dim=1)
+
+
+NAMED: dict[str, Callable[[], nn.Module]] = {
+    **{"mean": Mean, "spoc": Mean, "max": Max, "rmac": RMAC},
+    **{"cls": ClassToken, "cls_mean": ClassTokenAndMean},
+}
+
+
+@dataclass(frozen=True)
+class GeMPooling:
+    """Generalised mean with a learned power, which starts at `power`."""
+
+    power: PositiveFloat = 3.0
+
+    def build(self) -> nn.Module:
+        return GeM(self.power)
+
+
+@dataclass(frozen=True)
+class NamedPooling:
+    """A pooling without settings."""
+
+    name: str
+
+    def build(self) -> nn.Module:
+        return NAMED[self.name]()
+
+
+def _starts(length: int, side: int, count: int) -> list[int]:
+    """Return where `count` regions begin that stand evenly over a length; those of a small one coincide."""
+    return sorted({round(number * (length - side) / max(count - 1, 1)) for number in range(count)})

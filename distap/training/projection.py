@@ -1,0 +1,65 @@
+"""Begin a projection as a whitening of training images (Revaud et al. 2019: PCA), before the first step."""
+
+import logging
+
+import numpy as np
+import torch
+
+from distap.checkpoint.agreement import on_all
+from distap.config.recipe import Recipe
+from distap.model.network import RetrievalNetwork
+from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
+from distap.retrieval.whitening import learn_pca
+from distap.stopwatch import Stopwatch
+from distap.training.build import images_of
+from distap.world import World
+
+logger = logging.getLogger("distap")
+
+
+def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World) -> None:
+    """Set the projection to the PCA whitening of what it gets for the images of the first steps, on every rank.
+
+    The images are augmented as in those steps, so they are a function of the data set and the seed. Do nothing
+    unless the recipe asks for it, or if its weights are those of a whole network.
+
+    Raises:
+        DistapError: the images are too few for so many dimensions.
+    """
+    projection = recipe.model.projection
+    if projection is None or projection.start != "whitening" or getattr(recipe.model.weights, "whole", False):
+        return
+    images = images_of(recipe, world, Stopwatch())  # another reader than the training's, which has a state
+    wanted = projection.images if images.index is None else min(projection.images, len(images.index))
+    network.eval()
+    rows, size = list[torch.Tensor](), recipe.loader_chunk
+    for share in images.shares(range(-(-wanted // images.size))):
+        world.note(f"whitening of the images of step {share.step + 1}")
+        count = len(world.slots(images.size))
+        with torch.no_grad():
+            parts = [
+                network.pooled(share.images(slice(start, min(start + size, count))).to(world.device))
+                for start in range(0, count, size)
+            ]
+        present = share.present.to(world.device)
+        gathered = world.gather_rows(torch.cat(parts).double(), images.size)
+        is_there = world.gather_rows(present, images.size)
+        if world.rank == 0:
+            rows.append(gathered[is_there].cpu())
+    layer = network.head
+    assert isinstance(layer, torch.nn.Linear)
+
+    def learn() -> None:
+        found = torch.cat(rows).numpy()
+        names = np.arange(len(found)).astype(str)
+        described_by = DescribedBy("", f"crop {recipe.data.image_size}")
+        told = DescriptorSet(found, names, names, described_by, f"model.projection: {recipe.data.train}")
+        mean, directions = learn_pca(told, dimensions=projection.dimensions).tensors
+        with torch.no_grad():
+            layer.weight.copy_(directions)
+            layer.bias.copy_(-directions @ mean)
+        logger.info("the projection begins as the whitening of %d images", len(found))
+
+    on_all(world, learn, mine=world.rank == 0)
+    for parameter in layer.parameters():
+        world.broadcast(parameter.data)

@@ -1,0 +1,153 @@
+"""Networks of timm of many families, with arguments, sizes and weights of their own."""
+
+import shutil
+
+import pytest
+import timm
+import torch
+from networks import noise, random_network
+from small_trainings import recipe, train
+from timm.layers import resample_abs_pos_embed
+from torch.nn.functional import normalize
+
+import distap as library
+from distap.apps.export.to_folder import ExportSettings, export_to_folder
+from distap.config.reading import recipe_from
+from distap.errors import DistapError
+from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights
+from distap.model.network import build_network, fingerprint
+from distap.model.pooling import GeMPooling, NamedPooling
+from distap.training.build import trained_network
+from distap.training.checks import checked_network
+from distap.world import World
+
+WEIGHTS = "model.safetensors"
+# One of each kind: how it takes sizes, what its head insists on, which tokens it has, where its channels stand.
+FAMILIES = {
+    "deit_tiny_distilled_patch16_224": 64,  # two tokens before those of the image, and a head that reads them
+    "vit_small_patch14_dinov2": 70,
+    "vit_small_patch16_dinov3": 64,  # registers, rotary positions
+    "cait_xxs24_224": 64,
+    "swin_tiny_patch4_window7_224": 96,  # built for one size; channels last
+    "test_coatnet": 64,
+    "test_vit_relpos": 64,
+    "efficientvit_b0": 64,  # a head that always pools
+    "mixer_s32_224": 64,
+    "mobilenetv3_small_050": 64,  # a head that widens
+    "test_nfnet": 64,
+    "test_mambaout": 64,
+}
+
+
+@pytest.mark.parametrize(("backbone", "size"), FAMILIES.items())
+def test_networks_of_all_kinds_are_built_describe_and_learn(backbone, size):
+    network = random_network(backbone, image_size=size).train()
+    descriptors = network(noise(height=size))
+    assert descriptors.shape == (2, network.dimensions)
+    torch.testing.assert_close(descriptors.norm(dim=1), torch.ones(2))
+    (descriptors * torch.randn(descriptors.shape)).sum().backward()
+    own = [name for name, p in network.named_parameters() if p.grad is None and ".head" not in name]
+    assert own in ([], ["backbone.mask_token"])
+
+
+@pytest.mark.parametrize("size", [224, 96])
+def test_a_network_for_one_size_is_built_for_that_of_the_recipe(size):
+    network = random_network("swin_tiny_patch4_window7_224", image_size=size).eval()
+    assert network.backbone.built_with.get("img_size") == (None if size == 224 else size)
+    assert network(noise(height=size)).shape == (2, 768)
+
+
+def described_by(tmp_path, shards, size, **model):
+    return checked_network(
+        recipe(tmp_path, shards, data__image_size=size, model={"weights": "random", **model}), World()
+    )
+
+
+def test_arguments_reach_timm_and_unknown_ones_are_named(tmp_path, training_shards):
+    model = {"backbone": "test_vit", "arguments": {"img_size": 96, "dynamic_img_size": False}}
+    network = described_by(tmp_path, training_shards, 96, **model)
+    assert network.backbone.patch_embed.img_size == (96, 96) and not network.backbone.dynamic_img_size
+    for model, size, message in (
+        (
+            {"backbone": "test_resnet", "arguments": {"img_size": 96}},
+            96,
+            r"^model\.arguments\.img_size: test_resnet does not",
+        ),
+        (
+            {"backbone": "mixer_s32_224", "drop_path_rate": 0.1, "arguments": {"tokens": 3}},
+            224,
+            r"^model\.arguments\.tokens: ",
+        ),
+        (
+            {"backbone": "test_vit", "arguments": {"img_size": 96, "dynamic_img_size": False}},
+            64,
+            r"^data\.image_size: test_vit ",
+        ),
+        ({"backbone": "efficientformer_l1"}, 64, r"^data\.image_size: .* images of 64 px; it was made for 224"),
+        ({"backbone": "test_resnet", "pooling": "cls"}, 64, r"^model\.pooling takes a class token"),
+        ({"backbone": "coat_tiny"}, 64, r"^model\.backbone: coat_tiny gives no single map"),
+    ):
+        with pytest.raises(DistapError, match=message):
+            described_by(tmp_path, training_shards, size, **model)
+    with pytest.raises(DistapError, match=r"model\.arguments are for networks of timm"):
+        recipe_from({"model": {"backbone": "plug_ins:Tiny", "arguments": {"depth": 3}}}, "test")
+
+
+def saved_by_timm(folder, name="test_vit", **arguments):
+    """A folder as `timm.models.push_to_hf_hub` writes it."""
+    torch.manual_seed(1)
+    network = timm.create_model(name, num_classes=5, pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)}, **arguments)
+    timm.models.save_for_hf(network, folder, model_args=arguments, safe_serialization=True)
+    return network.eval()
+
+
+def test_a_folder_of_timm_gives_its_weights_pixels_and_arguments(tmp_path):
+    saved = saved_by_timm(tmp_path, embed_dim=48)
+    network = build_network(TimmBackbone(f"local-dir:{tmp_path}"), TimmWeights(), NamedPooling("cls")).eval()
+    assert network.features == 48
+    pixels = (noise(height=160) / 255 - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / network.std * 255
+    pixels = pixels.float()
+    tokens = saved.forward_features(pixels)
+    torch.testing.assert_close(network(noise(height=160)), normalize(tokens[:, 0]))
+    with pytest.raises(
+        DistapError, match=r"^model\.backbone: local-dir:.*/none: cannot be read: Config file not found"
+    ):
+        TimmBackbone(f"local-dir:{tmp_path}/none").build()
+
+
+def test_weights_of_another_size_are_resampled(tmp_path):
+    """From a folder of timm and from a file alike."""
+    saved = saved_by_timm(tmp_path)
+    expected = resample_abs_pos_embed(saved.pos_embed, [6, 6], num_prefix_tokens=1)
+    options = {"arguments": {"dynamic_img_size": False}, "image_size": 96}
+    for name, weights in ((f"local-dir:{tmp_path}", TimmWeights()), ("test_vit", FileWeights(tmp_path / WEIGHTS))):
+        network = build_network(TimmBackbone(name), weights, GeMPooling(), **options)
+        torch.testing.assert_close(network.backbone.pos_embed, expected)
+        assert torch.equal(network.backbone.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of timm's resampling
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"])
+def test_weights_of_timms_own_pooling_and_size_are_loaded(tmp_path, name):
+    saved = saved_by_timm(tmp_path, name).state_dict()
+    for weights in (TimmWeights(), FileWeights(tmp_path / WEIGHTS)):
+        network = build_network(TimmBackbone(f"local-dir:{tmp_path}"), weights, GeMPooling(), image_size=56).eval()
+        norms = [saved.get(f"{norm}.weight") for norm in ("norm", "fc_norm")]
+        assert any(norm is not None and torch.equal(norm, network.backbone.norm.weight) for norm in norms)
+        assert network(noise(height=56)).isfinite().all()
+
+
+def test_a_run_is_evaluated_and_exported_without_the_folder_that_its_backbone_came_from(tmp_path, training_shards):
+    folder, run = tmp_path / "folder", tmp_path / "run"
+    saved_by_timm(folder, embed_dim=48)
+    model = {"backbone": f"local-dir:{folder}", "pooling": "cls_mean", "layer_norm": True, "drop_path_rate": 0.1}
+    train(World(), run, training_shards, steps=1, model=model, data__validation=str(training_shards[1]))
+    shutil.rmtree(folder)
+    _, network = trained_network(run, World())
+    assert network.dimensions == 96 and (network.mean / 255).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    export_to_folder(run, tmp_path / "export", ExportSettings(("pt2", "safetensors")))
+    library.load(run, device="cpu").save_pretrained(tmp_path / "saved")
+    for source in (run, tmp_path / "export", tmp_path / "saved"):
+        assert fingerprint(library.load(source, device="cpu").network.network) == fingerprint(network)
+    kept = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    assert torch.equal(kept.norm.weight, network.backbone.norm.weight)

@@ -1,0 +1,88 @@
+from itertools import product
+
+import pytest
+import torch
+from networks import noise, random_network
+from torch.nn.functional import layer_norm, normalize
+
+from distap.errors import DistapError
+from distap.model.network import fingerprint
+from distap.model.pooling import GeM, NamedPooling
+from distap.registry import REGISTRY, build_part, name_of
+
+VIT = "test_vit"
+
+
+def features(height=5, width=5):
+    return torch.rand(2, 7, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_gem_is_the_generalised_mean():
+    expected = (features() ** 3).mean((2, 3)) ** (1 / 3)
+    torch.testing.assert_close(GeM().double()(features()), expected)
+    assert (GeM(1.0).double()(features()) - features().mean((2, 3))).abs().max() < 1e-9
+
+
+def test_gems_power_learns():
+    pool = GeM()
+    pool(features().float()).sum().backward()
+    assert pool.power.grad is not None and pool.power.grad != 0
+
+
+def test_spoc_is_the_mean_and_max_takes_one_place_a_channel():
+    for name in ("mean", "spoc"):
+        assert torch.equal(NamedPooling(name).build()(features()), features().mean((2, 3)))
+    assert torch.equal(NamedPooling("max").build()(features()), features().flatten(2).max(2).values)
+
+
+@pytest.mark.parametrize(
+    ("size", "regions"),
+    [  # side, tops and lefts of each scale, as the paper draws them; a side 1.5 times as long has one region more
+        ((6, 6), [(6, [0], [0]), (4, [0, 2], [0, 2]), (3, [0, 2, 3], [0, 2, 3])]),
+        ((2, 3), [(2, [0], [0, 1]), (1, [0, 1], [0, 1, 2]), (1, [0, 1], [0, 1, 2])]),
+    ],
+)
+def test_rmac_sums_the_maxima_of_square_regions(size, regions):
+    given, expected = features(*size), torch.zeros(2, 7, dtype=torch.float64)
+    for side, tops, lefts in regions:
+        for top, left in product(tops, lefts):
+            region = given[:, :, top : top + side, left : left + side]
+            expected += normalize(region.flatten(2).max(2).values)
+    torch.testing.assert_close(NamedPooling("rmac").build()(given), expected)
+
+
+def test_the_class_token_is_timms_and_may_stand_before_the_mean():
+    cls, both = (random_network(VIT, pooling=NamedPooling(name)).eval() for name in ("cls", "cls_mean"))
+    tokens = cls.backbone((noise().float() - cls.mean) / cls.std)
+    torch.testing.assert_close(cls(noise()), normalize(tokens[:, 0]))
+    assert both.dimensions == 2 * cls.dimensions
+    own = tokens[:, both.backbone.num_prefix_tokens :]
+    torch.testing.assert_close(both(noise()), normalize(torch.cat([tokens[:, 0], own.mean(1)], 1)))
+    assert random_network(VIT, 16, pooling=NamedPooling("cls_mean"))(noise()).shape == (2, 16)
+
+
+def test_layer_norm_standardises_what_pooling_gives_and_makes_another_network():
+    network = random_network(projection=16, layer_norm=True).eval()
+    plain = random_network(projection=16).eval()
+    assert network.state_dict().keys() == plain.state_dict().keys()
+    expected = plain.head(layer_norm(plain.pooled(noise()), (plain.features,)))
+    torch.testing.assert_close(network(noise()), normalize(expected))
+    assert fingerprint(network) != fingerprint(plain)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "pooling", "message"),
+    [
+        ("resnet10t", "cls", "class token, which resnet10t does not have"),
+        ("vit_pwee_patch16_reg1_gap_256", "cls_mean", "class token, which vit_pwee_patch16_reg1_gap_256 does not"),
+        (VIT, "rmac", "regions of a map, but test_vit gives tokens"),
+    ],
+)
+def test_a_pooling_that_does_not_fit_is_refused(backbone, pooling, message):
+    with pytest.raises(DistapError, match=message):
+        random_network(backbone, pooling=NamedPooling(pooling))(noise())
+
+
+def test_every_pooling_is_recorded_under_its_own_name():
+    for name in REGISTRY["pooling"]:
+        assert name_of("pooling", build_part("pooling", name)) == name
