@@ -3,12 +3,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from batches import TensorBatch, small_images, small_network
+from networks import noise, random_network
 from ranks import on_ranks
 from reference import listwise_loss
 
 from benchmarks.measuring import collectives_of
 from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
+from distap.model.pooling import NamedPooling
 from distap.randomness import seed_for
 from distap.ranking.loss import Loss
 from distap.ranking.losses.quantized import QuantizedAP
@@ -92,6 +94,29 @@ def test_gradients_equal_those_of_one_full_batch_pass(stepped, case):
 @pytest.mark.parametrize("case", CASES)
 def test_describe_and_replay_see_the_same_descriptors(stepped, case):
     assert all(answer[case][1].replay_drift < 1e-12 for answer in stepped[1])
+
+
+def vision_transformer():
+    options = {"drop_rate": 0.3, "drop_path_rate": 0.2, "arguments": {"proj_drop_rate": 0.2, "attn_drop_rate": 0.1}}
+    return random_network("test_vit", pooling=NamedPooling("cls"), **options).double().train()
+
+
+def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trains_exactly():
+    network, images, labels = vision_transformer(), noise(10, 64), torch.arange(10) % 3
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    result = step_on(World(), network, None, 4, "sharded")(TensorBatch(images, labels, World(), STEP), 1.0)
+    whole, descriptors = vision_transformer(), []
+    for start in range(0, 10, 4):
+        torch.manual_seed(seed_for(DROPOUT, SEED, STEP, start))
+        descriptors.append(whole(images[start : start + 4]))
+    loss = listwise_loss("ap_q", torch.cat(descriptors), labels)
+    loss.backward()
+    assert result.replay_drift < 1e-12 and result.loss == pytest.approx(loss.item(), rel=1e-12)
+    again = vision_transformer()
+    assert not torch.allclose(again(images), again(images), atol=1e-3)  # it does drop
+    for name, p in whole.named_parameters():
+        moved = before[name] - network.get_parameter(name).detach()
+        assert (moved - p.grad).norm() <= 1e-9 * p.grad.norm() + 1e-15, name
 
 
 def test_the_profiler_sees_one_large_reduction_whatever_the_number_of_micro_batches():

@@ -57,8 +57,8 @@ class TimmBackbone:
             image_size: width and height of the images, pixels, for a network that is built for one size.
         """
         name, source, saved_with = self._resolved()
-        fixed = {"num_classes": 0, "global_pool": "", "pretrained_cfg": source}
-        fixed |= {"pretrained_cfg_overlay": self.pixels}
+        fixed: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
+        fixed |= {"pretrained_cfg": source, "pretrained_cfg_overlay": self.pixels}
         # Some architectures do not take these options, so a rate of zero is left out.
         fixed |= {k: v for k, v in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)) if v}
         if ours := arguments.keys() & OURS:
@@ -66,10 +66,10 @@ class TimmBackbone:
         own = {k: v for k, v in saved_with.items() if k not in OURS} | dict(arguments)
         built = self._created(name, fixed, ANY_SIZE | own, ANY_SIZE.keys() - own.keys())
         about = built.pretrained_cfg
-        is_fixed = about.get("fixed_input_size") or getattr(
-            getattr(built, "patch_embed", None), "strict_img_size", False
-        )
-        if not is_fixed or "img_size" in arguments or not image_size or _takes(built, image_size):
+        is_fixed = getattr(getattr(built, "patch_embed", None), "strict_img_size", about.get("fixed_input_size"))
+        if image_size in (None, about.get("input_size", (0,))[-1]) or "img_size" in arguments or not is_fixed:
+            return built
+        if _takes(built, image_size):
             return built
         resized = self._created(name, fixed, own | {"img_size": image_size}, {"img_size"})
         if not _takes(resized, image_size):

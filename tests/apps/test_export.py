@@ -33,6 +33,7 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation
 from distap.model.multiscale import MultiScaleNetwork
+from distap.model.pooling import NamedPooling
 from distap.retrieval.descriptor_files import DescriptorSet
 from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
 from distap.training.build import trained_network
@@ -381,6 +382,21 @@ def held_to_the_network(folder, several, image_size, dynamic_size=False):
 @pytest.mark.parametrize("projection", [None, 16])
 def test_without_whitening_the_network_s_own_end_is_exported(tmp_path, projection):
     held_to_the_network(tmp_path, MultiScaleNetwork(network(projection=projection)), SIZE)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "pooling", "options"),
+    [
+        ("test_vit", "cls", {"layer_norm": True}),
+        ("test_vit", "cls_mean", {"projection": 16}),
+        ("resnet10t", "rmac", {}),
+        ("resnet10t", "max", {"layer_norm": True, "projection": 16}),
+        ("deit_tiny_distilled_patch16_224", "mean", {}),
+    ],
+)
+def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options):
+    inner = random_network(backbone, pooling=NamedPooling(pooling), **options).eval()
+    held_to_the_network(tmp_path, MultiScaleNetwork(inner), 64)
 
 
 @pytest.mark.slow

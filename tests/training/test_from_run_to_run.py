@@ -161,6 +161,17 @@ def test_what_this_version_does_not_know_of_a_recipe_orphans_no_run(
         trained_network(run, World())
 
 
+def test_a_run_of_a_version_with_fewer_keys_goes_on(first, tmp_path, training_shards):
+    """The record of the network has neither `arguments` nor `layer_norm`, as those of older versions."""
+    run = tmp_path / "run"
+    shutil.copytree(first / "run", run)
+    (folder,) = list_checkpoints(run / "checkpoints")
+    state = json.loads((folder / STATE_FILE).read_text())
+    of_old = {"backbone", "weights", "pooling", "projection", "batchnorm", "drop_rate", "drop_path_rate"}
+    assert state["recipe"]["model"].keys() == state["identity"]["model"].keys() == of_old
+    assert state["recipe"]["model"]["projection"] == 16
+
+
 def test_a_run_is_evaluated_from_another_folder_and_with_other_settings(tmp_path, training_shards, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()

@@ -1,0 +1,62 @@
+"""Begin a projection as a whitening of training images."""
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from small_trainings import parameters, recipe, train
+
+from distap.errors import DistapError
+from distap.stopwatch import Stopwatch
+from distap.trainer import Trainer
+from distap.training.build import images_of
+from distap.world import World
+
+MODEL = {"backbone": "test_resnet", "weights": "random", "projection": {"dimensions": 8, "start": "whitening"}}
+
+
+def begun(world, run, shards, **changes):
+    """The network before its first step."""
+    return Trainer(recipe(run, shards, model=MODEL, **changes), world).network
+
+
+def head_on_a_rank(world, run, shards):
+    return begun(world, run, shards).head.state_dict()
+
+
+def test_the_projection_whitens_the_images_of_the_first_steps(tmp_path, training_shards):
+    network, settings = begun(World(), tmp_path, training_shards), recipe(tmp_path, training_shards)
+    images = images_of(settings, World(), Stopwatch())
+    seen = [share.images(slice(0, 25)).clone() for share in images.shares(range(-(-len(images.index) // 25)))]
+    with torch.no_grad():
+        pooled = network.eval().pooled(torch.cat(seen)).double()
+        projected = network.head(pooled.float()).double()
+    variances = np.linalg.eigvalsh(np.cov(pooled.numpy().T, bias=True))[::-1][:8]
+    assert projected.mean(0).abs().max() < 1e-3
+    # Revaud et al.'s PCA divides by the square root of the deviation, so deviations of sqrt(deviation) are left.
+    np.testing.assert_allclose(np.cov(projected.numpy().T, bias=True), np.diag(variances**0.5), atol=2e-3)
+
+
+def test_all_ranks_begin_with_the_same_projection(tmp_path, training_shards):
+    alone = head_on_a_rank(World(), tmp_path, training_shards)
+    for state in on_ranks(2, head_on_a_rank, tmp_path, training_shards):
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, alone[name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_that_goes_on_keeps_what_it_has_learned(tmp_path, training_shards):
+    settings = {"model": MODEL, "checkpoint": {"every": 1}, "steps": 2, "data__pixels": {"hold": "reread"}}
+    train(World(), tmp_path / "whole", training_shards, **settings)
+    cut = Trainer(recipe(tmp_path / "cut", training_shards, **settings), World())
+    shares = cut.images.shares
+    cut.images.shares = lambda steps: shares(range(steps.start, 1))
+    cut.train()
+    train(World(), tmp_path / "cut", training_shards, **settings)
+    for name, tensor in parameters(tmp_path / "cut").items():
+        assert torch.equal(tensor, parameters(tmp_path / "whole")[name]), name
+
+
+def test_too_few_images_for_so_many_dimensions_are_named(tmp_path, training_shards):
+    model = {**MODEL, "projection": {"dimensions": 500, "start": "whitening", "images": 30}}
+    with pytest.raises(DistapError, match=r"500 dimensions cannot be learned from the 50 descriptors of model\.proj"):
+        Trainer(recipe(tmp_path, training_shards, model=model), World())
