@@ -97,7 +97,7 @@ def convert_command(
 
 @data.command("pack")
 def pack_command(
-    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV of path,label.")],
+    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV or Parquet file.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
     max_shard_mb: Annotated[
@@ -117,12 +117,11 @@ def pack_command(
 ) -> None:
     """Pack images into WebDataset tar shards with an index beside them.
 
-    A CSV has the columns path,label or path,class (its first line says which) and may have a third, group, the
-    super-category of the class; paths are relative to the file, labels are integers, classes are any names. Images
-    are packed byte for byte. Every file that is left out, such as a damaged image, is counted by the reason. After an
-    interruption or a full disk the same command continues from the shards that are whole.
-
-    distap's extra `formats` adds HEIC and JPEG XL to the images that are read.
+    A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
+    to the file; label or class; and optionally group (the super-category of the class) and split, each of which is
+    packed as OUTPUT/SPLIT, or by is_query and is_gallery as OUTPUT/SPLIT-query and OUTPUT/SPLIT-gallery. Images are
+    packed byte for byte. Every file that is left out, such as a damaged or missing image, is counted by the reason.
+    After an interruption or a full disk the same command continues from the shards that are whole.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack, require_free
@@ -132,8 +131,11 @@ def pack_command(
     listing = list_images(source, nested)
     require_free(output)
     parts, whole = {output: listing}, output.parent / f".{output.name}.split"
-    if split is not None:
-        parts = dict(zip((whole / "train", whole / "validation"), listing.halves(split, seed), strict=True))
+    if split is not None and listing.parts:
+        raise DistapError(f"{source}: its columns say how it is split; leave --split out, or the column")
+    if is_split := split is not None or bool(listing.parts):
+        halves = () if split is None else zip(("train", "validation"), listing.halves(split, seed), strict=True)
+        parts = {whole / name: part for name, part in (dict(halves) or listing.by_part()).items()}
         for finished in parts:  # by an earlier call, perhaps of other images
             shutil.rmtree(finished, ignore_errors=True)
     try:
@@ -141,11 +143,11 @@ def pack_command(
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from the shards that are whole")
         raise
-    if split is not None:
+    if is_split:
         whole.replace(output)
     for folder, part, (index, _) in zip(parts, parts.values(), packed, strict=True):
         names = {image.class_name for image in part.images}
-        _print_indexed(output / folder.relative_to(whole) if split is not None else output, index, names)
+        _print_indexed(output / folder.relative_to(whole) if is_split else output, index, names)
     _print_left_out([skipped for _, others in packed for skipped in others], left_out)
 
 

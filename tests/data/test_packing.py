@@ -10,11 +10,13 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import webdataset
 from commands import distap
 from images import write_images
 from PIL import Image
+from pyarrow import parquet
 
 from distap.data.loading.indexed import Reader
 from distap.data.shards.image_files import ImageFile, list_images
@@ -124,6 +126,8 @@ def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
         ("apple/0.png,3,food\ncar/0.png,1,\n", [("3", "food"), ("1", "")]),
         ("path,class\napple/0.png,an apple\ncar/0.png,1\n", [("an apple", ""), ("1", "")]),
         ('\ufeffpath, class, group\napple/0.png,"a, b",food\ncar/0.png,c,\n', [("a, b", "food"), ("c", "")]),
+        ("id;Class;group;filename\n1;a, b;food;apple/0.png\n2;c;;car/0.png\n", [("a, b", "food"), ("c", "")]),
+        ("label\tx_1\tpath\n07\t3\tapple/0.png\ncat 7\t4\tcar/0.png\n", [("7", ""), ("cat 7", "")]),
     ],
 )
 def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
@@ -135,14 +139,16 @@ def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("apple/0.png,cat", r"line 2: label 'cat' is no integer .*path,class allows any names"),
         ("apple/0.png,-1", r"line 2: label '-1' is no integer"),
         ("apple/0.png", r"line 2: 1 columns, expected 2: path,label"),
         ("apple/0.png,1,food", r"line 2: 3 columns, expected 2: path,label"),
-        ("apple/99.png,1", r"line 2: no such image: .*99.png"),
+        (
+            "apple/99.png,1",
+            r"none of the 1 listed images is there; first: .*apple/99.png; paths are relative to",
+        ),
         ("apple/0.png,1\napple/0.png,2", r"line 3: .*0\.png is on line 2 already"),
-        ("apple/\0.png,1", r"line 2: "),
-        ('"apple/0.png,1', r"line 3: not a CSV file"),
+        ("apple/\0.png,1", r"none of the 1 listed images is there"),
+        ('"apple/0.png,1', r"line 2: not a CSV file"),
         ("apple/0.png,\udcff", r"line \d: not a CSV file in UTF-8"),
     ],
 )
@@ -151,6 +157,85 @@ def test_a_wrong_line_of_a_csv_is_named(tmp_path, image_folder, line, message):
     table.write_text(f"path,label\n{line}\n", encoding="utf-8", errors="surrogateescape")
     with pytest.raises(DistapError, match=message):
         pack(table, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "image_id,class\n1,2\n",
+            "columns found are image_id, class; expected path or filename, and label or class",
+        ),
+        ("image,category\napple/0.png,1\n", "the columns found are image, category; expected path or filename"),
+        ("apple/0.png\n", "the columns found are apple/0.png; expected"),
+        ("path,label,is_query\napple/0.png,1,1\n", "expected both, or none"),
+        ("path,label,is_query,is_gallery\napple/0.png,1,maybe,1\n", "line 2: is_query is 'maybe'; expected true or"),
+        ("path,label,split\napple/0.png,1,../x\n", r"line 2: split '../x' cannot name a folder"),
+        (
+            "path,label,is_query,is_gallery\napple/0.png,1,1,1\napple/1.png,1,0,1\n",
+            "split 'validation' some images are both is_query and is_gallery.* would retrieve itself",
+        ),
+        (
+            "path,label,split\napple/0.png,1,a\napple/1.png,1,b\n",
+            r"several parts \(a, b\); pack each by itself",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_used_are_told(tmp_path, image_folder, text, message):
+    table = image_folder / "list.csv"
+    table.write_text(text)
+    with pytest.raises(DistapError, match=message):
+        pack(table, tmp_path / "out")
+
+
+ROWS = [
+    ("apple/0.png", "apple", "train", "", ""),
+    ("apple/1.png", "apple", "train", "", ""),
+    ("bear/0.png", "bear", "test", "True", "False"),
+    ("bear/1.png", "bear", "test", "False", "True"),
+    ("bear/2.png", "bear", "test", "False", "True"),
+    ("car/9.png", "car", "test", "False", "True"),
+]
+NAMES = ["path", "label", "split", "is_query", "is_gallery"]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
+    tmp_path, image_folder, monkeypatch, capfd, form
+):
+    table = image_folder / f"list.{form}"
+    if form == "csv":
+        table.write_text("\n".join(";".join(row) for row in (NAMES, *ROWS)) + "\n")
+    else:
+        columns = dict(zip(NAMES, zip(*ROWS, strict=True), strict=True))
+        flags = {name: [{"True": True, "False": False}.get(flag) for flag in columns[name]] for name in NAMES[3:]}
+        parquet.write_table(pyarrow.table({**columns, **flags, "image": [b"bytes"] * len(ROWS)}), table)
+    assert distap(monkeypatch, "data", "pack", table, tmp_path / "out") == 0
+    assert "1 listed files that are not there" in capfd.readouterr().err
+    found = {folder.name: load_index(folder).path.tolist() for folder in sorted((tmp_path / "out").iterdir())}
+    assert found == {
+        "test-gallery": ["bear/1.png", "bear/2.png"],
+        "test-query": ["bear/0.png"],
+        "train": ["apple/0.png", "apple/1.png"],
+    }
+    assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--split", 0.5) == 2
+    assert "leave --split out" in capfd.readouterr().err
+
+
+def test_flags_alone_make_a_validation_set_or_its_query_and_gallery(image_folder):
+    table = image_folder / "list.csv"
+    for flags, expected in (("1,1", ["train", "validation"]), ("1,0", ["train", "validation-query"])):
+        table.write_text(f"path,label,is_query,is_gallery\napple/0.png,1,,\napple/1.png,1,{flags}\n")
+        assert list(list_images(table).by_part()) == expected
+
+
+def test_parquet_without_pyarrow_says_what_to_install(image_folder, monkeypatch):
+    (image_folder / "list.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DistapError, match=r"list\.parquet: not a Parquet file that can be read"):
+        list_images(image_folder / "list.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DistapError, match=r"pip install 'distap\[parquet\]'"):
+        list_images(image_folder / "list.parquet")
 
 
 def test_shards_keep_to_the_size_that_they_may_have(tmp_path):

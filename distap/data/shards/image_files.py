@@ -1,23 +1,25 @@
-"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV file.
+"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV or Parquet file.
 
 Every file that is found is either an image of the list or told as left out, with the reason.
 """
 
-import csv
+import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
+from operator import not_
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
-from distap.data.shards.left_out import Skipped, as_line, counted, walk_images
-from distap.data.shards.parallel import Track, ask_files
+from distap.data.shards.left_out import Skipped, as_line, counted, is_line, walk_images
+from distap.data.shards.parallel import Track, ask_files, untracked
+from distap.data.shards.tables import CLASSES, PATHS, columns_and_rows
 from distap.errors import DistapError
 from distap.randomness import permutation
 
 Nested = Literal["top", "leaf", "merge", "path"]
-HEADINGS = (["path", "label"], ["path", "label", "group"], ["path", "class"], ["path", "class", "group"])
+TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no", "nan", "")
 
 
 class ImageFile(NamedTuple):
@@ -79,11 +81,20 @@ class Listing(NamedTuple):
     images: Sequence[ImageFile]
     left_out: Sequence[Skipped]
     root: Path  # that the names of images are relative to
+    parts: Sequence[str] = ()  # the folder of shards that each image belongs to, if the source says so
 
     def name_of(self, image: ImageFile) -> str:
         """The image's path within the source, as one line of text."""
         path = image.path.absolute() if self.root.is_absolute() else image.path
         return as_line(path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path))
+
+    def by_part(self) -> dict[str, "Listing"]:
+        """The images of each part, by its name; the files that are left out stay with the first."""
+        found: dict[str, Listing] = {}
+        for name in sorted(set(self.parts)):
+            images = [image for image, part in zip(self.images, self.parts, strict=True) if part == name]
+            found[name] = Listing(images, () if found else self.left_out, self.root)
+        return found
 
     def halves(self, share: float, seed: int) -> tuple["Listing", "Listing"]:
         """Two listings with different classes, the second with this share of them, drawn at random.
@@ -101,11 +112,12 @@ class Listing(NamedTuple):
 
 
 def list_images(source: Path, nested: Nested | None = None) -> Listing:
-    """List the images of a folder with a sub-folder per class, or of a CSV file.
+    """List the images of a folder with a sub-folder per class, or of a CSV or Parquet file.
 
-    A CSV has the columns path,label or path,class and optionally group, the super-category of the class. Paths are
-    relative to the file. Labels are integers; for classes with other names the first line must be path,class. Without
-    a heading the columns are path,label or path,label,group.
+    Its columns are found by their names: path or filename, label or class, and optionally group (the super-category
+    of the class), split, and is_query and is_gallery, which cut the images into parts; others are ignored. A CSV has
+    commas, semicolons or tabs between them. Paths are relative to the file. A CSV without a heading has the columns
+    path,label or path,label,group with integers as labels. Files that are not there are left out.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
@@ -115,9 +127,9 @@ def list_images(source: Path, nested: Nested | None = None) -> Listing:
     if source.is_dir():
         listing, expected = _in_folders(source, nested), "one sub-folder a class, with images in it"
     elif source.is_file():
-        listing, expected = Listing(list(_in_csv(source)), (), source.parent), "lines of path,label"
+        listing, expected = _in_list(source), "lines of path,label"
     else:
-        raise DistapError(f"{source}: no such folder or CSV file")
+        raise DistapError(f"{source}: no such folder, CSV or Parquet file")
     if not listing.images:
         told = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
         raise DistapError(f"{source}: the data set is empty; expected {expected}{told}")
@@ -171,42 +183,60 @@ def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) ->
             )
 
 
-def _in_csv(source: Path) -> Iterator[ImageFile]:
-    heading: list[str] = []
-    lines: dict[Path, int] = {}
-    # Excel starts UTF-8 files with a byte-order mark.
-    with source.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.reader(file, strict=True)
-        try:
-            for cells in ([cell.strip() for cell in row] for row in rows):
-                where, is_first = f"{source}, line {rows.line_num}", not heading
-                if is_first:
-                    heading = cells if cells in HEADINGS else HEADINGS[len(cells) == 3]
-                if not cells or (is_first and cells in HEADINGS):
-                    continue
-                image = _parse_row(where, heading, cells, source.parent)
-                earlier = lines.setdefault(image.path, rows.line_num)
-                if earlier != rows.line_num:
-                    problem = "an image that is packed twice would be its own positive"
-                    raise DistapError(f"{where}: {image.path} is on line {earlier} already; {problem}")
-                yield image
-        except (csv.Error, UnicodeDecodeError, ValueError) as error:
-            raise DistapError(f"{source}, line {rows.line_num + 1}: not a CSV file in UTF-8: {error}") from error
+def _in_list(source: Path) -> Listing:
+    """The images of a CSV or Parquet file, by its columns; those that are not there are left out."""
+    columns, rows = columns_and_rows(source)
+    if ("is_query" in columns) != ("is_gallery" in columns):
+        raise DistapError(f"{source}: it has one of the columns is_query and is_gallery; expected both, or none")
+    found, lines = list[tuple[ImageFile, str]](), dict[Path, str]()
+    for where, cells in rows:
+        if len(cells) != len(columns):
+            raise DistapError(f"{where}: {len(cells)} columns, expected {len(columns)}: {','.join(columns)}")
+        row = dict(zip(columns, cells, strict=True))
+        path, name = (source.parent / row[_first(columns, PATHS)]), row[_first(columns, CLASSES)]
+        if name.lstrip("-").isdecimal() and name.isascii():
+            if name.startswith("-"):
+                raise DistapError(f"{where}: label {name!r} is no integer of 0 or more; a class is one, or a name")
+            name = str(int(name)) if "label" in columns else name
+        if path in lines:
+            problem = "an image that is packed twice would be its own positive"
+            raise DistapError(f"{where}: {path} is on {lines[path]} already; {problem}")
+        lines[path] = where.rpartition(", ")[2]
+        found.append((ImageFile(path, name, row.get("group", "")), _part(where, row)))
+    there = ask_files(os.path.isfile, [image.path for image, _ in found], "", untracked)
+    absent = compress(found, map(not_, there))
+    missing = [Skipped(str(image.path), "listed files that are not there") for image, _ in absent]
+    if found and len(missing) == len(found):
+        problem = f"none of the {len(found):,} listed images is there; first: {missing[0].name}"
+        raise DistapError(f"{source}: {problem}; paths are relative to {source.parent}")
+    images, parts = zip(*compress(found, there), strict=True) if found else ((), ())
+    mixed = {part for part in parts if {f"{part}-query", f"{part}-gallery"} & set(parts)}
+    if mixed and "is_query" in columns:
+        raise DistapError(
+            f"{source}: in split {min(mixed)!r} some images are both is_query and is_gallery, or neither, and some "
+            "only one of them; an image in both would retrieve itself, so choose one way for all"
+        )
+    return Listing(images, missing, source.parent, parts if any(parts) else ())
 
 
-def _parse_row(where: str, heading: list[str], cells: list[str], folder: Path) -> ImageFile:
-    if len(cells) != len(heading):
-        raise DistapError(f"{where}: {len(cells)} columns, expected {len(heading)}: {','.join(heading)}")
-    name, group = cells[1], cells[2] if len(cells) == 3 else ""
-    if heading[1] == "label":
-        if not (name.isascii() and name.isdigit()):
-            remedy = "a first line path,class allows any names"
-            raise DistapError(f"{where}: label {name!r} is no integer of 0 or more; {remedy}")
-        name = str(int(name))
-    path = folder / cells[0]
-    if not path.is_file():
-        raise DistapError(f"{where}: no such image: {path}")
-    return ImageFile(path, name, group)
+def _part(where: str, row: dict[str, str]) -> str:
+    """The folder of shards that an image belongs to, by the columns split, is_query and is_gallery; "" for any."""
+    split = row.get("split", "")
+    flags = {}
+    for key in ("is_query", "is_gallery"):
+        text = row.get(key, "").lower()
+        if text not in TRUE + FALSE:
+            raise DistapError(f"{where}: {key} is {text!r}; expected true or false")
+        flags[key] = text in TRUE
+    if "split" in row and (Path(split).name != split or split.startswith(".") or not is_line(split)):
+        raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
+    if "is_query" not in row or flags["is_query"] == flags["is_gallery"]:
+        return split or ("" if "is_query" not in row else "validation" if flags["is_query"] else "train")
+    return f"{split or 'validation'}-{'query' if flags['is_query'] else 'gallery'}"
+
+
+def _first(columns: Sequence[str], names: Sequence[str]) -> str:
+    return next(name for name in names if name in columns)
 
 
 def group_of_each_class(images: Sequence[ImageFile]) -> dict[str, str]:

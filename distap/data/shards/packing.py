@@ -97,6 +97,10 @@ def pack(
         if not listing:
             raise DistapError(f"{output}: there are no images to pack")
         listing = Listing(listing, (), Path(os.path.commonpath([image.path.absolute().parent for image in listing])))
+    if len(set(listing.parts)) > 1:
+        raise DistapError(
+            f"{output}: the list has several parts ({', '.join(listing.by_part())}); pack each by itself"
+        )
     groups = group_of_each_class(listing.images)
     layout = _Layout(images_per_shard, max_shard_bytes, shuffle, decode)
     aside = output.with_name(f".{output.name}.packing")

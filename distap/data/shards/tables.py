@@ -1,0 +1,77 @@
+"""Read the columns of a list of images, a CSV or Parquet file, by their names."""
+
+import csv
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from distap.errors import DistapError
+
+PATHS, CLASSES = ("path", "filename"), ("label", "class")  # names of the columns that are needed, the first wins
+OPTIONAL = ("group", "split", "is_query", "is_gallery")
+
+Rows = Iterator[tuple[str, list[str]]]  # the place of each row, for messages, and its cells
+
+
+def columns_and_rows(source: Path) -> tuple[list[str], Rows]:
+    """The names of the columns in small letters, and the rows. A DistapError shows the columns found if some lack."""
+    with source.open("rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    return _parquet(source) if is_parquet else _csv(source)
+
+
+def _require_columns(source: Path, columns: list[str]) -> None:
+    if not (set(columns) & set(PATHS) and set(columns) & set(CLASSES)):
+        raise DistapError(
+            f"{source}: the columns found are {', '.join(columns)}; expected {' or '.join(PATHS)}, and "
+            f"{' or '.join(CLASSES)}, and optionally {', '.join(OPTIONAL)}"
+        )
+
+
+def _csv(source: Path) -> tuple[list[str], Rows]:
+    """The names of the columns, and each row's place and cells."""
+
+    def rows() -> Rows:
+        # Excel starts UTF-8 files with a byte-order mark.
+        with source.open(newline="", encoding="utf-8-sig") as file:
+            number = 0
+            try:
+                first = file.readline()
+                file.seek(0)
+                lines = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+                for row in lines:
+                    number = lines.line_num
+                    if any(cells := [cell.strip() for cell in row]):
+                        yield f"{source}, line {number}", cells
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise DistapError(f"{source}, line {number + 1}: not a CSV file in UTF-8: {error}") from error
+
+    found = rows()
+    where, first = next(found, ("", ["path", "label"]))
+    columns = [cell.lower() for cell in first]
+    if set(columns) & {*PATHS, *CLASSES, *OPTIONAL}:
+        _require_columns(source, columns)
+        return columns, found
+    if len(first) not in (2, 3) or not (first[1].isascii() and first[1].removeprefix("-").isdigit()):
+        _require_columns(source, first)
+    return ["path", "label", "group"][: len(first)], chain([(where, first)], found)
+
+
+def _parquet(source: Path) -> tuple[list[str], Rows]:
+    """The same of a Parquet file, of the columns that are used."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DistapError(f"{source}: reading Parquet needs pyarrow: pip install 'distap[parquet]'") from error
+    try:
+        names = {name.lower(): name for name in parquet.read_schema(source).names}
+        _require_columns(source, list(names))
+        used = [name for name in names if name in (*PATHS, *CLASSES, *OPTIONAL)]
+        table = parquet.read_table(source, columns=[names[name] for name in used])
+    except (ArrowException, OSError) as error:
+        raise DistapError(f"{source}: not a Parquet file that can be read: {error}") from error
+    rows = zip(*(table.column(names[name]).to_pylist() for name in used), strict=True)
+    return used, (
+        (f"{source}, row {number}", ["" if cell is None else str(cell).strip() for cell in row])
+        for number, row in enumerate(rows, 1)
+    )
