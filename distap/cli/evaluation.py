@@ -15,6 +15,8 @@ DATA = (
     "Data set, as PATH or NAME=PATH: shards, or a folder of `distap data convert` with a ground truth. Repeat the "
     "option for several."
 )
+GALLERY = "Shards that the images of each data set retrieve."
+DRAWS = "Draw an image of each class as the gallery of the others, this many times; figures are means."
 EXPAND = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 AUGMENT = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a class has images."
@@ -37,6 +39,8 @@ def eval_command(
     distractors: Annotated[
         list[str] | None, data_option(help="Shards to add to the gallery of each set with a ground truth.")
     ] = None,
+    gallery: Annotated[str | None, data_option(help=GALLERY, show_default="all others of its own images")] = None,
+    gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
     image_size: options.IMAGE_SIZE = None,
     resize: options.RESIZE = None,
     max_side: options.MAX_SIDE = None,
@@ -62,10 +66,10 @@ def eval_command(
 ) -> None:
     """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.
 
-    In shards with classes, every image is a query against all others. A folder that `distap data convert` wrote for
-    Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its ground truth. Give a recipe to evaluate
-    the network that training starts from, or --checkpoint for a trained one, whose recipe key=value changes. To use
-    several ranks, run `torchrun [...] -m distap.cli eval`.
+    In shards with classes, every image is a query against all others, or against the images of --gallery. A folder
+    that `distap data convert` wrote for Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its
+    ground truth. Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one,
+    whose recipe key=value changes. To use several ranks, run `torchrun [...] -m distap.cli eval`.
     """
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
@@ -105,12 +109,16 @@ def eval_command(
         if refinement.whitening is not None:
             refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)
         reach: dict[str, Any] = {name: getattr(settings, name) for name in ("max_pixels", "remote", "cache")}
+        reach["at"] = recipe.evaluation.recall_at
+        among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
         if data:
-            sets = open_named_sets(data, distractors or [], **reach)
+            sets = open_named_sets(data, distractors or [], **among, **reach)
         elif settings.validation_source is None:
             raise DistapError("the recipe has no data.validation: name a data set with --data")
         else:
-            opened = open_set(settings.validation_source, None, distractors or [], **reach)
+            if gallery is None and not gallery_draws:
+                among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
+            opened = open_set(settings.validation_source, None, distractors or [], **among, **reach)
             sets = {opened.name: opened}
         evaluated = str(checkpoint or config)
         evaluate_sets(sets, describing, refinement, compare=compare, gap=gap, output=output, network=evaluated)

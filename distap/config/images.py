@@ -17,12 +17,24 @@ class ImagesSection(Section):
 
     validation: Shards | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
     validation_index: Path | None = Field(None, description="Index of the validation shards, if not beside them.")
+    gallery: Shards | None = Field(
+        None, description="Shards that the images of data.validation retrieve; null for each other's."
+    )
+    gallery_draws: int = Field(
+        0, ge=0, description="Draw an image a class of data.validation as the others' gallery, so many times."
+    )
     remote: Remote = Field(RemoteSettings(), description="Retries, time-outs and options of remote reads.")
     cache: CacheSettings | None = Field(None, description="Keep shards on each host's own disk; null keeps none.")
     image_size: PositiveInt = Field(224, description="Width and height of the network's input, pixels.")
     workers: int = Field(2, ge=0, description="Reader processes of each rank; 0 reads in the rank itself.")
     max_pixels: PositiveInt = Field(100_000_000, description="Refuse images with more pixels without decoding them.")
     scaled_decoding: bool = Field(True, description="Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it.")
+
+    @model_validator(mode="after")
+    def _one_gallery(self) -> "ImagesSection":
+        if (self.gallery or self.gallery_draws) and not self.validation:
+            raise ValueError("gallery and gallery_draws are for the images of validation, which names none")
+        return self
 
     @property
     def validation_source(self) -> Source | None:
@@ -88,6 +100,9 @@ class DescribingSection(SizedSection):
     scales: tuple[PositiveFloat, ...] = Field(
         (1.0,), min_length=1, description="Describe each image at these scales."
     )
+    recall_at: tuple[PositiveInt, ...] = Field(
+        (1, 5, 10), min_length=1, description="The k of R@k and mP@k, except where a ground truth says them."
+    )
     batch_size: PositiveInt = Field(64, description="Images described at once.")
 
 
@@ -95,6 +110,8 @@ class EvaluatedSet(SizedSection):
     """A data set to evaluate on beside data.validation; images are taken as there unless a key says otherwise."""
 
     data: str = Field(description="Shards, or a folder with a ground truth that `distap data convert` wrote.")
+    gallery: str | None = Field(None, description="Shards that the images retrieve; null for each other's.")
+    gallery_draws: int = Field(0, ge=0, description="Draw an image a class as the others' gallery, so many times.")
     distractors: tuple[str, ...] = Field((), description="Shards to add to the gallery of a ground truth.")
     scales: tuple[PositiveFloat, ...] | None = Field(
         None, min_length=1, description="Describe each image at these scales; null takes evaluation.scales."

@@ -111,7 +111,7 @@ def recorded_recipe(
         of_training = set(fields_of(whole)) - set(fields_of(part))  # type: ignore[arg-type]
         kept[name] = {key: value for key, value in settings.get(name, {}).items() if key not in of_training}
     kept["model"]["weights"] = "random"
-    for key in ("validation", "validation_index"):
+    for key in ("validation", "validation_index", "gallery"):
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
     try:

@@ -1,6 +1,7 @@
 """Evaluate data sets, each by its protocol: shards with classes, or a split of queries with a ground truth.
 
-In shards with classes, every image is a query against all others. For Revisited Oxford and Paris and for Google
+In shards with classes, every image is a query against all others; against those of other shards, as in In-Shop; or
+against an image of each class that is drawn as gallery, as in VehicleID. For Revisited Oxford and Paris, and Google
 Landmarks v2, `distap data convert` writes a file that lists the gallery images that each query is to retrieve.
 """
 
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from distap.data.images.image_sets import ImageSet
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
-from distap.evaluation.saved import Evaluation, Retrieved, nan_as_null
+from distap.evaluation.saved import LABELLED, Evaluation, Retrieved, nan_as_null
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors, reading
 from distap.retrieval.ground_truth_metrics import (
     evaluate_graded,
@@ -27,7 +29,13 @@ from distap.retrieval.ground_truth_metrics import (
     graded_queries,
     landmark_queries,
 )
-from distap.retrieval.metrics import DecomposabilityGap, decomposability_gap, evaluate_labelled_set, random_batches
+from distap.retrieval.metrics import (
+    AT,
+    DecomposabilityGap,
+    decomposability_gap,
+    evaluate_labelled_set,
+    random_batches,
+)
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.storage.locations import Source
 
@@ -42,6 +50,7 @@ class LabelledSet:
     name: str
     images: ImageSet
     index: Index  # of the shards
+    at: tuple[int, ...] = AT  # the k of R@k and mP@k
 
     def describe(self, describing: Describing) -> "DescribedLabelledSet":
         """Describe the images on all ranks; every rank gets all descriptors."""
@@ -64,12 +73,15 @@ class DescribedLabelledSet:
         queries, gallery, head = refinement.apply(self.descriptors, self.descriptors, same=True)
         labels, device = torch.from_numpy(index.label[samples]), self.device
         head, asking = None if head is None else head.to(device), None if queries is gallery else queries
-        result = evaluate_labelled_set(gallery, labels.to(device), head=head, queries=asking)
-        result = replace(result, **{name: getattr(result, name).cpu() for name in result.__dataclass_fields__})
+        result = evaluate_labelled_set(gallery, labels.to(device), head=head, queries=asking, at=self.of.at)
+        values: dict[str, Any] = {
+            name: value.cpu() for name, value in vars(result).items() if isinstance(value, Tensor)
+        }
+        result = replace(result, **values)
         count = int(result.is_query.sum())
         about = {
             "data": self.of.images.name,
-            "protocol": "labelled set",
+            "protocol": LABELLED,
             "refinement": refinement.name,
             "fingerprint": index.fingerprint,
             "images": len(samples),

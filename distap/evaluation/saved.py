@@ -18,6 +18,7 @@ from distap.errors import DistapError
 from distap.storage.atomic import UnwritableError, write_whole
 
 FOLDER, RESULT_FILE, NEIGHBOURS_FILE, QUERIES_FILE = "evaluations", "result.json", "neighbours.npz", "queries.npz"
+LABELLED = "labelled set"  # the protocol of which neighbours are kept
 NEIGHBOURS = {"sample": "int64", "neighbour": "int64"}
 QUERIES = {
     **{"sample": "int64", "key": "U", "label": "int64", "first_positive": "int64", "class_name": "U"},
@@ -88,6 +89,7 @@ class SavedEvaluation(BaseModel):
     folder: Path
     step: int | None = None  # of a training
     data: str
+    protocol: str = LABELLED
     fingerprint: str
     images: int
     queries: int
@@ -95,8 +97,10 @@ class SavedEvaluation(BaseModel):
     precision_at_recall: list[float] = []  # at recall 0, 0.01 ... 1
     classes: dict[str, Figures] = {}  # queries, mAP and so on of each class
 
-    def retrieved(self) -> Retrieved:
-        """Read what each image retrieved."""
+    def retrieved(self) -> Retrieved | None:
+        """Read what each image of a labelled set retrieved; None of another protocol."""
+        if self.protocol != LABELLED:
+            return None
         queries: dict[str, Any] = _read(self.folder / QUERIES_FILE, lambda data: read_columns(data, QUERIES))
         nearest: dict[str, Any] = _read(self.folder / NEIGHBOURS_FILE, lambda data: read_columns(data, NEIGHBOURS))
         sample, neighbour = queries["sample"], nearest["neighbour"]

@@ -15,13 +15,14 @@ from distap.data.settings import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.protocols import (
-    DescribedGroundTruthSet,
     DescribedLabelledSet,
     GroundTruthSet,
     LabelledSet,
     read_ground_truth,
 )
+from distap.evaluation.query_sets import QuerySet
 from distap.evaluation.saved import nan_as_null
+from distap.retrieval.metrics import AT
 from distap.retrieval.refinement import Refinement
 from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
@@ -30,8 +31,7 @@ from distap.telemetry.terminal import console, figures_table
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")  # NAME=PATH
 
-EvaluationSet = LabelledSet | GroundTruthSet
-DescribedSet = DescribedLabelledSet | DescribedGroundTruthSet
+EvaluationSet = LabelledSet | QuerySet | GroundTruthSet
 
 
 def open_set(
@@ -39,6 +39,9 @@ def open_set(
     name: str | None = None,
     distractors: Sequence[str] = (),
     *,
+    gallery: Source | str | None = None,
+    gallery_draws: int = 0,
+    at: Sequence[int] = AT,
     max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
@@ -48,6 +51,9 @@ def open_set(
     Args:
         name: for its results; None takes the last part of `where`.
         distractors: shards to add to a gallery with a ground truth.
+        gallery: shards with classes whose images the others retrieve; None for all others of their own shards.
+        gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
+        at: the k of R@k and mP@k, of sets without a ground truth.
         max_pixels, remote, cache: see `open_images`.
     """
     source = parse_source(where)
@@ -55,19 +61,28 @@ def open_set(
     if name in (".", "..") or Path(name).name != name:
         raise DistapError(f"{name!r} is no name for a data set: folders are called by it")
     truth_file = Path(source.base) / GROUND_TRUTH_FILE
+    if gallery is not None and gallery_draws:
+        raise DistapError(f"{source}: give either a gallery, or gallery_draws to draw one of its own images")
     if source.scheme or source.pattern is not None or source.kind != "shards" or not truth_file.is_file():
         if distractors:
             raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
         images = open_images(source, max_pixels, remote, cache)
-        if not isinstance(images.reader, Reader):
-            raise DistapError(
-                f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
-            )
-        return LabelledSet(name, images, images.reader.index)
+        others = None if gallery is None else open_images(gallery, max_pixels, remote, cache)
+        for opened in (images, others):
+            if opened is not None and not isinstance(opened.reader, Reader):
+                raise DistapError(
+                    f"{opened.name}: a plain folder of images says nothing of classes; `distap data pack` it"
+                )
+        if others is not None or gallery_draws:
+            return QuerySet(name, images, others, gallery_draws, tuple(at))
+        assert isinstance(images.reader, Reader)
+        return LabelledSet(name, images, images.reader.index, tuple(at))
+    if gallery is not None or gallery_draws:
+        raise DistapError(f"{source}: its gallery is that of its ground truth, so leave gallery and its draws out")
     truth = read_ground_truth(truth_file)
     splits = [str(truth_file.parent / split) for split in (truth.query, *truth.gallery)]
-    queries, *gallery = (open_images(part, max_pixels, remote, cache) for part in (*splits, *distractors))
-    return GroundTruthSet(name, truth, queries, tuple(gallery))
+    queries, *parts = (open_images(part, max_pixels, remote, cache) for part in (*splits, *distractors))
+    return GroundTruthSet(name, truth, queries, tuple(parts))
 
 
 def open_named_sets(
@@ -116,8 +131,8 @@ def evaluate_sets(
         console.print(figures_table({variant: evaluation.figures for variant, evaluation in found.items()}))
         results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
         if gap is not None:
-            if isinstance(one, DescribedGroundTruthSet):
-                raise DistapError(f"{name}: only shards with classes have a decomposability gap")
+            if not isinstance(one, DescribedLabelledSet):
+                raise DistapError(f"{name}: only a labelled set has a decomposability gap")
             measured = one.gap(gap)
             gaps[name] = {"batch": gap, "gap": measured.gap} | asdict(measured)
             console.print(

@@ -58,11 +58,14 @@ def report(
         runs = [read_run(folders[0], before, after)]
         evaluations = runs[0].evaluations()
         output = output or folders[0]
-    retrieved = {name: each.retrieved() for name, each in evaluations.items()}
+    read = {name: each.retrieved() for name, each in evaluations.items()}
+    retrieved = {name: each for name, each in read.items() if each is not None}
     seconds = _stage_seconds(runs)
     sheets, confusions, problem = [], [], ""
     try:
-        if evaluations:
+        if len(retrieved) < len(evaluations):
+            problem = "neighbours are kept of labelled sets only, not of queries against a gallery"
+        elif evaluations:
             thumbnails = _thumbnails(list(evaluations.values()), runs[-1].recipe)
             chosen = ContactSheets(retrieved, thumbnails.jpeg)
             sheets, confusions = chosen.sheets(), chosen.confusions()

@@ -35,7 +35,7 @@ from distap.retrieval.ranks import (
     require_head,
 )
 
-AT = (1, 5, 10)  # the k of R@k and P@k
+AT = (1, 5, 10)  # the k of R@k and P@k unless others are asked for
 BLOCK_PAIRS = 2**26  # similarities held at once: 256 MB in float32
 RESIDENT_BYTES = 2**30  # a gallery up to this size is converted once, a larger one for every block of queries
 
@@ -50,7 +50,8 @@ class LabelledSetResult:
     neighbours: Int64[Tensor, "N k"]  # the most similar other images, best first
     # Mean over the queries of the greatest precision at any recall of at least r, for r = 0, 0.01 ... 1.
     precision_at_recall: Float64[Tensor, "101"]
-    hits: Int64[Tensor, "N 3"]  # positives among the first k, for each k of AT
+    hits: Int64[Tensor, "N K"]  # positives among the first k, for each k of `at`
+    at: tuple[int, ...] = AT
 
     @property
     def is_query(self) -> Bool[Tensor, " N"]:
@@ -63,7 +64,8 @@ class LabelledSetResult:
         P@k is the share of positives among the first k, or among all others if there are fewer than k.
         """
         rows = self.is_query
-        return _means(self.average_precision[rows], self.average_precision_at_r[rows], self.hits[rows], len(rows) - 1)
+        columns = self.average_precision[rows], self.average_precision_at_r[rows], self.hits[rows]
+        return _means(*columns, len(rows) - 1, self.at)
 
     def class_figures(self, labels: Int64[Tensor, " N"]) -> dict[int, dict[str, int | float]]:
         """Number of queries, and mean mAP, mAP@R and R@k over them, of each class that has queries."""
@@ -73,7 +75,7 @@ class LabelledSetResult:
         of_query = {
             "mAP": self.average_precision[queries],
             "mAP@R": self.average_precision_at_r[queries],
-            **{f"R@{k}": hit for k, hit in zip(AT, hits, strict=True)},
+            **{f"R@{k}": hit for k, hit in zip(self.at, hits, strict=True)},
         }
         columns: dict[str, list[int | float]] = {"queries": counts.tolist()}
         columns |= {name: (number.bincount(values.double()) / counts).tolist() for name, values in of_query.items()}
@@ -91,6 +93,7 @@ def evaluate_labelled_set(
     *,
     head: Int64[Tensor, "N K"] | None = None,
     queries: Tensor | NDArray[Any] | None = None,
+    at: tuple[int, ...] = AT,
 ) -> LabelledSetResult:
     """Rank all images for each image, in blocks of queries.
 
@@ -101,6 +104,7 @@ def evaluate_labelled_set(
         neighbours: number of most similar images to report.
         head: other images that come first for each image, in this order, whatever their similarity.
         queries: descriptors of the same images as queries, if they differ from those in the gallery.
+        at: the k of R@k and P@k.
     """
     total = len(labels)
     classes = _ClassMembers(labels)
@@ -114,7 +118,7 @@ def evaluate_labelled_set(
     neighbours = min(neighbours, total - 1)
     precision = torch.full((total,), torch.nan, dtype=torch.float64, device=labels.device)
     at_r, first = precision.clone(), torch.zeros_like(labels)
-    hits, nearest = labels.new_zeros(total, len(AT)), labels.new_zeros(total, neighbours)
+    hits, nearest = labels.new_zeros(total, len(at)), labels.new_zeros(total, neighbours)
     curve, asked = precision.new_zeros(101), 0
     for rows in classes.blocks(classes.members > (-1 if neighbours else 1)):
         tiles = Tiles(_converted_rows(asking, rows), descriptors, BLOCK_PAIRS)
@@ -125,35 +129,46 @@ def evaluate_labelled_set(
         positives = classes.positives(rows)
         before = negatives_before(tiles, positives, rows[:, None], None if head is None else head[rows])
         ranks = ranks_of_positives(before, positives != NONE)
-        precision[rows], at_r[rows], hits[rows] = _of_ranks(ranks)
+        precision[rows], at_r[rows], hits[rows] = _of_ranks(ranks, at)
         first[rows] = ranks[:, 0]
         is_query = ranks[:, 0] > 0
         curve += interpolated_precision(ranks[is_query]).sum(0)
         asked += int(is_query.sum())
-    return LabelledSetResult(precision, at_r, first, nearest, curve / asked, hits)
+    return LabelledSetResult(precision, at_r, first, nearest, curve / asked, hits, at)
 
 
 @torch.no_grad()
 def evaluate_queries(
     queries: Float[Tensor, "Q C"],
-    gallery: Float[Tensor, "N C"],
+    gallery: Tensor | NDArray[Any],
     query_labels: Int64[Tensor, " Q"],
     gallery_labels: Int64[Tensor, " N"],
-) -> dict[str, float]:
-    """Rank a gallery for queries that are not in it; return the figures of `LabelledSetResult.summary`.
+    at: tuple[int, ...] = AT,
+    *,
+    head: Int64[Tensor, "Q K"] | None = None,
+) -> tuple[dict[str, float], int]:
+    """Rank a gallery for queries that are not in it, in blocks of queries; arguments as `evaluate_labelled_set`.
 
-    Raises a DistapError if no query has an image of its class in the gallery.
+    Returns:
+        The figures of `LabelledSetResult.summary`, and the number of queries that have an image of their class in
+        the gallery; the others are left out. A DistapError is raised if all are.
     """
-    by_class = {
-        label: (gallery_labels == label).nonzero().flatten().cpu() for label in query_labels.unique().tolist()
-    }
-    positives = padded([by_class[label].numpy() for label in query_labels.tolist()], queries.device)
-    before = negatives_before(Tiles(queries, gallery, BLOCK_PAIRS), positives, positives[:, :0])
-    ranks = ranks_of_positives(before, positives != NONE)
-    ranks = ranks[(ranks > 0).any(1)]
-    if not len(ranks):
+    require_head(head, len(queries), len(gallery))
+    ascending, order = gallery_labels.sort(stable=True)
+    ends = (torch.searchsorted(ascending, query_labels, right=right).tolist() for right in (False, True))
+    own = [order.cpu().numpy()[start:end] for start, end in zip(*ends, strict=True)]
+    blocks = []
+    for start in range(0, len(queries), height := max(BLOCK_PAIRS // max(len(gallery), 1), 1)):
+        part = slice(start, start + height)
+        positives = padded(own[part], queries.device)
+        tiles = Tiles(queries[part], gallery, BLOCK_PAIRS)
+        before = negatives_before(tiles, positives, positives[:, :0], None if head is None else head[part])
+        ranks = ranks_of_positives(before, positives != NONE)
+        blocks.append(_of_ranks(ranks[(ranks > 0).any(1)], at))
+    precision, at_r, hits = (torch.cat(columns) for columns in zip(*blocks, strict=True))
+    if not len(hits):
         raise DistapError("no query has an image of its class in the gallery: there is nothing to retrieve")
-    return _means(*_of_ranks(ranks), len(gallery))
+    return _means(precision, at_r, hits, len(gallery), at), len(hits)
 
 
 @dataclass(frozen=True)
@@ -198,24 +213,24 @@ def random_batches(images: int, batch: int, generator: torch.Generator) -> Itera
     return iter(order[: images - images % batch].view(-1, batch))
 
 
-def _of_ranks(ranks: Int64[Tensor, "q P"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return AP, AP@R and the positives among the first k, for each k of AT, of each query; NaN without positives."""
+def _of_ranks(ranks: Int64[Tensor, "q P"], at: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return AP, AP@R and the positives among the first k, for each k of `at`, of each query; NaN without any."""
     count, of_positives = (ranks > 0).sum(1), precision_at_positives(ranks)
     at_r = of_positives.masked_fill(ranks > count[:, None], 0).sum(1)
-    hits = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in AT], dim=1)
+    hits = torch.stack([((ranks > 0) & (ranks <= k)).sum(1) for k in at], dim=1)
     return of_positives.sum(1) / count, at_r / count, hits
 
 
-def _means(precision: Tensor, at_r: Tensor, hits: Tensor, others: int) -> dict[str, float]:
+def _means(precision: Tensor, at_r: Tensor, hits: Tensor, others: int, at: tuple[int, ...]) -> dict[str, float]:
     """Return the mean figures of queries that are ranked against `others` images."""
     hits = hits.double()
-    shown = torch.tensor(AT, device=hits.device).clamp(max=others)
+    shown = torch.tensor(at, device=hits.device).clamp(max=others)
     found, right = (hits > 0).double().mean(0), (hits / shown).mean(0)
     return {
         "mAP": float(precision.mean()),
         "mAP@R": float(at_r.mean()),
-        **{f"R@{k}": value for k, value in zip(AT, found.tolist(), strict=True)},
-        **{f"mP@{k}": value for k, value in zip(AT, right.tolist(), strict=True)},
+        **{f"R@{k}": value for k, value in zip(at, found.tolist(), strict=True)},
+        **{f"mP@{k}": value for k, value in zip(at, right.tolist(), strict=True)},
     }
 
 

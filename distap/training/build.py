@@ -164,7 +164,8 @@ def evaluations_of(
     if recipe.evaluation.every == 0 or data.validation_source is None:
         return {}
     settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
-    validation = open_set(data.validation_source, **settings)
+    settings["at"] = recipe.evaluation.recall_at
+    validation = open_set(data.validation_source, gallery=data.gallery, gallery_draws=data.gallery_draws, **settings)
     sets: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {
         str(data.validation): (validation, partial(describing_of, recipe, network, world))
     }
@@ -173,7 +174,8 @@ def evaluations_of(
         describing = partial(
             describing_of, recipe, network, world, Sizing.parse(own.sizing(data.image_size)), own.scales
         )
-        sets[name] = open_set(other.data, name, other.distractors, **settings), describing
+        among: dict[str, Any] = {"gallery": other.gallery, "gallery_draws": other.gallery_draws}
+        sets[name] = open_set(other.data, name, other.distractors, **among, **settings), describing
     for _, how in sets.values():
         how()  # raises for images that the network does not take, before it trains
     return sets

@@ -16,6 +16,7 @@ from distap.evaluation.protocols import refuse_seen_classes
 from distap.model.network import RetrievalNetwork
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
+from distap.storage.locations import parse_source
 from distap.training.build import images_of, network_of
 from distap.world import World
 
@@ -35,13 +36,15 @@ def checked_images(recipe: Recipe, world: World, stopwatch: Stopwatch) -> Traini
     data, images = recipe.data, images_of(recipe, world, stopwatch)
     if images.size < world.size:
         raise DistapError(f"sampling gives {images.size} images a batch, fewer than the {world.size} ranks")
-    if data.validation_source is not None:
-        validation = load_index(data.validation_source, data.remote)
+    for source in (data.validation_source, parse_source(data.gallery) if data.gallery else None):
+        if source is None:
+            continue
+        validation = load_index(source, data.remote)
         if data.unseen_classes and images.index is not None:
-            refuse_seen_classes(images.index, validation, data.validation_source)
+            refuse_seen_classes(images.index, validation, source)
         elif data.unseen_classes and world.rank == 0:
             told = "%s has no index, so nothing checks whether it shares classes with %s"
-            logger.warning(told, data.train, data.validation)
+            logger.warning(told, data.train, source)
     return images
 
 

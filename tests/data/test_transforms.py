@@ -205,6 +205,7 @@ def test_wrong_steps_are_refused_when_the_recipe_is_read(steps, message):
             "Normalize: Input tensor should be a float",
         ),
         (["FiveCrop"], "the steps give tuple"),
+        (["MixUp"], "MixUp: "),
     ],
 )
 def test_steps_that_do_not_end_in_pixels_of_the_size_are_refused_before_training(steps, message):

@@ -10,16 +10,27 @@ from dataset_trees import TREES
 from extractions import encoded
 from PIL import Image
 from ranks import on_ranks
-from retrieval_reference import average_precision, average_precision_at_100, order_of, trapezoid_average_precision
+from retrieval_reference import (
+    average_precision,
+    average_precision_at_100,
+    labelled_figures,
+    order_of,
+    trapezoid_average_precision,
+)
 from small_trainings import recipe, train
 
+import benchmarks.photos
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Sizing
+from distap.data.shards.image_files import ImageFile
+from distap.data.shards.packing import pack
 from distap.errors import DistapError
+from distap.evaluation.query_sets import GALLERY
 from distap.evaluation.saved import read_evaluation
 from distap.evaluation.sets import open_set
 from distap.library import load
+from distap.randomness import permutation
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.refinement import Diffusion, Expansion, Refinement
 from distap.storage.locations import parse_source
@@ -105,6 +116,105 @@ def photo(folder: Path, name: str) -> bytes:
     return (folder / name[0] / name[1] / name[2] / f"{name}.jpg").read_bytes()
 
 
+def slow_figures(how, queries: list[Path], gallery: list[Path]) -> dict[str, float]:
+    """Figures of image files, whose class is their folder's name."""
+    asking, others = (how.describer.describe([path.read_bytes() for path in part]) for part in (queries, gallery))
+    orders = {}
+    for row, (own, query) in enumerate(zip((asking @ others.t()).tolist(), queries, strict=True)):
+        positives = {place for place, path in enumerate(gallery) if path.parent.name == query.parent.name}
+        if positives:
+            orders[row] = ranking(own, positives, set())
+    return labelled_figures(orders, (1, 5, 10))
+
+
+@pytest.fixture(scope="module")
+def query_and_gallery(tmp_path_factory):
+    """Shards of queries and of a gallery, and the files in them; the gallery lacks a class of the queries."""
+    folder = tmp_path_factory.mktemp("parts")
+    classes = {"a": 4, "b": 5, "c": 3, "d": 2, "e": 6}
+    files = [folder / "images" / name / f"{number}.png" for name in classes for number in range(classes[name])]
+    for seed, path in enumerate(files):  # no network tells these classes apart, so that no figure is 1
+        path.parent.mkdir(parents=True, exist_ok=True)
+        benchmarks.photos.photo(40, 36, seed).save(path)
+    parts = {"query": files[::3], "gallery": [path for path in files if path not in files[::3]]}
+    parts["gallery"] = [path for path in parts["gallery"] if path.parent.name != "c"]
+    for name, own in parts.items():
+        pack([ImageFile(path, path.parent.name) for path in own], folder / name)
+    return folder, parts
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, training_shards, tmp_path, kept):
+    folder, parts = query_and_gallery
+    how = describing(tmp_path, training_shards, kept_in=tmp_path / "kept" if kept else None)
+    opened = open_set(str(folder / "query"), gallery=str(folder / "gallery"))
+    described = opened.describe(how)
+    evaluation = described.evaluate()
+    assert evaluation.figures == pytest.approx(slow_figures(how, parts["query"], parts["gallery"]))
+    assert evaluation.figures["mAP"] < 0.9
+    lost = sum(path.parent.name == "c" for path in parts["query"])
+    assert (evaluation.queries, evaluation.left_out) == (len(parts["query"]) - lost, lost) and lost > 0
+    refined = described.evaluate(Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=Diffusion()))
+    assert refined.figures != evaluation.figures and refined.about["gallery"] == str(folder / "gallery")
+
+
+def test_a_gallery_is_drawn_as_vehicle_id_does(query_and_gallery, training_shards, tmp_path):
+    folder, parts = query_and_gallery
+    files = parts["gallery"]
+    how = describing(tmp_path, training_shards)
+    evaluation = open_set(str(folder / "gallery"), gallery_draws=10).describe(how).evaluate()
+    figures, galleries = [], set()
+    for draw in range(10):
+        gallery = {}
+        for place in permutation(len(files), GALLERY, draw).tolist():
+            gallery.setdefault(files[place].parent.name, files[place])
+        drawn = list(gallery.values())
+        figures.append(slow_figures(how, [path for path in files if path not in drawn], drawn))
+        galleries.add(frozenset(drawn))
+    assert len(galleries) > 5
+    for name in ("mAP", "R@1", "R@5"):
+        assert evaluation.figures[name] == pytest.approx(np.mean([own[name] for own in figures]))
+    assert (evaluation.queries, evaluation.left_out) == (len(files) - len({path.parent for path in files}), 0)
+
+
+def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, tmp_path, monkeypatch):
+    folder, _ = query_and_gallery
+    run, query, gallery = tmp_path / "run", str(folder / "query"), str(folder / "gallery")
+    also = {"drawn": {"data": gallery, "gallery_draws": 3}, "other": {"data": gallery, "gallery": query}}
+    data = {"data__validation": query, "data__gallery": gallery}
+    train(World(), run, training_shards, steps=1, evaluation={"every": 1, "also": also}, **data)
+    last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
+    for name, figures, options in (
+        ("remembered", last["validation"], []),
+        ("asked", last["also"]["other"], [f"--data={gallery}", f"--gallery={query}"]),
+        ("drawn", last["also"]["drawn"], [f"--data={gallery}", "--gallery-draws=3", "--descriptors", tmp_path / "d"]),
+    ):
+        assert distap(monkeypatch, "eval", "--checkpoint", run, *options, "--output", tmp_path / name) == 0
+        assert read_evaluation(tmp_path / name).figures == pytest.approx(figures)
+    assert distap(monkeypatch, "eval", "--checkpoint", run, f"--gallery={query}", "--gallery-draws=3") == 2
+    assert distap(monkeypatch, "eval", "--checkpoint", run, "--gap=4") == 2
+    assert distap(monkeypatch, "report", run) == 0
+    assert "kept of labelled sets only" in (run / "report.html").read_text()
+    with pytest.raises(DistapError, match="which names none"):
+        recipe(run, training_shards, data__gallery=gallery)
+    with pytest.raises(DistapError, match=r"data.validation: .*/gallery shares 4 classes with the training set"):
+        batch = {"name": "random", "batch_size": 8}
+        train(World(), tmp_path, [gallery], sampling=batch, **data | {"data__validation": str(training_shards[1])})
+
+
+def test_in_shop_and_vehicle_id_are_evaluated_by_their_protocols(training_shards, tmp_path):
+    how = describing(tmp_path, training_shards)
+    for name, data, among, counts in (
+        ("inshop", "query", {"gallery": str(tmp_path / "inshop/gallery")}, (2, 4)),
+        ("vehicleid", "test_large", {"gallery_draws": 10}, (3, 6)),
+    ):
+        TREES[name](tmp_path / "source" / name)
+        convert(DATASETS[name], tmp_path / "source" / name, tmp_path / name)
+        evaluation = open_set(str(tmp_path / name / data), **among).describe(how).evaluate()
+        assert (evaluation.queries, evaluation.about["images"]) == counts and evaluation.left_out == 0
+        assert 0 < evaluation.figures["mAP"] <= 1
+
+
 def test_kept_descriptors_are_found_again(converted, training_shards, tmp_path, monkeypatch):
     how = describing(tmp_path, training_shards, kept_in=tmp_path / "kept")
     opened = open_set(
@@ -165,10 +275,11 @@ def test_training_evaluates_on_other_sets_as_well(converted, training_shards, tm
 def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch):
     own, run = str(training_shards[1]), tmp_path / "run"
     also = {"same": {"data": own}, "square": {"data": own, "crop": 32, "scales": [1.0]}}
-    settings = {"resize": 40, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also}
+    settings = {"resize": 40, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
     train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
     assert last["also"]["same"] == last["validation"] != last["also"]["square"]
+    assert list(last["validation"]) == ["mAP", "mAP@R", "R@1", "R@3", "mP@1", "mP@3"]
     found = load(run).describer
     assert (str(found.sizing), found.network.scales) == ("resize 40 crop 36", (1.0, 0.75))
 

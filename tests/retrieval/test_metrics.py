@@ -10,11 +10,12 @@ from retrieval_reference import (
     labelled_figures,
     labelled_orders,
     mean,
+    order_of,
 )
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.retrieval.metrics import AT, evaluate_labelled_set
+from distap.retrieval.metrics import AT, evaluate_labelled_set, evaluate_queries
 from distap.retrieval.ranks import count_above, count_above_in_columns
 
 
@@ -103,6 +104,14 @@ def test_precision_at_recall_and_the_figures_of_classes_are_means_over_queries()
             **{f"R@{k}": mean([any(right[:k]) for right in own]) for k in (1, 5, 10)},
         }
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_figures_are_given_at_the_ranks_that_are_asked_for():
+    descriptors, labels = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 9
+    found = evaluate_labelled_set(descriptors, labels, at=(2, 100))
+    orders = labelled_orders((descriptors @ descriptors.t()).tolist(), labels.tolist())
+    assert found.summary() == pytest.approx(labelled_figures(orders, (2, 100)), abs=1e-12)
+    assert list(found.class_figures(labels)[0]) == ["queries", "mAP", "mAP@R", "R@2", "R@100"]
 
 
 @pytest.mark.parametrize("pairs", [75, 20, 1])
@@ -201,3 +210,26 @@ def test_descriptors_that_are_not_finite_are_an_error():
 def test_a_set_without_any_positive_is_an_error(labels):
     with pytest.raises(DistapError, match="nothing to retrieve"):
         evaluate_labelled_set(torch.eye(4), labels)
+
+
+@pytest.mark.parametrize("pairs", [2**26, 30, 1])
+@pytest.mark.parametrize("is_headed", [False, True])
+def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, pairs, is_headed):
+    generator = torch.Generator().manual_seed(1)
+    queries, gallery = (torch.randint(-2, 3, (rows, 4), generator=generator).double() for rows in (20, 30))
+    query_labels, gallery_labels = (torch.randint(0, 9, (rows,), generator=generator) for rows in (20, 30))
+    query_labels[3], gallery_labels[gallery_labels == 5] = 11, 6  # queries without a positive
+    head = torch.stack([torch.randperm(30, generator=generator)[:4] for _ in range(20)]) if is_headed else None
+    orders = {}
+    for row, (own, label) in enumerate(zip((queries @ gallery.t()).tolist(), query_labels.tolist(), strict=True)):
+        positives = set((gallery_labels == label).nonzero().flatten().tolist())
+        if positives:
+            order = order_of(own, positives, set(), head[row].tolist() if is_headed else ())
+            orders[row] = [place in positives for place in order]
+    monkeypatch.setattr("distap.retrieval.metrics.BLOCK_PAIRS", pairs)
+    for values in (gallery, gallery.numpy()):
+        found, asked = evaluate_queries(queries, values, query_labels, gallery_labels, (1, 7), head=head)
+        assert found == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)
+        assert asked == len(orders) < 20
+    with pytest.raises(DistapError, match="no query has an image of its class in the gallery"):
+        evaluate_queries(queries, gallery, query_labels + 20, gallery_labels)

@@ -120,6 +120,7 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, path in (
         ("data.train (--data)", data.train),
         ("data.validation (--validation)", data.validation),
+        ("data.gallery", data.gallery),
         ("data.train_index", data.train_index),
         ("data.validation_index", data.validation_index),
         ("data.reading.label_map", getattr(data.reading, "label_map", None)),
@@ -130,8 +131,9 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.weights.path", str(recipe.model.weights.path)
     for name, other in recipe.evaluation.also.items():
         yield f"evaluation.also.{name}.data", other.data
-        for distractors in other.distractors:
-            yield f"evaluation.also.{name}.distractors", distractors
+        for key, path in (("gallery", other.gallery), *(("distractors", path) for path in other.distractors)):
+            if path is not None:
+                yield f"evaluation.also.{name}.{key}", path
 
 
 def _check_path(key: str, text: str, request: Request) -> None:

@@ -150,7 +150,7 @@ class CropAndVary:
         try:
             for step in self.steps:
                 pixels = step(pixels)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # each transform raises its own
             raise DistapError(f"{where}: {type(step).__name__}: {error}") from error
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8 or pixels.shape != (3, self.size, self.size):
             given = f"{tuple(pixels.shape)} {pixels.dtype}" if isinstance(pixels, Tensor) else type(pixels).__name__
