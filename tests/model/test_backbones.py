@@ -5,6 +5,7 @@ import shutil
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 from networks import noise, random_network
 from small_trainings import recipe, train
 from timm.layers import resample_abs_pos_embed
@@ -124,6 +125,20 @@ def test_weights_of_another_size_are_resampled(tmp_path):
         network = build_network(TimmBackbone(name), weights, GeMPooling(), **options)
         torch.testing.assert_close(network.backbone.pos_embed, expected)
         assert torch.equal(network.backbone.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
+
+
+def test_a_name_of_the_hub_is_read_as_it_was_downloaded(tmp_path, monkeypatch):
+    """From the cache of huggingface_hub, as a download would have left it, without a connection."""
+    place, commit = tmp_path / "models--us--ours", "0" * 40
+    saved = saved_by_timm(place / "snapshots" / commit, embed_dim=48)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    network = build_network(TimmBackbone("hf-hub:us/ours"), TimmWeights(), GeMPooling())
+    assert torch.equal(network.backbone.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
+    with pytest.raises(DistapError, match=r"^model\.backbone: hf-hub:us/theirs: cannot be read: "):
+        TimmBackbone("hf-hub:us/theirs").build()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of timm's resampling
