@@ -16,7 +16,7 @@ from distap.world import World
 OPTIMIZER = {"learning_rate": 1e-3, "loss": {"factor": 100.0, "weight_decay": 1e-4}}
 PROXIES = {"loss": "proxy_nca", "optimizer": OPTIMIZER, "steps": 6, "checkpoint": {"every": 3}}
 # Gradient descent on a layer of 8 dimensions, so that no division amplifies rounding.
-DESCENT = {"name": "momentum", "momentum": 0.0, "learning_rate": 3e-3, "loss": {"factor": 100.0}}
+DESCENT = {"name": "momentum", "momentum": 0.0, "learning_rate": 1e-4, "loss": {"factor": 1000.0}}
 
 
 def of_loss(run):
