@@ -239,18 +239,18 @@ class ThreeStageStep(ThreeStages):
         worst, norm, replayed, kept = float("nan"), float("nan"), 0, 0
         if ranking.is_finite:
             worst, replayed, kept = self.replay(batch, described, ranking)
-            norm = self.update(batch.step, learning_rate, ranking)
+            for parameter, gradient in zip(self.loss.parameters, ranking.by_parameters, strict=True):
+                parameter.grad = gradient
+            norm = self.update(batch.step, learning_rate)
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.queries, ranking.skipped_queries
         rate = float("nan") if learning_rate is None else learning_rate
         return StepResult(float(ranking.loss), rate, norm, worst, *counts, skipped, not_finite)
 
-    def update(self, step: int, learning_rate: float | None, ranking: Ranking) -> float:
+    def update(self, step: int, learning_rate: float | None) -> float:
         """Move the parameters along the gradient of the global loss; return the norm of the network's."""
         with self._stage("optimizer", step):
             norm = self.engine.update(learning_rate)
             if self.loss_engine is not None and norm < float("inf"):
-                for parameter, gradient in zip(self.loss.parameters, ranking.by_parameters, strict=True):
-                    parameter.grad = gradient
                 self.loss_engine.update(learning_rate)
             return norm
