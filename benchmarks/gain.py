@@ -86,7 +86,7 @@ def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
     started = time.process_time()
     trainer.train()
     spent = time.process_time() - started
-    return trained_network(recipe.run, World())[1], recipe.steps, spent
+    return trained_network(recipe.run, World())[1], trainer.done, spent
 
 
 def looped(recipe: Recipe, loss: str, rate: float, seconds: float, batch: int) -> tuple[RetrievalNetwork, int]:

@@ -77,7 +77,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.engine.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(
-        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:TimmSchedule"
+        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:RateSchedule"
     ),
     "engine": {
         "ddp": "distap.engine.ddp:DDPSettings",

@@ -39,6 +39,7 @@ from distap.training.build import (
     step_of,
 )
 from distap.training.checks import checked_images, checked_network, first_on_rank_0, require_same_data
+from distap.training.length import Length
 from distap.training.projection import whiten_projection
 from distap.training.report import RunReport, logger
 from distap.training.state import RunState, is_begun
@@ -86,6 +87,8 @@ class Trainer:
         self.stopwatch = Stopwatch(world.device)
         self.images = first_on_rank_0(world, partial(checked_images, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)
+        index = self.images.index
+        self.length = Length(recipe, None if index is None else len(index), self.images.size)
         self.startup.reached("data")
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.
@@ -115,11 +118,11 @@ class Trainer:
                     f"{self.recipe.run}: its checkpoints were removed meanwhile; start the training again"
                 )
             owes_evaluation = self.done > 0 and self._owes_evaluation() and self.state.score is None
-            if self.done >= self.recipe.steps and not owes_evaluation:
-                logger.info("%s: all %d steps are done already", self.recipe.run, self.recipe.steps)
+            if self.done >= self.length.steps and not owes_evaluation:
+                logger.info("%s: all %d steps are done already", self.recipe.run, self.length.steps)
                 return FINISHED
             self.startup.reached("checkpoint")
-            self.report.begins(self.done, self.images, self.network, list(self.evaluations))
+            self.report.begins(self.done, self.length, self.images, self.network, list(self.evaluations))
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
                 at_start = self.recipe.evaluation.at_start and bool(self.evaluations)
                 if owes_evaluation or (self.done == 0 and at_start):
@@ -134,9 +137,11 @@ class Trainer:
 
     def _train(self, stop: StopRequest) -> int:
         lap, first, stopping = time.perf_counter(), self.done, False
-        for share in self.images.shares(range(self.done, self.recipe.steps)):
+        steps, schedule = self.length.steps, self.length.schedule
+        for share in self.images.shares(range(self.done, steps)):
             at_step(share.step + 1)
-            factor = self.recipe.schedule.factor(share.step, self.recipe.steps)
+            factor = schedule.factor(share.step, steps)
+            self.engine.held = ("backbone",) if share.step < self.length.head_only else ()
             result = self.step(share, self.recipe.optimizer.learning_rate * factor)
             self.done = share.step + 1
             stopping = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
@@ -155,22 +160,18 @@ class Trainer:
                 self._save(score=None)
                 break
             self._save_if_due(score)
-            if self.done < self.recipe.steps:
+            if self.done < steps:
                 self.tracer.begin(self.done)
             lap = time.perf_counter()
         self.tracer.close(self.done)
         self._finish_checkpoint()
-        if stopping and (self.done < self.recipe.steps or self._owes_evaluation()):
-            logger.warning("stopped after step %d of %d, with a checkpoint", self.done, self.recipe.steps)
+        if stopping and (self.done < steps or self._owes_evaluation()):
+            logger.warning("stopped after step %d of %d, with a checkpoint", self.done, steps)
             return RESTART
         return FINISHED
 
     def _owes_evaluation(self) -> bool:
-        return bool(self.evaluations) and self._is_due(self.recipe.evaluation.every)
-
-    def _is_due(self, every: int | None) -> bool:
-        """Return whether `every` divides the steps done, or the last step is done, unless `every` is 0."""
-        return every != 0 and (self.done == self.recipe.steps or (every is not None and self.done % every == 0))
+        return bool(self.evaluations) and self.length.is_due(self.recipe.evaluation, self.done)
 
     def _after_first_step(self) -> None:
         """Keep as many graphs as memory allows, if the recipe wants that, and log the time since the cold start."""
@@ -233,7 +234,7 @@ class Trainer:
         self.world.note(f"evaluation after step {self.done}")
         self._average_statistics()
         try:
-            with self.engine.describing():
+            with self.engine.averaged(), self.engine.describing():
                 described = {
                     name: images.describe(replace(how(), is_asked_to_stop=lambda: stop.requested))
                     for name, (images, how) in self.evaluations.items()
@@ -250,7 +251,7 @@ class Trainer:
         return float(self.world.broadcast(score))
 
     def _save_if_due(self, score: float | None) -> None:
-        if self._is_due(self.recipe.checkpoint.every) or self.state.is_best(score):
+        if self.length.is_due(self.recipe.checkpoint, self.done) or self.state.is_best(score):
             self._save(score)
 
     def _save(self, score: float | None) -> None:

@@ -140,7 +140,7 @@ def check_training(config: Path, overrides: list[str]) -> None:
     with joined_world(recipe.timeout_seconds) as world:
         trainer = Trainer(recipe, world)
         begin = None if trainer.is_begun else 0
-        trainer.report.begins(begin, trainer.images, trainer.network, list(trainer.evaluations))
+        trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
     console.print(f"{config}: nothing is wrong", markup=False)
 
 

@@ -7,6 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from distap.config.validation import Remote, Section, Shards, TrainShards
 from distap.data.settings import CacheSettings, PixelSettings
+from distap.engine.settings import Unit
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
@@ -127,9 +128,8 @@ class EvaluatedSet(SizedSection):
 class EvaluationSection(DescribingSection):
     """Evaluation during training, on data.validation and on other sets."""
 
-    every: int | None = Field(
-        None, ge=0, description="Steps between evaluations; null evaluates first and last, 0 never."
-    )
+    every: int | None = Field(None, ge=0, description="How often; null evaluates first and last, 0 never.")
+    unit: Unit = Field("steps", description="Of `every`.")
     at_start: bool = Field(True, description="Evaluate before the first step too, to show what training gains.")
     also: dict[str, EvaluatedSet] = Field(
         {}, description="Other data sets, by the name under which their figures appear."

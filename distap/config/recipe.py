@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_va
 from distap.config.images import DataSection, DescribingSection, EvaluationSection, ImagesSection
 from distap.config.network import ModelSection
 from distap.config.sections import (
+    AverageSection,
     CheckpointSection,
     DescribeSection,
     LoggersSection,
@@ -43,7 +44,10 @@ class Recipe(NetworkRecipe):
     """One training."""
 
     run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
-    steps: PositiveInt
+    steps: PositiveInt | None = Field(None, description="Length of the training; either this or epochs.")
+    epochs: PositiveFloat | None = Field(
+        None, description="The same in epochs, each of as many images as there are to train on."
+    )
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     precision: PrecisionName = Field(
         "float32", description="Precision of the network's computations; parameters stay float32."
@@ -59,6 +63,7 @@ class Recipe(NetworkRecipe):
     step: StepSection = StepSection()
     optimizer: OptimizerSection = RESOLVED_LATE
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
+    ema: AverageSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -100,6 +105,9 @@ class Recipe(NetworkRecipe):
         """Refuse combinations that cannot work. The first pass, which knows names only, leaves them to the second."""
         if info.context == NAMES_ONLY:
             return self
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
+            raise ValueError(f"a recipe sets either steps or epochs, and the other to null; {given}")
         data, engine, reading = self.data, self.engine, name_of("source", self.data.reading)
         if str(data.train).startswith("pipe:") and not (data.allow_pipes and reading == "streamed"):
             raise ValueError(
@@ -112,13 +120,23 @@ class Recipe(NetworkRecipe):
                 f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
                 f"{sampling}; set it to streams, or data.reading to indexed"
             )
-        needs_whole = {"describe.fold_batchnorm": self.describe.fold_batchnorm, "step.compile": self.step.compile}
+        needs_whole = {
+            "describe.fold_batchnorm": self.describe.fold_batchnorm,
+            "step.compile": self.step.compile,
+            "ema": self.ema is not None,
+        }
+        is_deepspeed = name_of("engine", engine) == "deepspeed"
         for key, value in needs_whole.items():
-            if value and name_of("engine", engine) == "deepspeed" and engine.stage == 3:
+            if value and is_deepspeed and engine.stage == 3:
                 raise ValueError(
-                    f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; set it "
-                    "to false, engine.stage to 2 or engine to fsdp"
+                    f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; leave "
+                    f"{key} out, or set engine.stage to 2 or engine to fsdp"
                 )
+        if self.optimizer.head_only and is_deepspeed:
+            raise ValueError(
+                "optimizer.head_only is set, but deepspeed moves all parameters in each step; set it to 0, or "
+                "engine to ddp or fsdp"
+            )
         if self.evaluation.every and data.validation is None:
             raise ValueError("evaluation.every is set, but data.validation names no data set")
         return self

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -13,7 +14,7 @@ from pydantic import (
 )
 
 from distap.config.validation import ChoosingSection, Remote, Section, StoreURL
-from distap.engine.settings import GroupSettings, PrecisionName
+from distap.engine.settings import GroupSettings, PrecisionName, Unit
 from distap.registry import Chosen, unknown_key
 
 
@@ -86,6 +87,10 @@ class OptimizerSection(ChoosingSection):
 
     learning_rate: PositiveFloat = Field(1e-4, description="The schedule multiplies it.")
     clip_norm: PositiveFloat | None = Field(None, description="Greatest norm of the gradient; null never clips.")
+    layer_decay: float | None = Field(
+        None, gt=0, le=1, description="Rate of a layer of the backbone over that of the layer after it; null is 1."
+    )
+    head_only: NonNegativeFloat = Field(0, description="Keep the backbone as it is at first; in schedule.unit.")
     backbone: GroupSettings = GroupSettings()
     pooling: GroupSettings = GroupSettings()
     head: GroupSettings = GroupSettings()
@@ -104,7 +109,8 @@ class OptimizerSection(ChoosingSection):
 class CheckpointSection(Section):
     """Checkpoints: how often, how many, and where."""
 
-    every: PositiveInt = Field(100, description="Steps between checkpoints; the last step always writes one.")
+    every: PositiveInt = Field(100, description="How often; the last step always writes one.")
+    unit: Unit = Field("steps", description="Of `every`.")
     keep: PositiveInt = Field(2, description="Keep this many of the newest checkpoints.")
     keep_best: bool = Field(True, description="Keep the checkpoint with the highest validation mAP as well.")
     store: StoreURL | None = Field(
@@ -113,6 +119,12 @@ class CheckpointSection(Section):
     remote: Remote | None = Field(
         None, description="Retries, time-outs and options of the store; null takes data.remote."
     )
+
+
+class AverageSection(Section):
+    """An exponential moving average of the parameters, which is evaluated and saved in their place."""
+
+    decay: float = Field(0.999, gt=0, lt=1, description="Weight of the average so far at each step.")
 
 
 class StopSection(Section):

@@ -1,8 +1,8 @@
 """What the three stages ask of a network on many ranks, and what the engines that spread it share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distap.engine.precision import LossScale, autocast
 from distap.engine.settings import PrecisionName
@@ -99,6 +100,8 @@ class Engine(Replica):
         self._reduces = False  # in the next backward pass
         self._spread(settings)
         self._optimizer = build_optimizer()
+        self.held: Collection[str] = ()  # values of `part` in the optimiser's groups that do not move
+        self._average: dict[str, Tensor] = {}  # of the trained parameters, or of this rank's shards of them
 
     @abstractmethod
     def _spread(self, settings: Any) -> None:
@@ -115,6 +118,9 @@ class Engine(Replica):
 
         Returns the norm of the whole gradient before clipping. If it is not finite, nothing has moved.
         """
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"] if group.get("part") in self.held else ():
+                parameter.grad = None
         trained = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if self._scale.scale != 1:
@@ -128,6 +134,7 @@ class Engine(Replica):
         is_finite = length < float("inf")  # False for NaN as well
         if is_finite:
             self._optimizer.step()
+            self._follow()
         self._scale.update(is_finite)
         self.discard()
         return length
@@ -136,9 +143,43 @@ class Engine(Replica):
         self.network.zero_grad()  # under FSDP these may be whole parameters beside the optimiser's shards
         self._optimizer.zero_grad()
 
+    def keep_average(self, decay: float) -> None:
+        """Keep an exponential moving average of the trained parameters from now on, with weight `decay` a step."""
+        self._decay = decay
+        named = self.network.named_parameters()
+        self._average = {name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the average, if there is one, in the place of the parameters; enter it before `describing`."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for mean, present in self._pairs():
+            kept = present.clone()
+            present.copy_(mean)
+            mean.copy_(kept)
+
+    def _follow(self) -> None:
+        """Move the average towards the parameters; on shards, this is what it is on whole tensors."""
+        if pairs := self._pairs():
+            get_ema_multi_avg_fn(self._decay)(*map(list, zip(*pairs, strict=True)), None)
+
+    @torch.no_grad()
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The average of each parameter, and the parameter, as far as this rank holds them."""
+        present = dict(self.network.named_parameters()) if self._average else {}
+        return [(_local(mean), _local(present[name])) for name, mean in self._average.items()]
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors `network.*`, `optimizer.*` and `scaler.*`, named the same by every engine."""
+        """Return tensors `network.*`, `ema.*`, `optimizer.*` and `scaler.*`, named the same by every engine."""
         state = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
+        state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
         if self._optimizer.state:  # empty before the first update
             optimizer: dict[str, Any] = dict(get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT))
             for name, value in optimizer.items():
@@ -152,12 +193,23 @@ class Engine(Replica):
         present = self.network.state_dict()
         given: dict[str, Any] = {n: _like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
         self.network.load_state_dict(given)
+        self._load_average(state)
         optimizer = without_prefix("optimizer.", state)
         if optimizer:
             settings: dict[str, Any] = get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT)
             given = {name: _like(settings.get(name), value) for name, value in optimizer.items()}
             set_optimizer_state_dict(self.network, self._optimizer, settings | given, options=_FLAT)
+            moved = {name.removeprefix("state.").rpartition(".")[0] for name in optimizer}
+            for name, parameter in self.network.named_parameters():
+                if name not in moved:  # torch has made a state for it, which it did not have
+                    self._optimizer.state.pop(parameter, None)
         self._scale.load_state_dict(state)
+
+    def _load_average(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with the average, or begin one at the parameters if there was none."""
+        averages = without_prefix("ema.", state) or without_prefix("network.", state)
+        for name, mean in self._average.items():
+            mean.copy_(_like(mean, averages[name].reshape(mean.shape)))
 
 
 def set_rates(optimizer: Any, learning_rate: float | None) -> None:
@@ -190,7 +242,11 @@ def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def _like(present: Any, given: Tensor) -> Tensor | int:
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(present: Any, given: Tensor) -> Any:
     """Return this rank's shard of a whole tensor if `present` is a shard, a number if it is one."""
     if isinstance(present, int):
         return int(given)

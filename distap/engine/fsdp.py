@@ -132,11 +132,15 @@ class FSDPEngine(Engine):
         state = super().state_dict()
         with self.world.collective("all_gather of scalars"):
             for name, tensor in state.items():
-                named = name.removeprefix("network.").removeprefix("optimizer.state.")
+                named = name.removeprefix("network.").removeprefix("ema.").removeprefix("optimizer.state.")
                 of_scalar = named in self._scalars or named.rpartition(".")[0] in self._scalars
                 if of_scalar and isinstance(tensor, DTensor):
                     state[name] = tensor.full_tensor().reshape(())
         return state
+
+    def _exchange(self) -> None:
+        self._reshard()
+        super()._exchange()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._reshard()

@@ -1,13 +1,15 @@
 """Optimisers of timm, and the parameter groups that they move."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from timm.optim import create_optimizer_v2, get_optimizer_info
+from timm import optim
 from torch import nn
 from torch.optim import Optimizer
 
 from distap.engine.settings import GroupSettings
+from distap.errors import DistapError
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,13 @@ class TimmOptimizer:
     eps: float | None = None  # added to denominators
 
     def __post_init__(self) -> None:
-        about = get_optimizer_info(self.name)
+        about = optim.get_optimizer_info(self.name)
         for option in self._options():
             if not getattr(about, f"has_{option}"):
                 raise ValueError(f"{option} is set, but the optimiser {self.name} has no {option}")
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return the optimiser over groups of `params`, `weight_decay`, `factor` of the learning rate, and `name`."""
+        """Return the optimiser over groups of `params`, `weight_decay`, and `factor` of the learning rate."""
         options = self._options()
         if self.name == "lamb":
             options["max_grad_norm"] = None  # timm's would clip at 1; optimizer.clip_norm decides instead
@@ -34,20 +36,33 @@ class TimmOptimizer:
             options["nesterov"] = False  # torch allows Nesterov's momentum only above 0
         # Not fused: on a CPU a fused step reads the moments in memory order, and the order of a restored moment may
         # differ from that of its channels-last parameter. The engine sets the rate of each step.
-        return create_optimizer_v2(groups, self.name, lr=0.0, weight_decay=0.0, **options)
+        return optim.create_optimizer_v2(groups, self.name, lr=0.0, weight_decay=0.0, **options)
 
     def _options(self) -> dict[str, Any]:
         options = {"betas": self.betas, "momentum": self.momentum, "eps": self.eps}
         return {name: value for name, value in options.items() if value is not None}
 
 
-def parameter_groups(parts: dict[str, tuple[nn.Module, GroupSettings]]) -> list[dict[str, Any]]:
-    """Return one group for the matrices and kernels of each part, and one for its vectors, which never decay."""
+def parameter_groups(
+    parts: Mapping[str, tuple[nn.Module, GroupSettings]], layer_decay: float | None = None
+) -> list[dict[str, Any]]:
+    """Return timm's groups of the trained parameters of each part, with its name as `part`.
+
+    Vectors, and what timm's network says itself, such as position embeddings, do not decay. With `layer_decay`, the
+    layers of the backbone have groups of their own.
+    """
     groups: list[dict[str, Any]] = []
     for part, (module, settings) in parts.items():
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        kernels, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-        for name, decay, chosen in ((part, settings.weight_decay, kernels), (f"{part}.vectors", 0.0, vectors)):
-            if chosen:
-                groups.append({"name": name, "params": chosen, "factor": settings.factor, "weight_decay": decay})
+        options: dict[str, Any] = {"no_weight_decay_list": getattr(module, "no_weight_decay", set)()}
+        if layer_decay is None or part != "backbone":
+            found = optim.param_groups_weight_decay(module, settings.weight_decay, **options)
+        elif hasattr(module, "group_matcher"):
+            found = optim.param_groups_layer_decay(module, settings.weight_decay, layer_decay=layer_decay, **options)
+        else:
+            raise DistapError(
+                f"optimizer.layer_decay: {type(module).__name__} is no network of timm, which has layers"
+            )
+        for group in found:
+            group["part"], group["factor"] = part, settings.factor * group.pop("lr_scale", 1.0)
+        groups += found
     return groups

@@ -1,63 +1,82 @@
-"""Schedules of the learning rate, from timm."""
+"""Schedules of the learning rate."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import cos, pi
 
-import torch
-from pydantic import NonNegativeInt, PositiveInt
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
-from timm.scheduler.scheduler import Scheduler
-from torch import nn
+from pydantic import NonNegativeFloat, PositiveFloat
 
-# Name -> the option that it needs beside `warmup`; with one it takes `decay` as well.
-_NEEDS = {"constant": None, "linear": None, "cosine": None, "step": "every", "multistep": "milestones"}
+from distap.engine.settings import Unit
+
+# Name -> the options that it needs (True) or takes (False) beside `warmup` and `unit`.
+_OPTIONS = {
+    "constant": {},
+    "linear": {"length": False},
+    "cosine": {"length": False},
+    "step": {"every": True, "decay": False},
+    "multistep": {"milestones": True, "decay": False},
+}
 
 
 @dataclass(frozen=True)
-class TimmSchedule:
+class RateSchedule:
     """How the learning rate changes over a training: it rises over the warm-up, then follows the schedule `name`.
 
-    That is `constant`; `linear` (to zero at the end, as Revaud et al. train); `cosine` (half a wave to zero); `step`
-    (times `decay` after every so many steps); or `multistep` (times `decay` at each milestone).
+    That is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to zero); `step` (times
+    `decay` after every so many steps); or `multistep` (times `decay` after each milestone). `step` and `multistep`
+    count from the end of the warm-up.
     """
 
     name: str = "linear"
-    warmup: NonNegativeInt = 0  # steps of a linear rise, from 1/warmup of the rate; the rest counts from its end
-    every: PositiveInt | None = None  # of `step`, the number of steps at one rate
-    milestones: tuple[int, ...] | None = None  # of `multistep`, the first steps with a lower rate, counted from 1
+    unit: Unit = "steps"  # of the numbers below, and of optimizer.head_only
+    warmup: NonNegativeFloat = 0  # of a linear rise, whose first step has 1/warmup of the rate
+    length: PositiveFloat | None = None  # of `linear` and `cosine`, warm-up included; None ends at the last step
+    every: PositiveFloat | None = None  # of `step`, how long one rate lasts
+    milestones: tuple[float, ...] | None = None  # of `multistep`, after how many steps or epochs the rate falls
     decay: float | None = None  # of `step` and `multistep`, the factor each time; 0.1 by default
 
     def __post_init__(self) -> None:
-        if self.name not in _NEEDS:
-            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(_NEEDS)}")
-        needed = _NEEDS[self.name]
-        for option in ("every", "milestones", "decay"):
-            if getattr(self, option) is not None and (needed is None or option not in (needed, "decay")):
+        if self.name not in _OPTIONS:
+            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(_OPTIONS)}")
+        own = _OPTIONS[self.name]
+        for option in ("length", "every", "milestones", "decay"):
+            if getattr(self, option) is not None and option not in own:
                 raise ValueError(f"{option} is set, but the schedule {self.name} does not use it")
-        if needed is not None and getattr(self, needed) is None:
-            raise ValueError(f"the schedule {self.name} needs {needed}")
+            if getattr(self, option) is None and own.get(option):
+                raise ValueError(f"the schedule {self.name} needs {option}")
         if list(self.milestones or ()) != sorted(self.milestones or ()):
             raise ValueError(f"milestones are {list(self.milestones or ())}; expected them in ascending order")
+        if self.length is not None and self.length <= self.warmup:
+            raise ValueError(f"length is {self.length:g}, which the warm-up ({self.warmup:g}) already fills")
+
+    def in_steps(self, epoch: Fraction) -> "RateSchedule":
+        """The same schedule in steps, of which an epoch has `epoch`."""
+        if self.unit == "steps":
+            return self
+
+        def steps(epochs: float) -> float:
+            return float(Fraction(epochs) * epoch)
+
+        return replace(
+            self,
+            unit="steps",
+            warmup=steps(self.warmup),
+            length=self.length and steps(self.length),
+            every=self.every and steps(self.every),
+            milestones=self.milestones and tuple(map(steps, self.milestones)),
+        )
 
     def factor(self, step: int, steps: int) -> float:
         """Return what the learning rate is multiplied with in a step, counted from 0, of a training of `steps`."""
-        if step < self.warmup:  # timm's warm-up is one step behind: its first rate is 0
-            return (step + 1) / self.warmup
-        scheduler = _scheduler(self, steps)
-        scheduler.step(step - self.warmup)
-        return float(scheduler.optimizer.param_groups[0]["lr"])
-
-
-@lru_cache
-def _scheduler(schedule: TimmSchedule, steps: int) -> Scheduler:
-    """Build timm's scheduler over an optimiser without use, whose rate it writes."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    length = max(steps - schedule.warmup, 2)  # one step has factor 1 whatever the length; timm warns about length 1
-    decay = 0.1 if schedule.decay is None else schedule.decay
-    if schedule.name == "linear":
-        return PolyLRScheduler(optimizer, t_initial=length, power=1.0)
-    if schedule.name == "cosine":
-        return CosineLRScheduler(optimizer, t_initial=length)
-    if schedule.every is not None:
-        return StepLRScheduler(optimizer, decay_t=schedule.every, decay_rate=decay)
-    return MultiStepLRScheduler(optimizer, decay_t=list(schedule.milestones or ()), decay_rate=decay)  # or constant
+        if step < self.warmup:
+            return min((step + 1) / self.warmup, 1.0)
+        done, decay = step - self.warmup, 0.1 if self.decay is None else self.decay
+        if self.every is not None:
+            return float(decay ** (done // self.every))
+        if self.milestones is not None:
+            return float(decay ** bisect_right(self.milestones, done))
+        if self.name == "constant":
+            return 1.0
+        share = min(done / max((self.length or steps) - self.warmup, 1), 1.0)
+        return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2

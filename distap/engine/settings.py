@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PrecisionName = Literal["float32", "bf16", "fp16"]
+Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from distap.registry import GIVEN, build_part
 
 CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"  # files of a saved folder
 HUB = "hf-hub:"
-OF_NETWORK = "network."  # prefix of its tensors in a checkpoint
+OF_NETWORK, OF_AVERAGE = "network.", "ema."  # prefixes of its tensors in a checkpoint
 logger = logging.getLogger("distap")
 
 
@@ -124,13 +124,17 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
     with opened_checkpoint(source, best) as checkpoint:
         logger.info("the network of %s", checkpoint.where)
         state = checkpoint.state("recipe")
-        tensors = checkpoint.tensors(OF_NETWORK)
+        tensors = {
+            name.removeprefix(prefix): tensor  # the average replaces the parameters
+            for prefix in (OF_NETWORK, OF_AVERAGE)
+            for name, tensor in checkpoint.tensors(prefix).items()
+        }
     # What a hub or folder said of the backbone was recorded, so that neither is asked again.
     model = {**state["recipe"]["model"], **state.get("backbone", {})}
     return TrainedNetwork(
         checkpoint.where,
         {**state["recipe"], "model": model},
-        {name.removeprefix(OF_NETWORK): tensor for name, tensor in tensors.items()},
+        tensors,
         state.get("folder"),
     )
 

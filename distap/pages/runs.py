@@ -69,7 +69,8 @@ class Run:
             raise DistapError(
                 f"{self.before.folder} and {self.after.folder} are of different data: they cannot be compared"
             )
-        names = {None: "", 0: "before", self.recipe["steps"]: "after"}
+        last = self.recipe["steps"] or max((entry["step"] for entry in self.steps), default=None)
+        names = {0: "before", last: "after", None: ""}
         both = {"before": self.before, "after": self.after}
         return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
 

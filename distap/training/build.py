@@ -39,7 +39,6 @@ from distap.stopwatch import Stopwatch
 from distap.world import World
 
 GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands
-PARTS = ("backbone", "pooling", "head")  # parts of the network that have their own optimiser settings
 logger = logging.getLogger("distap")
 
 
@@ -185,13 +184,23 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
     """Build the recipe's engine over a network, with its optimiser."""
     optimizer = recipe.optimizer
 
+    trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}
+    if optimizer.head_only and trained == {"backbone"}:
+        raise DistapError(
+            "optimizer.head_only: nothing but the backbone has parameters to train; set model.projection"
+        )
+
     def build() -> Any:
-        parts = {part: (getattr(network, part), getattr(optimizer, part)) for part in PARTS}
-        return optimizer.chosen.build(parameter_groups(parts))
+        # Further parts of a network learn as its head does.
+        parts = {name: (one, getattr(optimizer, name, optimizer.head)) for name, one in network.named_children()}
+        return optimizer.chosen.build(parameter_groups(parts, optimizer.layer_decay))
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
-    return recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
+    engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
+    if recipe.ema is not None:
+        engine.keep_average(recipe.ema.decay)
+    return engine
 
 
 def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:

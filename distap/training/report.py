@@ -33,6 +33,7 @@ from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import log_not_finite, run_log_from
 from distap.telemetry.terminal import training_progress
+from distap.training.length import Length
 from distap.world import World
 
 RECENT = 20  # steps whose median says how long the others will take
@@ -49,8 +50,8 @@ class RunReport:
         self.metrics.ranks.set(world.size)
         self.metrics.batch.set(batch)
         self.metrics.replay_drift_limit.set(recipe.max_drift)
-        self.metrics.checkpoint_interval.set(recipe.checkpoint.every)
-        self.metrics.planned_steps.set(recipe.steps)
+        self.steps = recipe.steps or 1  # `begins` knows better
+        self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
@@ -59,20 +60,28 @@ class RunReport:
             on_all(world, partial(prepare_loggers, recipe.loggers.chosen), world.rank == 0)
 
     def begins(
-        self, step: int | None, images: TrainingImages, network: RetrievalNetwork, evaluated: list[str]
+        self,
+        step: int | None,
+        length: Length,
+        images: TrainingImages,
+        network: RetrievalNetwork,
+        evaluated: list[str],
     ) -> None:
         """Tell what is about to be trained, from `step` on, and on what; None is its newest checkpoint's."""
         recipe, index, every = self.recipe, images.index, self.recipe.evaluation.every
+        self.steps = length.steps
+        self.metrics.planned_steps.set(self.steps)
+        self.metrics.checkpoint_interval.set(length.in_steps(recipe.checkpoint.every, recipe.checkpoint.unit))
         held = "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
         when = ("before the first step and " if recipe.evaluation.at_start and step == 0 else "") + "after the last"
-        when += f", and every {every} steps" if every else ""
+        when += f", and every {every} {recipe.evaluation.unit}" if every else ""
         unset = "data.validation is not set" if recipe.data.validation is None else "evaluation.every is 0"
         begin = "from its newest checkpoint" if step is None else f"from step {step}" if step else "from the start"
         parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        batch = f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
-        if index is not None:
-            epoch = len(index) / images.size
-            batch += f"; an epoch is {epoch:.3g} steps, the training {recipe.steps / epoch:.3g} epochs"
+        epoch, batch = float(length.epoch), f"{images.size:,} images by {name_of('sampling', recipe.sampling)}; "
+        if epoch:
+            batch += f"an epoch is {epoch:.3g} steps, the training {self.steps / epoch:.3g} epochs or "
+        batch += f"{self.steps:,} steps"
         device = self.world.device
         for what, told in (
             ("data", f"{recipe.data.train}{held}"),
@@ -102,13 +111,13 @@ class RunReport:
                     log = stack.enter_context(closing(run_log_from(recipe.run, step)))
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, recipe.steps)
+                run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, self.steps)
                 section = recipe.loggers
                 lost = {name: self.metrics.lost_lines.labels(name) for name in section.chosen}
                 limits = section.lines, section.close_seconds
                 loggers = opened_loggers(section.chosen, run, *limits, lambda name: lost[name].inc())
                 self._outlets = [log.write, stack.enter_context(loggers)]
-            self._show = stack.enter_context(training_progress(recipe.steps, step, is_first))
+            self._show = stack.enter_context(training_progress(self.steps, step, is_first))
             yield
 
     def started(self, seconds: Mapping[str, float]) -> None:
@@ -147,7 +156,7 @@ class RunReport:
             seconds={name: round(value, 6) for name, value in times.items()},
         )
         self._steps.append(seconds)
-        left = (self.recipe.steps - step) * statistics.median(self._steps)
+        left = (self.steps - step) * statistics.median(self._steps)
         told = f"loss {result.loss:.4f}  {speed:.3g} images/s  {timedelta(seconds=round(left))} left"
         self._show(step, told, loss=result.loss, images_per_second=speed)
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.finding import Found, has_checkpoints, newest_checkpoint, probe
 from distap.checkpoint.folder import FOLDER, Checkpoint, best_checkpoint, set_aside
@@ -24,7 +26,7 @@ from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
-from distap.registry import by_path
+from distap.registry import RECORDED, by_path
 from distap.storage.files import storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
 from distap.world import World
@@ -32,7 +34,11 @@ from distap.world import World
 # Files of the run folder that are sent to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
-MAY_CHANGE = ("learning_rate", "clip_norm")  # keys of the optimiser's section that its state does not depend on
+MAY_CHANGE = (
+    "learning_rate",
+    "clip_norm",
+    "head_only",
+)  # keys of `optimizer` that its state does not depend on
 logger = logging.getLogger("distap")
 
 
@@ -146,8 +152,8 @@ class RunState:
     def save(self, step: int, score: float | None = None) -> Written | None:
         """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it."""
         recipe = self._settings
-        state: dict[str, Any] = {"step": step, "identity": self._identity(), "may_change": self._may_change()}
-        state |= {"recipe": recipe, "folder": str(Path.cwd())}  # that the recipe's paths are relative to
+        # The folder is the one that the recipe's paths are relative to.
+        state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd())}
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.engine.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -186,8 +192,9 @@ class RunState:
         return written
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state("identity", "may_change")
-        if changed := _differences(state["identity"], self._identity()):
+        recorded = _in_full(checkpoint.state("recipe")["recipe"])
+        before = _identity(recorded, checkpoint.manifest.about.get("data"))
+        if changed := _differences(before, _identity(self._settings, self.images.fingerprint)):
             raise DistapError(
                 f"{checkpoint.where}: the run was started with another recipe; choose another run folder, or go back "
                 "to it:\n" + "\n".join(f"  {line}" for line in changed)
@@ -200,34 +207,39 @@ class RunState:
         except (RuntimeError, KeyError, ValueError) as error:
             raise DamagedCheckpointError(checkpoint.where, f"its tensors are not this network's: {error}") from error
         self.score = checkpoint.manifest.score
-        for line in _differences(state["may_change"], self._may_change()):
+        for line in _differences(_may_change(recorded), _may_change(self._settings)):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)
 
-    def _identity(self) -> dict[str, Any]:
-        """Return the settings that a run cannot change, since its state would mean something else."""
-        recipe = self._settings
-        reading = recipe["data"]["reading"]
-        return {
-            **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
-            "data.train": self.images.fingerprint,
-            "seed": recipe["seed"],
-            "sampling": recipe["sampling"],
-            "model": recipe["model"],
-            "loss": recipe["loss"],
-            # The optimiser's state depends on these.
-            **{f"optimizer.{key}": recipe["optimizer"][key] for key in recipe["optimizer"].keys() - set(MAY_CHANGE)},
-        }
 
-    def _may_change(self) -> dict[str, Any]:
-        """Return the settings that may change within a run; a change is logged, since figures may not compare."""
-        recipe, data = self._settings, self._settings["data"]
-        return {
-            "schedule": recipe["schedule"] | {"steps": recipe["steps"]},
-            **{f"optimizer.{key}": recipe["optimizer"][key] for key in MAY_CHANGE},
-            "precision": recipe["precision"],
-            **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
-        }
+def _in_full(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The recipe in a checkpoint with the keys that distap did not have when it was written."""
+    try:
+        return Recipe.model_validate(recorded, context=RECORDED).model_dump(mode="json")
+    except ValidationError:  # it names something that is not there any more
+        return recorded
+
+
+def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
+    """Return the settings that a run cannot change, since its state would mean something else."""
+    reading, optimizer = recipe["data"]["reading"], recipe["optimizer"]
+    return {
+        **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
+        "data.train": fingerprint,
+        **{name: recipe[name] for name in ("seed", "sampling", "model", "loss")},
+        # The optimiser's state depends on these.
+        **{f"optimizer.{key}": optimizer[key] for key in optimizer.keys() - set(MAY_CHANGE)},
+    }
+
+
+def _may_change(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that may change within a run; a change is logged, since figures may not compare."""
+    optimizer, data = recipe["optimizer"], recipe["data"]
+    return {
+        **{name: recipe.get(name) for name in ("steps", "epochs", "schedule", "ema", "precision")},
+        **{f"optimizer.{key}": optimizer.get(key) for key in MAY_CHANGE},
+        **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
+    }
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -91,20 +91,32 @@ def test_rates_that_the_caller_has_set_are_left_alone(on_two_ranks, name):
 
 @pytest.mark.parametrize("case", of(TRAININGS))
 def test_steps_with_dropout_uneven_shares_and_clipping_are_those_of_the_full_batch(on_two_ranks, case):
-    expected, norms = checks.full_batch(is_exact(case), clip_norm=0.05)
+    expected, norms, _ = checks.full_batch(is_exact(case), clip_norm=0.05)
     assert min(norms) > 0.05
     exactness = {"rtol": 1e-9, "atol": 1e-10} if is_exact(case) else {"rtol": 1e-4, "atol": 1e-5}
-    for parameters, same_norms in on_two_ranks("trained", case):
+    for parameters, same_norms, _ in on_two_ranks("trained", case):
         assert same_norms == pytest.approx(norms, rel=exactness["rtol"])
         assert parameters.keys() == expected.keys()
         for key, tensor in expected.items():
             torch.testing.assert_close(parameters[key], tensor, **exactness)
 
 
+@pytest.mark.parametrize("case", of(case for case in TRAININGS if case != "zero 3"))
+def test_the_average_is_that_of_a_plain_loop_and_describes_in_the_place_of_the_parameters(on_two_ranks, case):
+    *_, expected = checks.full_batch(is_exact(case), clip_norm=0.05)
+    exactness = {"rtol": 1e-9, "atol": 1e-10} if is_exact(case) else {"rtol": 1e-4, "atol": 1e-5}
+    for *_, (average, apart, is_unchanged) in on_two_ranks("trained", case):
+        assert average.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(average[key], tensor, **exactness)
+        assert apart < (1e-12 if is_exact(case) else 1e-6)
+        assert is_unchanged  # by being exchanged with the parameters, and by going to another engine
+
+
 @pytest.mark.parametrize("name", of(["zero 2", "zero 3"]))
 def test_an_offloaded_state_changes_no_step(on_two_ranks, name):
     pairs = zip(on_two_ranks("offloaded", name), on_two_ranks("trained", name), strict=True)
-    for offloaded, (parameters, _) in pairs:
+    for offloaded, (parameters, *_) in pairs:
         for key, tensor in parameters.items():
             torch.testing.assert_close(offloaded[key], tensor, rtol=1e-4, atol=1e-5)
 

@@ -1,43 +1,91 @@
-from itertools import pairwise
+import math
+from fractions import Fraction
 
 import pytest
+import timm
 import torch
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch import nn
+from torch.optim import lr_scheduler
 
 from distap.engine.optimizer import TimmOptimizer, parameter_groups
-from distap.engine.schedule import TimmSchedule
+from distap.engine.schedule import RateSchedule
 from distap.engine.settings import GroupSettings
 from distap.errors import DistapError
 from distap.registry import build_part
 
 
 def rates(schedule, steps):
-    return [schedule.factor(step, steps) for step in range(steps + 1)]
+    return [schedule.factor(step, steps) for step in range(steps)]
 
 
-def test_by_default_the_rate_rises_over_the_warm_up_and_falls_to_zero():
-    found = rates(TimmSchedule(warmup=4), 12)
-    assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert found[12] == 0
-    assert [a - b for a, b in pairwise(found[4:])] == pytest.approx([1 / 8] * 8)
-    assert rates(TimmSchedule(), 5) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
-    assert rates(TimmSchedule(), 1)[0] == rates(TimmSchedule(warmup=3), 3)[2] == 1
+def optimizer_at_rate_1():
+    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+
+
+def of_timm(kind, steps, warmup=0, prefix=True, **options):
+    """Rates of a whole run by timm, whose warm-up begins at a rate of 0 and is therefore a step behind."""
+    scheduler = kind(optimizer_at_rate_1(), warmup_t=warmup, warmup_prefix=prefix, **options)
+    found = []
+    for step in range(steps):
+        scheduler.step(step + 1 if step < warmup else step)
+        found += [group["lr"] for group in scheduler.optimizer.param_groups]
+    return found
+
+
+def of_torch(steps, warmup, build):
+    """Rates of a whole run by torch: a linear warm-up, then the scheduler that `build` returns."""
+    optimizer = optimizer_at_rate_1()
+    whole, found = build(optimizer), []
+    if warmup:
+        rising = lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warmup)
+        whole = lr_scheduler.SequentialLR(optimizer, [rising, whole], [warmup])
+    for _ in range(steps):
+        found += whole.get_last_lr()
+        optimizer.step()
+        whole.step()
+    return found
 
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (TimmSchedule("constant"), [1, 1, 1, 1, 1, 1]),
-        (TimmSchedule("constant", warmup=2), [0.5, 1, 1, 1, 1, 1]),
-        (TimmSchedule("cosine"), [1, 0.904508, 0.654508, 0.345492, 0.095492, 0]),
-        (TimmSchedule("step", every=2), [1, 1, 0.1, 0.1, 0.01, 0.01]),
-        (TimmSchedule("step", warmup=1, every=2, decay=0.5), [1, 1, 1, 0.5, 0.5, 0.25]),
-        (TimmSchedule("multistep", milestones=(2, 5)), [1, 0.1, 0.1, 0.1, 0.01, 0.01]),
+        (RateSchedule(), of_timm(PolyLRScheduler, 40, t_initial=40, power=1.0)),
+        (RateSchedule(warmup=7), of_timm(PolyLRScheduler, 40, 7, t_initial=33, power=1.0)),
+        (RateSchedule(length=25), of_timm(PolyLRScheduler, 40, t_initial=25, power=1.0)),
+        (RateSchedule("cosine"), of_timm(CosineLRScheduler, 40, t_initial=40)),
+        (RateSchedule("cosine", warmup=7, length=30), of_timm(CosineLRScheduler, 40, 7, t_initial=23)),
+        (RateSchedule("step", warmup=3, every=9), of_timm(StepLRScheduler, 40, 3, decay_t=9, decay_rate=0.1)),
+        (RateSchedule("step", every=6, decay=0.5), of_torch(40, 0, lambda o: lr_scheduler.StepLR(o, 6, 0.5))),
+        (
+            RateSchedule("multistep", warmup=5, milestones=(10, 25), decay=0.3),
+            of_torch(40, 5, lambda o: lr_scheduler.MultiStepLR(o, [10, 25], 0.3)),
+        ),
+        (RateSchedule("constant", warmup=4), of_torch(40, 4, lambda o: lr_scheduler.ConstantLR(o, 1.0))),
+        (RateSchedule("linear", warmup=4), of_torch(40, 4, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, 36))),
+        (RateSchedule("cosine"), of_torch(40, 0, lambda o: lr_scheduler.CosineAnnealingLR(o, 40))),
     ],
 )
-def test_schedules_are_pure_functions_of_the_step(schedule, expected):
-    assert rates(schedule, 5) == pytest.approx(expected, abs=1e-6)
-    assert rates(schedule, 5)[::-1] == [schedule.factor(step, 5) for step in (5, 4, 3, 2, 1, 0)]
+def test_schedules_are_those_of_timm_and_torch_over_a_whole_run(schedule, expected):
+    assert rates(schedule, 40) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_schedule_in_epochs_changes_the_rate_where_an_epoch_ends():
+    # ROADMAP's: times 0.3 after 30 and 70 epochs, here of 7 images in batches of 2, so of 3.5 steps.
+    roadmap = RateSchedule("multistep", unit="epochs", milestones=(30, 70), decay=0.3).in_steps(Fraction(7, 2))
+    assert rates(roadmap, 350) == pytest.approx([1.0] * 105 + [0.3] * 140 + [0.09] * 105)
+    falling = RateSchedule("linear", unit="epochs", warmup=2, length=10)
+    assert falling.in_steps(Fraction(7, 2)) == RateSchedule("linear", warmup=7, length=35)
+    each = RateSchedule("step", unit="epochs", every=1, decay=math.exp(-0.01)).in_steps(Fraction(7, 2))
+    assert rates(each, 350)[-1] == pytest.approx(math.exp(-0.99))
+
+
+def test_a_rate_depends_on_the_step_alone_and_stays_at_the_end_of_a_shorter_schedule():
+    schedule = RateSchedule("cosine", warmup=2, length=6)
+    assert [schedule.factor(step, 9) for step in reversed(range(9))] == rates(schedule, 9)[::-1]
+    assert rates(schedule, 9)[6:] == pytest.approx([0, 0, 0])
+    assert rates(RateSchedule(), 1) == [1] and rates(RateSchedule(warmup=3), 3)[2] == 1
 
 
 @pytest.mark.parametrize(
@@ -45,8 +93,11 @@ def test_schedules_are_pure_functions_of_the_step(schedule, expected):
     [
         ("schedule", "linear", {"every": 3}, "every is set, but the schedule linear does not use it"),
         ("schedule", "step", {}, "the schedule step needs every"),
+        ("schedule", "step", {"every": 3, "length": 9}, "length is set, but the schedule step does not use it"),
         ("schedule", "multistep", {"milestones": [5, 2]}, "expected them in ascending order"),
         ("schedule", "cosine", {"warmup": -1}, "warmup: -1"),
+        ("schedule", "cosine", {"warmup": 5, "length": 5}, r"length is 5, which the warm-up \(5\) already fills"),
+        ("schedule", "cosine", {"unit": "epoch"}, "unit: 'epoch': input should be 'steps' or 'epochs'"),
         ("optimizer", "adam", {"momentum": 0.9}, "momentum is set, but the optimiser adam has no momentum"),
         ("optimizer", "adan", {}, "unknown; did you mean adam?"),
     ],
@@ -56,15 +107,45 @@ def test_options_that_make_no_sense_are_refused(kind, name, options, message):
         build_part(kind, name, **options)
 
 
-def test_parts_learn_at_their_own_rates_and_vectors_do_not_decay():
-    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    parts = {"all": (network, GroupSettings(factor=0.5, weight_decay=0.1)), "none": (nn.Identity(), GroupSettings())}
+def by_parameter(groups, network, factor="lr_scale"):
+    """Rate and weight decay of each parameter by its name."""
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    return {
+        names[parameter]: (pytest.approx(group.get(factor, 1.0)), group["weight_decay"])
+        for group in groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
+def test_layers_learn_at_rates_that_decay_and_biases_norms_and_tokens_keep_their_weight(name):
+    network = timm.create_model(name, num_classes=0)
+    keeps, parts = getattr(network, "no_weight_decay", set)(), {"backbone": (network, GroupSettings(1.0, 0.1))}
+    same = {"no_weight_decay_list": keeps}
+    ours, theirs = parameter_groups(parts), param_groups_weight_decay(network, 0.1, **same)
+    assert by_parameter(ours, network, "factor") == by_parameter(theirs, network)
+    ours, theirs = parameter_groups(parts, 0.6), param_groups_layer_decay(network, 0.1, layer_decay=0.6, **same)
+    assert by_parameter(ours, network, "factor") == by_parameter(theirs, network)
+    found = by_parameter(ours, network, "factor")
+    assert len({str(factor) for factor, _ in found.values()}) > 4
+    for parameter, tensor in network.named_parameters():
+        assert found[parameter][1] == (0.1 if tensor.ndim > 1 and parameter not in keeps else 0.0)
+
+
+def test_parts_learn_at_their_own_rates_and_the_power_of_the_pooling_by_itself():
+    power = nn.Module()
+    power.register_parameter("power", nn.Parameter(torch.tensor(3.0)))
+    parts = {
+        "backbone": (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), GroupSettings(0.5, 0.1)),
+        "pooling": (power, GroupSettings(10.0, 0.1)),  # ten times the rate and no decay, as in Radenović's code
+        "head": (nn.Identity(), GroupSettings()),
+    }
     optimizer = TimmOptimizer("adamw").build(parameter_groups(parts))
-    groups = {group["name"]: group for group in optimizer.param_groups}
-    assert set(groups) == {"all", "all.vectors"}
-    assert (groups["all"]["factor"], groups["all"]["weight_decay"], len(groups["all"]["params"])) == (0.5, 0.1, 1)
-    assert (groups["all.vectors"]["weight_decay"], len(groups["all.vectors"]["params"])) == (0.0, 3)
+    found = {(g["part"], g["factor"], g["weight_decay"], len(g["params"])) for g in optimizer.param_groups}
+    assert found == {("backbone", 0.5, 0.1, 1), ("backbone", 0.5, 0.0, 3), ("pooling", 10.0, 0.0, 1)}
     assert isinstance(optimizer, torch.optim.AdamW)
+    with pytest.raises(DistapError, match=r"optimizer\.layer_decay: Sequential is no network of timm"):
+        parameter_groups(parts, 0.5)
 
 
 def test_adam_is_torchs_and_lamb_clips_nothing_itself():

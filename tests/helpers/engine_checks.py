@@ -38,6 +38,7 @@ ENGINES = {
 }
 ADAM, PLAIN = TimmOptimizer("adam"), TimmOptimizer("momentum", momentum=0.0)
 LOCKSTEP = ("fsdp, resharding", "zero 3")
+DECAY = 0.7  # of the average of the parameters
 # Steps of training: the engine, and how many micro-batches of a rank keep their graph.
 TRAININGS = {name: (name, 0) for name in ENGINES if name != "ddp, small buckets"} | {
     "fsdp, one graph kept": ("fsdp", 1),
@@ -185,7 +186,10 @@ def full_batch(exact, clip_norm, dropout=0.2):
     network, groups = network_and_groups(exact, dropout)
     optimizer = ADAM.build(groups())
     images, labels = small_images(IMAGES)
-    norms = []
+    norms, average = (
+        [],
+        {f"ema.{name}": p.detach().clone() for name, p in network.named_parameters() if p.requires_grad},
+    )
     for number in range(STEPS):
         descriptors = [None] * IMAGES
         for first in range(RANKS):
@@ -200,7 +204,10 @@ def full_batch(exact, clip_norm, dropout=0.2):
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * group.get("factor", 1.0)
         optimizer.step()
-    return {f"network.{name}": tensor.detach() for name, tensor in network.state_dict().items()}, norms
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                average[f"ema.{name}"].mul_(DECAY).add_((1 - DECAY) * parameter.detach())
+    return {f"network.{name}": tensor.detach() for name, tensor in network.state_dict().items()}, norms, average
 
 
 # What runs on the ranks
@@ -236,8 +243,29 @@ def moved_at_own_rates(world, name):
 
 def trained(world, name, keep):
     engine = engine_of(world, name, dropout=0.2, clip_norm=0.05)
+    if name != "zero 3":
+        engine.keep_average(DECAY)
     norms = three_stages(world, engine, STEPS, keep)
-    return parameters_of(engine), norms
+    return parameters_of(engine), norms, averaged(world, name, engine)
+
+
+def averaged(world, name, engine):
+    """An engine's average, how far its descriptors are from those of a network with it, and what it leaves behind."""
+    state = whole(engine)
+    average = {key: tensor for key, tensor in state.items() if key.startswith("ema.")}
+    network, _ = network_and_groups(is_exact(name))
+    means = {key.removeprefix("ema."): tensor for key, tensor in average.items()}
+    network.eval().load_state_dict(network.state_dict() | means)
+    engine.network.eval()
+    with engine.averaged(), engine.describing():
+        apart = (engine.describe(images_for(engine)[0]) - network(images_for(engine)[0])).abs().max()
+    engine.network.train()
+    other = engine_of(world, name, dropout=0.2)
+    if average:
+        other.keep_average(DECAY)
+    other.load_state_dict({key: tensor.clone() for key, tensor in state.items()})
+    found = [whole(engine), whole(other)]
+    return average, float(apart), all(torch.equal(one[key], state[key]) for one in found for key in state)
 
 
 def offloaded(world, name, folder):

@@ -168,8 +168,24 @@ def test_a_run_of_a_version_with_fewer_keys_goes_on(first, tmp_path, training_sh
     (folder,) = list_checkpoints(run / "checkpoints")
     state = json.loads((folder / STATE_FILE).read_text())
     of_old = {"backbone", "weights", "pooling", "projection", "batchnorm", "drop_rate", "drop_path_rate"}
-    assert state["recipe"]["model"].keys() == state["identity"]["model"].keys() == of_old
+    assert state["recipe"]["model"].keys() == of_old
     assert state["recipe"]["model"]["projection"] == 16
+
+
+def of_an_earlier_version(settings):
+    del settings["epochs"], settings["ema"], settings["schedule"]["unit"], settings["schedule"]["length"]
+    del settings["optimizer"]["layer_decay"], settings["optimizer"]["head_only"], settings["checkpoint"]["unit"]
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_no_key_is_said_to_have_changed(tmp_path, training_shards, caplog):
+    train(World(), tmp_path, training_shards, steps=1)
+    recorded_anew(tmp_path, of_an_earlier_version)
+    assert trained_network(tmp_path, World())
+    train(World(), tmp_path, training_shards, steps=2)
+    assert "the recipe has changed since: steps: was 1, is 2" in caplog.text
+    assert caplog.text.count("has changed since") == 1
+    with pytest.raises(DistapError, match=r"optimizer\.layer_decay: was null, is 0\.5"):
+        train(World(), tmp_path, training_shards, steps=3, optimizer__layer_decay=0.5)
 
 
 def test_a_run_is_evaluated_from_another_folder_and_with_other_settings(tmp_path, training_shards, monkeypatch):

@@ -233,7 +233,7 @@ def test_a_training_says_when_it_evaluates(tmp_path, training_shards, caplog, ev
     caplog.set_level("INFO")
     settings = {"data__validation": str(training_shards[1]), "evaluation": evaluation}
     trainer = Trainer(recipe(tmp_path, training_shards, steps=2, **settings), World())
-    trainer.report.begins(0, trainer.images, trainer.network, list(trainer.evaluations))
+    trainer.report.begins(0, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
     (line,) = (text for text in caplog.messages if text.startswith("evaluation "))
     assert line.removeprefix(f"evaluation  {training_shards[1]}, ").removeprefix("evaluation  ") == told
 

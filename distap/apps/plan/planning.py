@@ -12,6 +12,7 @@ from distap.apps.plan.step_cost import StepCost, bins_of
 from distap.config.recipe import Recipe
 from distap.registry import name_of
 from distap.telemetry.terminal import text_table
+from distap.training.length import planned_steps
 from distap.world import joined_world
 
 HEADINGS = ("GPUs", "images", "s/step", "images/s", "efficient", "waits", "hours", "GB", "micro-batch", "keep")
@@ -34,6 +35,7 @@ def cost_plan(
     They come from the data sheet of `card` or, with `rounds`, from a measurement, which only rank 0 gets.
     `link` is the bytes a second of a host's network.
     """
+    length = planned_steps(recipe, batch)
     network = network_cost(recipe)
     if rounds is None:
         machine = machine_of(card, network, recipe, link, gpus_a_host)
@@ -49,10 +51,10 @@ def cost_plan(
     steps = [StepCost(recipe, batch, network, machine, count) for count in ranks]
     described = f"{recipe.model.architecture} at {recipe.data.image_size} px in {recipe.precision}, B = {batch:,}"
     return {
-        "network": f"{described}, {recipe.steps:,} steps, engine {name_of('engine', recipe.engine)}",
+        "network": f"{described}, {length:,} steps, engine {name_of('engine', recipe.engine)}",
         "assumptions": [basis, *_assumptions(steps[0])],
         "advice": _advice(steps),
-        "steps": [_figures(step) for step in steps],
+        "steps": [{**of, "days": length * of["seconds_a_step"] / 86_400} for of in map(_figures, steps)],
     }
 
 
@@ -122,7 +124,6 @@ def _figures(step: StepCost) -> dict[str, Any]:
         "images_per_second": step.batch / total,
         "efficiency": alone / (step.ranks * total),
         "communication_share": (step.seconds["gather"] + step.seconds["reduce"]) / total,
-        "days": step.recipe.steps * total / 86_400,
         "host_memory": 3 * step.share * step.recipe.data.image_size**2,  # pixels of a rank, which wait for replay
         "fits": sum(step.memory.values()) <= step.machine.memory,
         "seconds": step.seconds,

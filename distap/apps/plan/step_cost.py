@@ -148,6 +148,7 @@ class StepCost:
             "weights": FLOAT32 * network.parameters * (own if sharding.weights else 1),
             "gradients": FLOAT32 * network.trained * gradients,
             "optimizer": FLOAT32 * network.trained * sharding.states * (own if sharding.optimizer else 1),
+            "average": 0 if self.recipe.ema is None else FLOAT32 * network.trained * (own if sharding.weights else 1),
             "descriptors": FLOAT32 * network.dimensions * images,
         }
 

@@ -154,7 +154,10 @@ class DeepSpeedEngine(Engine):
         with self.world.collective("update of the parameters"):
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
-        self._scale.update(norm < float("inf"))  # False for NaN as well
+        is_finite = norm < float("inf")  # False for NaN as well
+        if is_finite:
+            self._follow()
+        self._scale.update(is_finite)
         self._tell_scale()
         return norm
 
@@ -172,16 +175,19 @@ class DeepSpeedEngine(Engine):
             state = {f"network.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}
             if self.lockstep:
                 state = {name: tensor.clone() for name, tensor in state.items()}
+        state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
         with self.world.collective("gathering of the optimizer's state"):
             state |= zero_state(self._zero, self._trained)
         for name in self._scalars:
-            of_scalar = [key for key in state if key == f"network.{name}" or key.startswith(f"{PREFIX}{name}.")]
+            whole = (f"network.{name}", f"ema.{name}")
+            of_scalar = [key for key in state if key in whole or key.startswith(f"{PREFIX}{name}.")]
             state |= {key: state[key].reshape(()) for key in of_scalar}
         return state | self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with self.world.collective("distribution of the parameters"):
             load_zero_state(self._zero, self.network, self._trained, state, self._scalars)
+        self._load_average(state)
         self._scale.load_state_dict(state)
         self._tell_scale()
 

@@ -1,0 +1,76 @@
+"""How long a training is: its steps, and in steps what its recipe counts in epochs."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from distap.config.images import EvaluationSection
+from distap.config.recipe import Recipe
+from distap.config.sections import CheckpointSection
+from distap.data.shards.index import load_index
+from distap.engine.settings import Unit
+from distap.errors import DistapError
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of a training on so many images, in global batches of `batch` images.
+
+    An epoch is `images` / `batch` steps, whatever the sampling, and need not be a whole number of them.
+    """
+
+    recipe: Recipe
+    images: int | None  # None if the data has no index, which counts them
+    batch: int
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        units = (self._unit, recipe.checkpoint.unit, recipe.evaluation.unit)
+        if self.images is None and (recipe.epochs or "epochs" in units):
+            raise DistapError(f"{recipe.data.train} has no index, so epochs cannot be counted; count in steps")
+
+    @property
+    def epoch(self) -> Fraction:
+        """Steps of an epoch; 0 if nobody knows."""
+        return Fraction(self.images or 0, self.batch)
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of the whole training."""
+        return self.recipe.steps or max(1, round(self.in_steps(self.recipe.epochs or 0, "epochs")))
+
+    @cached_property
+    def schedule(self) -> Any:
+        """The recipe's schedule, in steps."""
+        own = self.recipe.schedule
+        return own.in_steps(self.epoch) if self._unit == "epochs" else own
+
+    @cached_property
+    def head_only(self) -> Fraction:
+        """Steps at the beginning in which the backbone stays as it is."""
+        return self.in_steps(self.recipe.optimizer.head_only, self._unit)
+
+    @property
+    def _unit(self) -> Unit:  # a schedule from elsewhere counts steps
+        return getattr(self.recipe.schedule, "unit", "steps")
+
+    def in_steps(self, number: float, unit: Unit) -> Fraction:
+        return Fraction(number) * (self.epoch if unit == "epochs" else 1)
+
+    def is_due(self, section: CheckpointSection | EvaluationSection, done: int) -> bool:
+        """Whether what a section wants every so often is to be done after `done` steps; after the last one it is."""
+        if section.every == 0 or done == self.steps:
+            return section.every != 0
+        every = self.in_steps(section.every or 0, section.unit)
+        return every > 0 and done // every > (done - 1) // every
+
+
+def planned_steps(recipe: Recipe, batch: int) -> int:
+    """Steps of a training that has not begun; a DistapError if it counts epochs of images that are not there."""
+    if recipe.steps is not None:
+        return recipe.steps
+    try:
+        return Length(recipe, len(load_index(recipe.data.train_source, recipe.data.remote)), batch).steps
+    except DistapError as error:
+        raise DistapError(f"epochs: the images cannot be counted, so set epochs=null and steps=N: {error}") from error

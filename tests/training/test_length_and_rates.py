@@ -1,0 +1,197 @@
+"""The length of a training in epochs, its learning rates, and the average of its parameters, over whole runs."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import distap
+from ranks import on_ranks
+from small_trainings import losses, parameters, recipe, train
+from stores import found_checkpoint
+
+import distap as library
+from distap.checkpoint.folder import list_checkpoints
+from distap.engine.schedule import RateSchedule
+from distap.errors import DistapError
+from distap.telemetry.runlog import read_run_log
+from distap.trainer import Trainer
+from distap.training.build import trained_network
+from distap.training.length import Length, planned_steps
+from distap.world import World
+
+# 54 images in batches of 25: an epoch is 2.16 steps, and three of them are 6.48.
+EPOCHS = {"steps": None, "epochs": 3, "schedule": {"name": "cosine", "unit": "epochs", "warmup": 1, "length": 2.5}}
+RATES = {
+    "name": "adamw",
+    "learning_rate": 1e-2,
+    "layer_decay": 0.7,
+    "head_only": 1.5,  # epochs: the backbone moves from the fifth step on
+    "backbone": {"factor": 0.5, "weight_decay": 0.1},
+}
+AVERAGED = {"ema": {"decay": 0.8}, "evaluation": {"every": 1, "unit": "epochs"}}
+MODEL = {"backbone": "test_vit", "weights": {"name": "random"}, "projection": 8, "drop_path_rate": 0.1}
+EVERYTHING = EPOCHS | AVERAGED | {"optimizer": RATES, "model": MODEL, "data__image_size": 48}
+
+
+def tensors(run, step=None):
+    return found_checkpoint(run if step is None else run / "checkpoints" / f"step-{step:08d}").tensors()
+
+
+def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(tmp_path, training_shards, caplog):
+    caplog.set_level("INFO")
+    sets = {
+        "data__validation": str(training_shards[1]),
+        "checkpoint": {"every": 2, "unit": "epochs", "keep_best": False},
+    }
+    settings = EPOCHS | {"evaluation": {"every": 1, "unit": "epochs"}, "optimizer": {"learning_rate": 0.1}} | sets
+    read = recipe(tmp_path / "run", training_shards, **settings)
+    trainer = Trainer(read, World())
+    trainer.train()
+    assert "an epoch is 2.16 steps, the training 2.78 epochs or 6 steps" in caplog.text
+    assert "and every 1 epochs" in caplog.text
+    log = read_run_log(tmp_path / "run")
+    in_steps = RateSchedule("cosine", warmup=2.16, length=5.4)
+    found = [entry["learning_rate"] for entry in log if "loss" in entry]
+    assert found == pytest.approx([0.1 * in_steps.factor(step, 6) for step in range(6)])
+    assert [entry["step"] for entry in log if "validation" in entry] == [0, 3, 5, 6]
+    assert [path.name[-1] for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["5", "6"]
+    as_steps = {"steps": 6, "schedule": {"name": "cosine", "warmup": 2.16, "length": 5.4}}
+    train(World(), tmp_path / "steps", training_shards, **as_steps, optimizer={"learning_rate": 0.1})
+    assert losses(tmp_path / "steps") == losses(tmp_path / "run")
+
+
+def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, training_shards):
+    with pytest.raises(DistapError, match="either steps or epochs, and the other to null; neither is set"):
+        recipe(tmp_path, training_shards, steps=None)
+    with pytest.raises(DistapError, match=r"the other to null; steps is 10 and epochs 2\.5"):
+        recipe(tmp_path, training_shards, epochs=2.5)
+    read = recipe(tmp_path, training_shards, **EPOCHS)
+    for images, batch, steps in ((54, 25, 6), (54, 54, 3), (54, 500, 1), (1_000_003, 100, 30_000)):
+        assert Length(read, images, batch).steps == steps
+    with pytest.raises(DistapError, match="has no index, so epochs cannot be counted"):
+        Length(read, None, 25)
+    assert planned_steps(read, 10) == 16
+    with pytest.raises(DistapError, match="epochs: the images cannot be counted, so set epochs=null and steps=N: "):
+        planned_steps(recipe(tmp_path, (tmp_path / "nothing",), **EPOCHS), 10)
+
+
+def resumed(world, folder, shards, changes):
+    """Train whole, and again from the whole run's checkpoints after some of the steps."""
+    changes = {**changes, "data__validation": str(shards[1]), "checkpoint": {"every": 1, "keep": 9}}
+    train(world, folder / "whole", shards, **changes)
+    for step in (2, 5):  # the backbone is held, and it moves
+        name = f"checkpoints/step-{step:08d}"
+        if world.rank == 0:
+            shutil.copytree(folder / "whole" / name, folder / f"from-{step}" / name)
+        world.barrier()
+        train(world, folder / f"from-{step}", shards, **changes)
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_a_run_with_everything_goes_on_bit_for_bit(tmp_path, training_shards, ranks, engine):
+    changes = EVERYTHING | {"engine": engine}
+    if ranks == 1:
+        resumed(World(), tmp_path, training_shards, changes)
+    else:
+        on_ranks(ranks, resumed, tmp_path, training_shards, changes)
+    expected = tensors(tmp_path / "whole")
+    assert any(name.startswith("ema.") for name in expected)
+    for step in (2, 5):
+        found = tensors(tmp_path / f"from-{step}")
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        assert losses(tmp_path / f"from-{step}") == losses(tmp_path / "whole")[step:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(tmp_path, training_shards, ranks):
+    changes = EVERYTHING | {"checkpoint": {"every": 1, "keep": 9}, "evaluation": {}}
+    if ranks == 1:
+        train(World(), tmp_path, training_shards, **changes)
+    else:
+        on_ranks(ranks, train_with, tmp_path, training_shards, changes | {"engine": "fsdp"})
+    first, held, moves = (tensors(tmp_path, step) for step in (1, 4, 5))
+    for name in held:
+        is_of_backbone = name.startswith("network.backbone.")
+        if name.startswith("network.") and torch.equal(held[name], first[name]) != is_of_backbone:
+            pytest.fail(f"{name} {'moves' if is_of_backbone else 'stays'}")
+    of_backbone = [name for name in moves if name.startswith("optimizer.state.backbone.")]
+    assert of_backbone and not set(of_backbone) & held.keys()
+    assert all(float(moves[name]) == 1 for name in of_backbone if name.endswith(".step"))
+    assert any(not torch.equal(moves[name], held[name]) for name in held if name.startswith("network.backbone."))
+
+
+def train_with(world, run, shards, changes):
+    train(world, run, shards, **changes)
+
+
+def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shards):
+    changes = {"steps": 4, "data__validation": str(training_shards[1]), "ema": {"decay": 0.5}, "evaluation__every": 1}
+    rate = {"name": "sgd", "learning_rate": 3.0}  # high, so that the average is far from the parameters
+    train(World(), tmp_path, training_shards, **changes, optimizer=rate, checkpoint={"every": 1, "keep": 9})
+    average = {key.removeprefix("ema."): t for key, t in tensors(tmp_path).items() if key.startswith("ema.")}
+    expected = tensors(tmp_path, 1)
+    for name in average:
+        mean = expected[f"ema.{name}"]
+        for step in (2, 3, 4):
+            mean = 0.5 * mean + 0.5 * tensors(tmp_path, step)[f"network.{name}"]
+        torch.testing.assert_close(average[name], mean)
+    assert not all(torch.equal(average[name], parameters(tmp_path)[f"network.{name}"]) for name in average)
+    loaded = library.load(tmp_path, device="cpu").describer.retrieval_network.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in average.items())
+    scores = {e["step"]: e["validation"]["mAP"] for e in read_run_log(tmp_path) if "validation" in e}
+    for step, score in list(scores.items())[1:]:
+        path = tmp_path / "checkpoints" / f"step-{step:08d}"
+        _, network = trained_network(path, World())
+        again = Trainer(recipe(tmp_path / f"at-{step}", training_shards, **changes), World())
+        again.network.load_state_dict(network.state_dict())
+        again.engine.keep_average(0.5)
+        assert again.evaluate(SimpleNamespace(requested=False)) == score
+    best = found_checkpoint(tmp_path, best=True)
+    assert best.manifest.score == max(scores[step] for step in (1, 2, 3, 4))
+
+
+def test_an_average_may_begin_and_end_within_a_run(tmp_path, training_shards, caplog):
+    train(World(), tmp_path, training_shards, steps=1)
+    before = parameters(tmp_path)
+    train(World(), tmp_path, training_shards, steps=2, ema={"decay": 0.5})
+    assert "ema: was null, is" in caplog.text or "ema.decay: was unset, is 0.5" in caplog.text
+    name = "pooling.power"
+    after = tensors(tmp_path)
+    assert float(after[f"ema.{name}"]) == pytest.approx(
+        0.5 * float(before[f"network.{name}"]) + 0.5 * float(after[f"network.{name}"])
+    )
+    train(World(), tmp_path, training_shards, steps=3)
+    assert not any(key.startswith("ema.") for key in tensors(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ema": {"decay": 1}}, "ema.decay: 1: input should be less than 1"),
+        (
+            {"ema": {"decay": 0.9}, "engine": {"name": "deepspeed", "stage": 3}},
+            "ema needs all parameters on every",
+        ),
+        ({"optimizer__head_only": 3, "engine": "deepspeed"}, "deepspeed moves all parameters in each step"),
+        ({"optimizer__layer_decay": 0}, "optimizer.layer_decay: 0: input should be greater than 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_key(tmp_path, training_shards, changes, message):
+    with pytest.raises(DistapError, match=message):
+        recipe(tmp_path, training_shards, **changes)
+
+
+def test_a_network_of_a_backbone_alone_has_no_head_to_warm_up(tmp_path, training_shards):
+    with pytest.raises(DistapError, match="head_only: nothing but the backbone has parameters to train"):
+        Trainer(recipe(tmp_path, training_shards, optimizer__head_only=1, model__pooling="mean"), World())
+
+
+def test_a_report_of_a_run_in_epochs_has_its_last_evaluation_as_after(tmp_path, training_shards, monkeypatch):
+    train(World(), tmp_path, training_shards, **EPOCHS, data__validation=str(training_shards[1]))
+    assert distap(monkeypatch, "report", tmp_path) == 0
+    summary = json.loads((Path(tmp_path) / "summary.json").read_text())
+    assert summary["before"] and summary["after"]
