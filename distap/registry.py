@@ -26,7 +26,8 @@ from distap.errors import DistapError
 
 TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum"),
-    *("rmsprop", "lamb", "lars", "lion", "adafactor", "adopt"),
+    *("rmsprop", "lamb", "lars", "lion", "adafactor", "adopt", "adabelief", "adadelta"),
+    *("adagrad", "adamax", "adan", "cadamw", "radamw", "rmsproptf", "sgdw"),
 )
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {

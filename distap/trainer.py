@@ -88,7 +88,8 @@ class Trainer:
         self.images = first_on_rank_0(world, partial(checked_images, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)
         index = self.images.index
-        self.length = Length(recipe, None if index is None else len(index), self.images.size)
+        images = None if index is None else len(index)
+        self.length = first_on_rank_0(world, partial(Length, recipe, images, self.images.size))
         self.startup.reached("data")
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.
@@ -137,12 +138,11 @@ class Trainer:
 
     def _train(self, stop: StopRequest) -> int:
         lap, first, stopping = time.perf_counter(), self.done, False
-        steps, schedule = self.length.steps, self.length.schedule
+        steps = self.length.steps
         for share in self.images.shares(range(self.done, steps)):
             at_step(share.step + 1)
-            factor = schedule.factor(share.step, steps)
             self.engine.held = ("backbone",) if share.step < self.length.head_only else ()
-            result = self.step(share, self.recipe.optimizer.learning_rate * factor)
+            result = self.step(share, self.length.rate(share.step))
             self.done = share.step + 1
             stopping = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
             if self.done == first + 1:

@@ -78,7 +78,7 @@ class Engine(Replica):
     Args:
         network: on its device already; ranks take the parameters of rank 0.
         build_optimizer: returns the optimiser over the network's parameters, which FSDP has replaced by shards then;
-            `factor` of a group multiplies its learning rate.
+            `factor` of a group multiplies its learning rate, and `part` is what `held` names.
         clip_norm: greatest norm of the whole gradient; None never clips.
         precision: dtype of the network's arithmetic.
         settings: of the subclass; None takes the defaults.

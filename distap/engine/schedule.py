@@ -1,7 +1,7 @@
 """Schedules of the learning rate."""
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import cos, pi
 
@@ -50,33 +50,24 @@ class RateSchedule:
         if self.length is not None and self.length <= self.warmup:
             raise ValueError(f"length is {self.length:g}, which the warm-up ({self.warmup:g}) already fills")
 
-    def in_steps(self, epoch: Fraction) -> "RateSchedule":
-        """The same schedule in steps, of which an epoch has `epoch`."""
-        if self.unit == "steps":
-            return self
+    def factor(self, step: int, steps: int, epoch: Fraction = Fraction(1)) -> float:
+        """Return what the learning rate is multiplied with in a step, counted from 0, of a training of `steps`.
 
-        def steps(epochs: float) -> float:
-            return float(Fraction(epochs) * epoch)
-
-        return replace(
-            self,
-            unit="steps",
-            warmup=steps(self.warmup),
-            length=self.length and steps(self.length),
-            every=self.every and steps(self.every),
-            milestones=self.milestones and tuple(map(steps, self.milestones)),
-        )
-
-    def factor(self, step: int, steps: int) -> float:
-        """Return what the learning rate is multiplied with in a step, counted from 0, of a training of `steps`."""
-        if step < self.warmup:
-            return min((step + 1) / self.warmup, 1.0)
-        done, decay = step - self.warmup, 0.1 if self.decay is None else self.decay
+        An epoch is `epoch` steps; only a schedule in epochs needs it.
+        """
+        unit = epoch if self.unit == "epochs" else Fraction(1)
+        if step < self.warmup * unit:
+            return min((step + 1) / float(self.warmup * unit), 1.0)
+        done = Fraction(step) / unit - Fraction(self.warmup)
         if self.every is not None:
-            return float(decay ** (done // self.every))
+            return float(self._decay ** (done // Fraction(self.every)))
         if self.milestones is not None:
-            return float(decay ** bisect_right(self.milestones, done))
+            return float(self._decay ** bisect_right(self.milestones, done))
         if self.name == "constant":
             return 1.0
-        share = min(done / max((self.length or steps) - self.warmup, 1), 1.0)
+        share = min(float(done / max(Fraction(self.length or steps / unit) - Fraction(self.warmup), 1 / unit)), 1.0)
         return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2
+
+    @property
+    def _decay(self) -> float:
+        return 0.1 if self.decay is None else self.decay

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
 
 from distap.config.images import EvaluationSection
 from distap.config.recipe import Recipe
@@ -40,11 +39,11 @@ class Length:
         """Steps of the whole training."""
         return self.recipe.steps or max(1, round(self.in_steps(self.recipe.epochs or 0, "epochs")))
 
-    @cached_property
-    def schedule(self) -> Any:
-        """The recipe's schedule, in steps."""
-        own = self.recipe.schedule
-        return own.in_steps(self.epoch) if self._unit == "epochs" else own
+    def rate(self, step: int) -> float:
+        """The learning rate in a step, counted from 0."""
+        of_epochs = {"epoch": self.epoch} if self._unit == "epochs" else {}
+        factor: float = self.recipe.schedule.factor(step, self.steps, **of_epochs)
+        return self.recipe.optimizer.learning_rate * factor
 
     @cached_property
     def head_only(self) -> Fraction:

@@ -100,7 +100,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("optimizer.betaz=[0.9, 0.99]", "optimizer.betaz: unknown key; did you mean betas"),
         ("optimizer.warmup=5", r"optimizer.warmup: unknown key; did you mean schedule.warmup\?"),
         ("optimizer.weight_decay=0.1", "weight_decay: unknown key; did you mean weight_decay of optimizer.backbone"),
-        ("optimizer={name: adan}", "optimizer 'adan' is unknown; did you mean adam"),
+        ("optimizer={name: adm}", "optimizer 'adm' is unknown; did you mean adam"),
         ("optimizer.momentum=0.9", "optimizer: momentum is set, but the optimiser adam has no momentum"),
         ("schedule=liner", "schedule 'liner' is unknown; did you mean linear"),
         ("schedule={name: step}", "schedule: the schedule step needs every"),

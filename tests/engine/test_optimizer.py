@@ -16,8 +16,8 @@ from distap.errors import DistapError
 from distap.registry import build_part
 
 
-def rates(schedule, steps):
-    return [schedule.factor(step, steps) for step in range(steps)]
+def rates(schedule, steps, *epoch):
+    return [schedule.factor(step, steps, *epoch) for step in range(steps)]
 
 
 def optimizer_at_rate_1():
@@ -73,12 +73,14 @@ def test_schedules_are_those_of_timm_and_torch_over_a_whole_run(schedule, expect
 
 def test_a_schedule_in_epochs_changes_the_rate_where_an_epoch_ends():
     # ROADMAP's: times 0.3 after 30 and 70 epochs, here of 7 images in batches of 2, so of 3.5 steps.
-    roadmap = RateSchedule("multistep", unit="epochs", milestones=(30, 70), decay=0.3).in_steps(Fraction(7, 2))
-    assert rates(roadmap, 350) == pytest.approx([1.0] * 105 + [0.3] * 140 + [0.09] * 105)
-    falling = RateSchedule("linear", unit="epochs", warmup=2, length=10)
-    assert falling.in_steps(Fraction(7, 2)) == RateSchedule("linear", warmup=7, length=35)
-    each = RateSchedule("step", unit="epochs", every=1, decay=math.exp(-0.01)).in_steps(Fraction(7, 2))
-    assert rates(each, 350)[-1] == pytest.approx(math.exp(-0.99))
+    roadmap = RateSchedule("multistep", unit="epochs", milestones=(30, 70), decay=0.3)
+    assert rates(roadmap, 350, Fraction(7, 2)) == pytest.approx([1.0] * 105 + [0.3] * 140 + [0.09] * 105)
+    falling, in_steps = RateSchedule(unit="epochs", warmup=2, length=10), RateSchedule(warmup=7, length=35)
+    assert rates(falling, 50, Fraction(7, 2)) == rates(in_steps, 50)
+    whole, in_steps = RateSchedule("cosine", unit="epochs", warmup=1), RateSchedule("cosine", warmup=3.5)
+    assert rates(whole, 50, Fraction(7, 2)) == pytest.approx(rates(in_steps, 50))
+    each = RateSchedule("step", unit="epochs", every=1, decay=math.exp(-0.01))  # Radenović's decay
+    assert rates(each, 350, Fraction(7, 2))[::7] == pytest.approx([math.exp(-0.02 * pair) for pair in range(50)])
 
 
 def test_a_rate_depends_on_the_step_alone_and_stays_at_the_end_of_a_shorter_schedule():
@@ -99,7 +101,7 @@ def test_a_rate_depends_on_the_step_alone_and_stays_at_the_end_of_a_shorter_sche
         ("schedule", "cosine", {"warmup": 5, "length": 5}, r"length is 5, which the warm-up \(5\) already fills"),
         ("schedule", "cosine", {"unit": "epoch"}, "unit: 'epoch': input should be 'steps' or 'epochs'"),
         ("optimizer", "adam", {"momentum": 0.9}, "momentum is set, but the optimiser adam has no momentum"),
-        ("optimizer", "adan", {}, "unknown; did you mean adam?"),
+        ("optimizer", "adm", {}, "unknown; did you mean adam?"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(kind, name, options, message):
