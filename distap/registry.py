@@ -25,9 +25,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSeriali
 from distap.errors import DistapError
 
 TIMM_OPTIMIZERS = (
-    *("adam", "adamw", "nadamw", "radam", "sgd", "momentum"),
-    *("rmsprop", "lamb", "lars", "lion", "adafactor", "adopt", "adabelief", "adadelta"),
-    *("adagrad", "adamax", "adan", "cadamw", "radamw", "rmsproptf", "sgdw"),
+    *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
+    *("adopt", "adabelief", "adadelta", "adagrad", "adamax", "adan", "cadamw", "radamw", "rmsproptf", "sgdw"),
 )
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
