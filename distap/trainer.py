@@ -87,9 +87,7 @@ class Trainer:
         self.stopwatch = Stopwatch(world.device)
         self.images = first_on_rank_0(world, partial(checked_images, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)
-        index = self.images.index
-        images = None if index is None else len(index)
-        self.length = first_on_rank_0(world, partial(Length, recipe, images, self.images.size))
+        self.length = first_on_rank_0(world, partial(Length, recipe, self.images.index, self.images.size))
         self.startup.reached("data")
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.

@@ -45,9 +45,7 @@ class Recipe(NetworkRecipe):
 
     run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
     steps: PositiveInt | None = Field(None, description="Length of the training; either this or epochs.")
-    epochs: PositiveFloat | None = Field(
-        None, description="The same in epochs, each of as many images as there are to train on."
-    )
+    epochs: PositiveFloat | None = Field(None, description="The same in epochs, of all images to train on.")
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     precision: PrecisionName = Field(
         "float32", description="Precision of the network's computations; parameters stay float32."

@@ -1,5 +1,6 @@
 """How long a training is: its steps, and in steps what its recipe counts in epochs."""
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -14,13 +15,13 @@ from distap.errors import DistapError
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a training on so many images, in global batches of `batch` images.
+    """The length of a training on these images, in global batches of `batch` images.
 
-    An epoch is `images` / `batch` steps, whatever the sampling, and need not be a whole number of them.
+    An epoch is len(images) / `batch` steps, whatever the sampling, and need not be a whole number of them.
     """
 
     recipe: Recipe
-    images: int | None  # None if the data has no index, which counts them
+    images: Sized | None  # the index of the data; None if it has none
     batch: int
 
     def __post_init__(self) -> None:
@@ -32,7 +33,7 @@ class Length:
     @property
     def epoch(self) -> Fraction:
         """Steps of an epoch; 0 if nobody knows."""
-        return Fraction(self.images or 0, self.batch)
+        return Fraction(len(self.images or ()), self.batch)
 
     @cached_property
     def steps(self) -> int:
@@ -70,6 +71,6 @@ def planned_steps(recipe: Recipe, batch: int) -> int:
     if recipe.steps is not None:
         return recipe.steps
     try:
-        return Length(recipe, len(load_index(recipe.data.train_source, recipe.data.remote)), batch).steps
+        return Length(recipe, load_index(recipe.data.train_source, recipe.data.remote), batch).steps
     except DistapError as error:
         raise DistapError(f"epochs: the images cannot be counted, so set epochs=null and steps=N: {error}") from error

@@ -70,7 +70,7 @@ def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, tra
         recipe(tmp_path, training_shards, epochs=2.5)
     read = recipe(tmp_path, training_shards, **EPOCHS)
     for images, batch, steps in ((54, 25, 6), (54, 54, 3), (54, 500, 1), (1_000_003, 100, 30_000)):
-        assert Length(read, images, batch).steps == steps
+        assert Length(read, range(images), batch).steps == steps
     with pytest.raises(DistapError, match="has no index, so epochs cannot be counted"):
         Length(read, None, 25)
     assert planned_steps(read, 10) == 16
