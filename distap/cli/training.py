@@ -73,7 +73,7 @@ def recipes_command(
         typer.echo(named_recipe(name).read_text("utf-8"), nl=False)
         return
     rows = [("name", *RECIPE_HEAD)]
-    for path in sorted(RECIPES.glob("*.yaml")):
+    for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
         head = dict(re.findall(r"^# (\w+): (.*)$", path.read_text("utf-8"), re.MULTILINE))
         rows.append((path.stem, *(head[key] for key in RECIPE_HEAD)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
