@@ -180,8 +180,8 @@ def train(
             model.batchnorm says, frozen by default. It is trained in place, unless an engine on several ranks shares
             its parameters out. A network of `load` may be given too, to train it on.
         loss: what `Multistage` takes: a name, a Loss or its class, or a function of (descriptors, labels).
-        data: images to train on, see `source_of`; or a dict of `train`, `validation` or both. Batches come from the
-            recipe's sampling, and images are augmented as it says.
+        data: images to train on, see `source_of`; or a dict of `train`, `validation` and `gallery`. Batches come from
+            the recipe's sampling, and images are augmented as it says.
     Raises:
         DistapError: a key, a value or an object is wrong, or the training failed; the message says what to do.
     """
@@ -198,8 +198,8 @@ def train(
         objects |= {f"model.{part}": GivenNetwork(whole) for part in GIVEN_PARTS}
         objects |= {"model.projection": None, "model.drop_rate": 0.0, "model.drop_path_rate": 0.0}
     sets = data if isinstance(data, Mapping) else {} if data is None else {"train": data}
-    if unknown := sets.keys() - {"train", "validation"}:
-        raise DistapError(f"data: it has {', '.join(map(str, unknown))}; expected train and validation")
+    if unknown := sets.keys() - {"train", "validation", "gallery"}:
+        raise DistapError(f"data: it has {', '.join(map(str, unknown))}; expected train, validation and gallery")
     shows = track if os.environ.get("RANK", "0") == "0" else untracked
     objects |= {f"data.{name}": source_of(one, shows) for name, one in sets.items()}
     read = load_recipe(recipe if isinstance(recipe, Mapping) else Path(recipe), {**(overrides or {}), **objects})

@@ -31,12 +31,6 @@ class ImagesSection(Section):
     max_pixels: PositiveInt = Field(100_000_000, description="Refuse images with more pixels without decoding them.")
     scaled_decoding: bool = Field(True, description="Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it.")
 
-    @model_validator(mode="after")
-    def _one_gallery(self) -> "ImagesSection":
-        if (self.gallery or self.gallery_draws) and not self.validation:
-            raise ValueError("gallery and gallery_draws are for the images of validation, which names none")
-        return self
-
     @property
     def validation_source(self) -> Source | None:
         return parse_source(self.validation, self.validation_index) if self.validation else None
@@ -62,6 +56,12 @@ class DataSection(ImagesSection):
     max_damaged_in_step: float = Field(
         0.25, ge=0, le=1, description="Stop when more than this share of one global batch is damaged."
     )
+
+    @model_validator(mode="after")
+    def _one_gallery(self) -> "DataSection":
+        if (self.gallery or self.gallery_draws) and not self.validation:
+            raise ValueError("gallery and gallery_draws are for the images of validation, which names none")
+        return self
 
     @property
     def train_source(self) -> Source:

@@ -67,8 +67,8 @@ def _shards(allow_pipes: bool = False) -> PlainValidator:
     """Validate the name of a data set by parsing it, and keep its normal form, or a data set in Python as it is."""
 
     def check(value: object) -> str | Source:
-        if isinstance(value, Source) and value.rows is not None:
-            return value
+        if isinstance(value, Source):
+            return str(value) if value.rows is None else value
         if not isinstance(value, str):
             raise PydanticCustomError("string_type", "Input should be a valid string")
         try:

@@ -86,6 +86,16 @@ def figures(run):
     return [line["validation"] for line in read_run_log(run) if "validation" in line]
 
 
+def test_a_gallery_may_be_an_object_too(tmp_path, folders):
+    same = dict.fromkeys(("validation", "gallery"), folders / "validation")
+    for name, kind in (("named", "imagefolder:{}".format), ("given", ImageFolder)):
+        data = {part: kind(folder) for part, folder in ({"train": folders / "train"} | same).items()}
+        distap.train(recipe(tmp_path / name, steps=1), data=data)
+    assert figures(tmp_path / "given") == figures(tmp_path / "named")
+    assert figures(tmp_path / "given")[0]["R@1"] == 1  # each image is in the gallery itself
+    assert distap.load(tmp_path / "given").dimensions > 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_objects_train_as_their_names_do(tmp_path, folders, ranks):
     named, given = tmp_path / "named", tmp_path / "given"
@@ -184,7 +194,7 @@ def test_overrides_are_nested_or_dotted_and_a_name_chooses_anew(tmp_path, folder
         ({}, {"network": nn.Flatten()}, "Flatten has no parameter that requires a gradient"),
         ({}, {"network": nn.BatchNorm2d(3, track_running_stats=False)}, "without running statistics"),
         ({}, {"loss": "smooth"}, "did you mean smooth_ap"),
-        ({}, {"data": {"test": "shards"}}, "data: it has test; expected train and validation"),
+        ({}, {"data": {"test": "shards"}}, "data: it has test; expected train, validation and gallery"),
         ({"steps": 0}, {}, "recipe: steps: 0: input should be greater than 0"),
         ({"steps.x": 0}, {}, "steps is a value, it has no keys"),
         ({"loss": {"name": "given", "of": "m:L"}}, {}, "loss: an object in Python, m:L, was here"),
