@@ -27,7 +27,7 @@ IMAGES_A_CLASS = 4  # K of a batch of many classes
 LARGEST_BATCH = {"cpu": 96, "cuda": 1024}  # in an hour on a CPU, more updates gain more than larger batches
 BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
-RANDOM_RATE, PRETRAINED_RATE = 1e-3, 3e-4  # of Adam, by weights
+RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by weights
 EVALUATIONS = 10
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
@@ -127,8 +127,18 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
     told = "pretrained, downloaded once" if weights == "timm" else "as asked for"
     yield f"  weights: {weights}  # {told}; {{name: run, path: RUN}} goes on from another training"
     yield ""
+    # Fitted to few classes, pretrained features tell others apart less well.
+    is_careful = weights != "random" and seen.classes < FEW_CLASSES and not seen.shared
+    rate = RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE
     yield f"loss: {loss}"
-    yield f"optimizer: {{name: adam, learning_rate: {RANDOM_RATE if weights == 'random' else PRETRAINED_RATE}}}"
+    yield f"optimizer: {{name: adam, learning_rate: {rate}}}"
+    if is_careful:
+        yield from _comment(
+            "What is evaluated and saved is the average of the pretrained weights and all later ones: few classes "
+            "teach little about others, and the average keeps what the pretrained weights know. If even the first "
+            "evaluation is the best one, train on more classes."
+        )
+        yield f"ema: {{decay: {1 - 1 / steps:.4g}}}"
     yield "schedule: {name: linear, warmup: 20}"
     yield "replay: {size: auto, keep: auto}  # the fastest micro-batch, and all graphs for which there is memory"
     yield ""
