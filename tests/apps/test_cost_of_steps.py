@@ -215,6 +215,16 @@ def test_a_plan_is_printed_written_and_says_what_it_rests_on(tmp_path, monkeypat
     assert all(step["seconds_a_step"] == pytest.approx(sum(step["seconds"].values())) for step in plan["steps"])
 
 
+def test_epochs_of_images_that_are_not_there_leave_only_the_hours_open(tmp_path):
+    asked = recipe(steps=None, epochs=7, data={"train": str(tmp_path / "later"), "image_size": SIZE})
+    plan = cost_plan(asked, 32, [1], 1e9, 8, "h100")
+    assert "7 epochs" in plan["network"] and "hours are unknown" in plan["assumptions"][-1]
+    assert plan["steps"][0]["days"] is None and plan["steps"][0]["seconds_a_step"] > 0
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(plan_tables(plan["steps"])[0])
+    assert "?" in console.export_text()
+
+
 def test_this_machine_is_measured_and_its_plan_fits_a_terminal():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other where other tests take the cores

@@ -10,6 +10,7 @@ from distap.apps.plan.measuring import Trial
 from distap.apps.plan.network_cost import network_cost
 from distap.apps.plan.step_cost import StepCost, bins_of
 from distap.config.recipe import Recipe
+from distap.errors import DistapError
 from distap.registry import name_of
 from distap.telemetry.terminal import text_table
 from distap.training.length import planned_steps
@@ -35,7 +36,10 @@ def cost_plan(
     They come from the data sheet of `card` or, with `rounds`, from a measurement, which only rank 0 gets.
     `link` is the bytes a second of a host's network.
     """
-    length = planned_steps(recipe, batch)
+    try:
+        length, told = float(planned_steps(recipe, batch)), []
+    except DistapError as error:
+        length, told = math.nan, [f"hours are unknown: {error}"]
     network = network_cost(recipe)
     if rounds is None:
         machine = machine_of(card, network, recipe, link, gpus_a_host)
@@ -50,11 +54,14 @@ def cost_plan(
         basis = f"this machine, the medians of {rounds} rounds; the link inside a host is {tried}"
     steps = [StepCost(recipe, batch, network, machine, count) for count in ranks]
     described = f"{recipe.model.architecture} at {recipe.data.image_size} px in {recipe.precision}, B = {batch:,}"
+    planned = f"{recipe.epochs:g} epochs" if told else f"{length:,.0f} steps"
     return {
-        "network": f"{described}, {length:,} steps, engine {name_of('engine', recipe.engine)}",
-        "assumptions": [basis, *_assumptions(steps[0])],
+        "network": f"{described}, {planned}, engine {name_of('engine', recipe.engine)}",
+        "assumptions": [basis, *_assumptions(steps[0]), *told],
         "advice": _advice(steps),
-        "steps": [{**of, "days": length * of["seconds_a_step"] / 86_400} for of in map(_figures, steps)],
+        "steps": [
+            {**of, "days": None if told else length * of["seconds_a_step"] / 86_400} for of in map(_figures, steps)
+        ],
     }
 
 
@@ -62,7 +69,8 @@ def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
     rows = []
     for step in steps:
         more = {"gb": sum(step["memory"].values()) / 1e9, "mark": "" if step["fits"] else " !"}
-        rows.append(SUMMARY.format(**step, **more, hours=24 * step["days"]).split("|"))
+        hours = math.nan if step["days"] is None else 24 * step["days"]
+        rows.append(SUMMARY.format(**step, **more, hours=hours).replace("nan", "?").split("|"))
     tables = [text_table("a step", CAPTION, HEADINGS, rows)]
     for title, name, unit, form in (
         ("seconds a step", "seconds", 1.0, "{:.3g}"),
