@@ -1,8 +1,9 @@
 """Start this host's ranks, as torchrun does: `python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`.
 
-It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in four ways:
+It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in five ways:
 - Its exit status is one of `distap.errors`: 2 if a rank of this host met a mistake that a person must mend, otherwise
   75 if one stopped on request, 0 if all finished, 1 if they did not.
+- It looks for mistakes in data, batch and network before it starts a rank.
 - It does not start ranks again that left with 75 or 2, whatever --max-restarts says.
 - After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds.
 - It does not linger. If a rank has failed or all have left, and the rendezvous cannot be reached for `linger_seconds`
@@ -16,8 +17,8 @@ import signal
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,30 +33,44 @@ LONGEST_LINGER_SECONDS = 60.0
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
     """Start this host's ranks with torchrun's `options`, such as --nnodes=2, and wait; return the exit status."""
     from distap.config.reading import load_recipe
+    from distap.storage.remotes import UnreachableError
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
     set_up_early_logging(overrides, rank=None)
     recipe = load_recipe(config, overrides)
+    from distap.training.checks import check_start
+
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank=None)
-    arguments = [str(config), *overrides]
-    return launch(options, "distap.train", arguments, recipe.stop.grace_seconds, recipe.timeout_seconds)
+    arguments, seconds = [str(config), *overrides], (recipe.stop.grace_seconds, recipe.timeout_seconds)
+
+    def check(ranks: int) -> None:
+        with suppress(UnreachableError):  # of which the ranks tell, and may be started again
+            check_start(recipe, ranks)
+
+    return launch(options, "distap.train", arguments, *seconds, check)
 
 
 def launch(
-    options: list[str], module: str, arguments: list[str], grace_seconds: float, timeout_seconds: float
+    options: list[str],
+    module: str,
+    arguments: list[str],
+    grace_seconds: float,
+    timeout_seconds: float,
+    check: Callable[[int], None] = lambda ranks: None,
 ) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    The module calls `exit_statuses.record_outcome`. Ranks have `grace_seconds` to leave after a signal, and a
-    collective takes `timeout_seconds` at most. Afterwards this process ignores signals: all that is left is to leave.
+    The module calls `exit_statuses.record_outcome`. `check` is told the number of ranks before they start. Ranks have
+    `grace_seconds` to leave after a signal, and a collective takes `timeout_seconds` at most. Afterwards this process
+    ignores signals: all that is left is to leave.
     """
     from torch.distributed import run as torchrun
 
-    from distap.processes.agent import require_possible, run_ranks
+    from distap.processes.agent import ranks_here, run_ranks
 
     settings = torchrun.get_args_parser().parse_args([*options, module, *arguments])
     settings.module = True
-    require_possible(settings)
+    check(ranks_here(settings))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # torch would hear it in spite of nohup
         heeded = [name for name in settings.signals_to_handle.split(",") if name != signal.SIGHUP.name]
         settings.signals_to_handle = ",".join(heeded)

@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 import torch
 
+from distap.checkpoint.agreement import first_on_rank_0, on_all
 from distap.config.recipe import Recipe
 from distap.data.loading.training import ShareOfBatch
 from distap.errors import FINISHED, RESTART, DistapError
@@ -38,7 +39,7 @@ from distap.training.build import (
     loss_of,
     step_of,
 )
-from distap.training.checks import checked_images, checked_network, first_on_rank_0, require_same_data
+from distap.training.checks import checked_data, checked_network, require_same_data
 from distap.training.length import Length
 from distap.training.projection import whiten_projection
 from distap.training.report import RunReport, logger
@@ -85,7 +86,7 @@ class Trainer:
         # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
-        self.images = first_on_rank_0(world, partial(checked_images, recipe, world, self.stopwatch))
+        self.images, sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)
         self.length = first_on_rank_0(world, partial(Length, recipe, self.images.index, self.images.size))
         self.startup.reached("data")
@@ -95,7 +96,7 @@ class Trainer:
         if not self.is_begun:
             whiten_projection(recipe, self.network, world)
         describer = describer_of(recipe, self.network.train())
-        self.evaluations = evaluations_of(recipe, self.network, world)
+        self.evaluations = evaluations_of(recipe, self.network, world, sets)
         self.engine = engine_of(recipe, self.network, world)
         memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
         loss_engine, batch = loss_engine_of(recipe, loss, world), self.images.size
@@ -120,6 +121,7 @@ class Trainer:
             if self.done >= self.length.steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.length.steps)
                 return FINISHED
+            on_all(self.world, self.state.lease.require_held, mine=self.world.rank == 0)
             self.startup.reached("checkpoint")
             self.report.begins(self.done, self.length, self.images, self.network, list(self.evaluations))
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
@@ -188,7 +190,13 @@ class Trainer:
         """
         self.report.reading(self.done, share)
         wanted = self.tracer.asked()
-        mine = [len(share.failures), int(stop.requested), wanted, int(wanted > 0), int(self.state.lease.is_lost)]
+        mine = [
+            len(share.failures),
+            int(stop.requested),
+            wanted,
+            int(wanted > 0),
+            int(self.state.lease.problem != ""),
+        ]
         damaged, stopping, steps, asked, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
         if lost:
             self.state.lease.require_held()

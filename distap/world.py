@@ -176,7 +176,7 @@ class Arrival:
 
 def lone_world() -> World:
     """Return a world of one for a long-running process that handles large tensors now and then, such as a server."""
-    world = World(device=_device(0))
+    world = World(device=device_of(0))
     if world.device.type == "cpu":
         _mallopt({M_MMAP_THRESHOLD: LENT_BYTES})
     return world
@@ -198,7 +198,7 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
         rank, size, local_rank = (0, 1, 0) if is_alone else [int(os.environ[name]) for name in names]
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
-    device = _device(local_rank)
+    device = device_of(local_rank)
     if device.type == "cpu":
         # glibc would return the memory of every large tensor to the system, which fills it with zeros before the next
         # tensor can have it: about 4% of a step that keeps its graphs.
@@ -241,7 +241,8 @@ def _padded(rows: Tensor, length: int) -> Tensor:
     return padded
 
 
-def _device(local_rank: int) -> torch.device:
+def device_of(local_rank: int) -> torch.device:
+    """Return the device of a rank, by its number on this host; a DistapError if there is a GPU, but not for it."""
     if not torch.cuda.is_available():
         # An untrained network is full of subnormal numbers, which slow a CPU's arithmetic down a hundredfold.
         torch.set_flush_denormal(True)

@@ -36,8 +36,6 @@ BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
 
 @dataclass(frozen=True)
 class Look:
-    """The facts decide about a recipe."""
-
     train: str  # data set, as a recipe names it
     validation: str | None
     shared: int  # classes of both
@@ -75,7 +73,6 @@ def look(place: str) -> tuple[Look, Classes]:
 
 
 def recipe_for(seen: Look, classes: Classes, run: str, backbone: str | None, weights: str, size: int | None) -> str:
-    """The text of a recipe, with its reasons as comments."""
     return "\n".join(_lines(seen, classes, run, backbone or BACKBONE[seen.device], weights, size)) + "\n"
 
 
@@ -157,7 +154,6 @@ def _quoted(text: str) -> str:
 
 
 def _sets_in(place: str) -> tuple[str, str | None]:
-    """The training and the validation set of a place."""
     folder = Path(place)
     if not folder.is_dir():
         return place, None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import wait
-from typing import Any
+from typing import Any, TypeVar
 
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.errors import FAILED, DistapError
@@ -11,6 +11,7 @@ from distap.storage.remotes import UnreachableError
 from distap.world import World
 
 POLL_SECONDS = 0.2
+T = TypeVar("T")
 # What all ranks raise, the gravest first: the gravest failure of any rank decides.
 _KINDS = (RuntimeError, DistapError, UnreachableError, DamagedCheckpointError)
 
@@ -43,6 +44,13 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
             error.is_on_all_ranks = world.size > 1
         raise error from problem
     return [result for result, _ in answers]
+
+
+def first_on_rank_0(world: World, build: Callable[[], T]) -> T:
+    """Build on rank 0 and, if that went well, on the others: a mistake is told once, a download asked for once."""
+    built: list[T] = []
+    on_all(world, lambda: built.append(build()), mine=world.rank == 0)
+    return built[0] if built else build()
 
 
 def _kind(problem: BaseException) -> int:

@@ -82,7 +82,6 @@ def put_in_place(written: Path, path: Path) -> None:
 
 
 def remove_old(newest: Path, keep: int, keep_best: bool) -> None:
-    """Remove the checkpoints that a new one replaces."""
     names = [path.name for path in list_checkpoints(newest.parent)]
     best = best_checkpoint(newest.parent)[1] if keep_best else None
     for name in replaced(names, newest.name, keep, best.name if best else None):

@@ -22,7 +22,7 @@ from typing import Any
 from distap.errors import DistapError
 from distap.processes.exit_statuses import JOB
 from distap.storage.files import Storage
-from distap.storage.remotes import MissingFileError
+from distap.storage.remotes import MissingFileError, UnreachableError
 
 FILE = "lease.json"
 RENEW_SECONDS = 20.0
@@ -33,6 +33,10 @@ _of_this_process: set[str] = set()  # trainings that run in it, for one that cou
 logger = logging.getLogger("distap")
 
 
+class RunsHereError(DistapError):
+    """Another training has the lease."""
+
+
 class Lease:
     """The lease of one training, on rank 0.
 
@@ -41,7 +45,8 @@ class Lease:
     """
 
     def __init__(self, places: Mapping[str, Storage]) -> None:
-        self._places, self._problem = places, ""
+        self._places = places
+        self.problem = ""  # why this training may not write
         self._own: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -64,27 +69,28 @@ class Lease:
     def take(self) -> None:
         """Take the lease, if need be after waiting to see whether another training renews it.
 
+        Where nothing can be written, such as on a read-only disk, `require_held` raises later: a run whose steps are
+        all done needs no lease.
+
         Raises:
-            DistapError: another training has it, or it cannot be written.
+            DistapError: another training has it, or the store cannot be reached.
         """
         try:
             for key, place in self._places.items():
                 self._take(key, place)
-        except BaseException:
+        except BaseException as error:
             self._give_back()
-            raise
+            if not isinstance(error, DistapError) or isinstance(error, RunsHereError | UnreachableError):
+                raise
+            self.problem = str(error)
+            return
         _of_this_process.add(self._own["training"])
         self._renewing.start()
 
-    @property
-    def is_lost(self) -> bool:
-        """Tell whether another training has taken the lease over."""
-        return bool(self._problem)
-
     def require_held(self) -> None:
-        """Raise a DistapError if another training has taken the lease over."""
-        if self._problem:
-            raise DistapError(self._problem)
+        """Raise a DistapError if another training has taken the lease over, or it could not be written."""
+        if self.problem:
+            raise DistapError(self.problem)
 
     def release(self) -> None:
         """Remove the lease and stop renewing it, if it was taken."""
@@ -146,7 +152,7 @@ class Lease:
                     other = _read(place)
                     if other and other.get("training") != self._own["training"]:
                         taken = f"another training has taken over: {_named(other)}, since this one did not renew"
-                        self._problem = f"{key}: {place.base}: {taken} {FILE} in time; it goes on alone"
+                        self.problem = f"{key}: {place.base}: {taken} {FILE} in time; it goes on alone"
                         return
                     place.write(FILE, self._text())
                 except DistapError as error:
@@ -170,8 +176,8 @@ def _read(place: Storage) -> dict[str, Any] | None:
     return lease if isinstance(lease, dict) and lease.keys() >= FIELDS else {}
 
 
-def _refusal(key: str, place: Storage, other: dict[str, Any]) -> DistapError:
-    return DistapError(
+def _refusal(key: str, place: Storage, other: dict[str, Any]) -> RunsHereError:
+    return RunsHereError(
         f"{key}: {place.base}: another training runs here: {_named(other)}. Stop it or wait for its end, "
         f"or choose another {key}; if you know that it is gone, remove {place.where(FILE)}"
     )

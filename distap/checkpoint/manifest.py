@@ -42,7 +42,6 @@ class Manifest:
     score: float | None = None  # validation mAP of this state, if it was evaluated
 
     def text(self) -> str:
-        """The content of the manifest's file."""
         return _text(asdict(self), FORMAT)
 
 

@@ -45,7 +45,6 @@ class StoredRun:
     _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # versions of the files beside, as sent
 
     def where(self, name: str) -> str:
-        """Return the URL of a checkpoint."""
         return self.store.where(f"{FOLDER}/{name}")
 
     def names(self) -> list[str]:
@@ -69,7 +68,6 @@ class StoredRun:
         return replace(self, store=self.store.by(deadline))
 
     def upload(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Send some of a checkpoint's files."""
         for file in files:
             self.store.upload(f"{FOLDER}/{name}/{file}", folder / file)
 
@@ -178,6 +176,5 @@ class StoredRun:
 
 
 def _version(file: Path) -> tuple[int, int]:
-    """Return size and time of change."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns

@@ -49,8 +49,6 @@ class Written:
 
 @dataclass
 class _Job:
-    """A checkpoint that is being written."""
-
     manifest: Manifest
     tensors: dict[str, Tensor]
     state: dict[str, Any]

@@ -34,5 +34,4 @@ app.add_typer(k8s, name="k8s")
 
 
 def main() -> None:
-    """Run the command line."""
     run(app, "distap")

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +12,7 @@ from rich.markup import escape
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
-from distap.telemetry.terminal import console, track
+from distap.telemetry.terminal import console, text_table, track
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -105,7 +104,7 @@ def pack_command(
     ] = None,
     shuffle: SHUFFLE = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Decode images to find damage, not just read headers.")
+        bool, typer.Option("--decode", help="Decode all images to find damage, not only those without an end.")
     ] = False,
     nested: Annotated[
         Literal["top", "leaf", "merge", "path"] | None, typer.Option(help=NESTED, show_default="refuse them")
@@ -120,34 +119,29 @@ def pack_command(
     A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
     to the file; label or class; and optionally group (the super-category of the class) and split, each of which is
     packed as OUTPUT/SPLIT, or by is_query and is_gallery as OUTPUT/SPLIT-query and OUTPUT/SPLIT-gallery. Images are
-    packed byte for byte. Every file that is left out, such as a damaged or missing image, is counted by the reason.
-    After an interruption or a full disk the same command continues from the shards that are whole.
+    packed byte for byte. Every file that is left out, such as an image that is cut short or missing, is counted by
+    the reason. After an interruption or a full disk the same command continues from the shards that are whole.
     """
     from distap.data.shards.image_files import list_images
-    from distap.data.shards.packing import pack, require_free
+    from distap.data.shards.packing import pack_parts
 
     layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
     layout["max_shard_bytes"] = None if max_shard_mb is None else int(max_shard_mb * 1e6)
     listing = list_images(source, nested)
-    require_free(output)
-    parts, whole = {output: listing}, output.parent / f".{output.name}.split"
+    parts = {"": listing}
     if split is not None and listing.parts:
         raise DistapError(f"{source}: its columns say how it is split; leave --split out, or the column")
-    if is_split := split is not None or bool(listing.parts):
-        halves = () if split is None else zip(("train", "validation"), listing.halves(split, seed), strict=True)
-        parts = {whole / name: part for name, part in (dict(halves) or listing.by_part()).items()}
-        for finished in parts:  # by an earlier call, perhaps of other images
-            shutil.rmtree(finished, ignore_errors=True)
+    if split is not None:
+        parts = dict(zip(("train", "validation"), listing.halves(split, seed), strict=True))
+    elif listing.parts:
+        parts = listing.by_part()
     try:
-        packed = [pack(part, folder, images_per_shard, track, **layout) for folder, part in parts.items()]
+        packed = pack_parts(parts, output, images_per_shard, track, **layout)
     except KeyboardInterrupt:
         console.print("interrupted: the same command goes on from the shards that are whole")
         raise
-    if is_split:
-        whole.replace(output)
-    for folder, part, (index, _) in zip(parts, parts.values(), packed, strict=True):
-        names = {image.class_name for image in part.images}
-        _print_indexed(output / folder.relative_to(whole) if is_split else output, index, names)
+    for (name, part), (index, _) in zip(parts.items(), packed, strict=True):
+        _print_indexed(output / name, index, {image.class_name for image in part.images})
     _print_left_out([skipped for _, others in packed for skipped in others], left_out)
 
 
@@ -242,7 +236,6 @@ def _remote(text: str | None) -> "RemoteSettings | None":
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
     """Print what a data set holds; warn of classes that were expected and are not there, and of repeated images."""
     import numpy as np
-    from rich.table import Table
 
     from distap.data.shards.checking import same_bytes
 
@@ -252,10 +245,8 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
         counts += f": {', '.join(names[:SHOWN])} and {len(names) - SHOWN:,} more"
     console.print(f"{source}: {counts}", markup=False)
     if len(names) <= FEW_CLASSES:
-        table = Table("class", "images")
-        for name, size in zip(names, sizes, strict=True):
-            table.add_row(escape(name), f"{size:,}")
-        console.print(table)
+        rows = [(escape(name), f"{size:,}") for name, size in zip(names, sizes, strict=True)]
+        console.print(text_table("", "", ("class", "images"), rows))
     warnings = []
     if lost := sorted(set(expected) - set(names)):
         warnings.append(f"no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
@@ -283,7 +274,6 @@ def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) ->
 
 
 def _warnings(part: "Converted") -> list[str]:
-    """Return what to print behind a split's name."""
     listed = part.listed
     lines = []
     if listed.differs:

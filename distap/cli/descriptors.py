@@ -75,6 +75,7 @@ def extract_command(
 
         torchrun = ["--standalone", f"--nproc-per-node={ranks}"]
         raise typer.Exit(launch(torchrun, "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
+    from distap.checkpoint.agreement import first_on_rank_0
     from distap.data.images.image_sets import open_images
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.evaluation.extraction.parts import Extraction
@@ -92,20 +93,24 @@ def extract_command(
             set_up_logging(world.rank)
             recipe, network = trained_network(checkpoint, world, best)
             data = recipe.data
-            describer = ImageDescriber(
-                network,
-                options.sizing_of(image_size, resize, max_side, original, recipe),
-                options.parse_scales(scales) or recipe.evaluation.scales,
-                scale_power,
-                None if whitening is None else load_whitening(whitening),
-                data.max_pixels,
-                precision,
-                data.scaled_decoding,
-                batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
-            )
-            images = open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache)
-            loaders = data.workers if workers is None else workers
-            extraction = Extraction(describer, images, world, workers=loaders, shown=True)
+
+            def opened() -> Extraction:
+                describer = ImageDescriber(
+                    network,
+                    options.sizing_of(image_size, resize, max_side, original, recipe),
+                    options.parse_scales(scales) or recipe.evaluation.scales,
+                    scale_power,
+                    None if whitening is None else load_whitening(whitening),
+                    data.max_pixels,
+                    precision,
+                    data.scaled_decoding,
+                    batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
+                )
+                images = open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache)
+                loaders = data.workers if workers is None else workers
+                return Extraction(describer, images, world, workers=loaders, shown=True)
+
+            extraction = first_on_rank_0(world, opened)
             written = extract_to_folder(extraction, output, dtype=dtype, form=form, part_images=part_images)
     except SystemExit:
         console.print(f"stopped: the same command continues from the parts in {output}", markup=False)

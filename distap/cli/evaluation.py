@@ -71,9 +71,10 @@ def eval_command(
     ground truth. Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one,
     whose recipe key=value changes. To use several ranks, run `torchrun [...] -m distap.cli eval`.
     """
+    from distap.checkpoint.agreement import first_on_rank_0
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
-    from distap.evaluation.sets import evaluate_sets, open_named_sets, open_set
+    from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import RERANKERS, Expansion, Refinement
     from distap.retrieval.whitening import load_whitening
     from distap.telemetry.terminal import set_up_logging
@@ -86,39 +87,39 @@ def eval_command(
     if (config is None) == (checkpoint is None):
         raise DistapError("give either a recipe or --checkpoint")
     reranking = {} if rerank_neighbours is None else {"neighbours": rerank_neighbours}
-    refinement = Refinement(
-        None if whitening is None else load_whitening(whitening),
-        None if augment is None else Expansion(neighbours, augment),
-        None if expand is None else Expansion(neighbours, expand),
-        None if rerank is None else RERANKERS[rerank](**reranking),
-        head,
-    )
     with joined_world() as world:
         set_up_logging(world.rank)
         if checkpoint is not None:
             recipe, network = trained_network(checkpoint, world, best, changes)
         else:
             assert config is not None
-            recipe = load_recipe(config, changes)
+            recipe = first_on_rank_0(world, partial(load_recipe, config, changes))
             network = network_of(recipe, world)
-        settings, factors = recipe.data, options.parse_scales(scales)
-        sizing = options.sizing_of(image_size, resize, max_side, original, recipe)
-        describing = describing_of(
-            recipe, network, world, sizing, factors, scale_power, kept_in=descriptors, shown=True
-        )
-        if refinement.whitening is not None:
-            refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)
-        reach: dict[str, Any] = {name: getattr(settings, name) for name in ("max_pixels", "remote", "cache")}
-        reach["at"] = recipe.evaluation.recall_at
-        among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
-        if data:
-            sets = open_named_sets(data, distractors or [], **among, **reach)
-        elif settings.validation_source is None:
-            raise DistapError("the recipe has no data.validation: name a data set with --data")
-        else:
-            if gallery is None and not gallery_draws:
+
+        def opened() -> Any:
+            settings, factors = recipe.data, options.parse_scales(scales)
+            sizing = options.sizing_of(image_size, resize, max_side, original, recipe)
+            describing = describing_of(
+                recipe, network, world, sizing, factors, scale_power, kept_in=descriptors, shown=True
+            )
+            refinement = Refinement(
+                None if whitening is None else load_whitening(whitening),
+                None if augment is None else Expansion(neighbours, augment),
+                None if expand is None else Expansion(neighbours, expand),
+                None if rerank is None else RERANKERS[rerank](**reranking),
+                head,
+            )
+            if refinement.whitening is not None:
+                refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)
+            reach: dict[str, Any] = {name: getattr(settings, name) for name in ("max_pixels", "remote", "cache")}
+            reach["at"] = recipe.evaluation.recall_at
+            among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
+            if not data and settings.validation_source is None:
+                raise DistapError("the recipe has no data.validation: name a data set with --data")
+            if not data and gallery is None and not gallery_draws:
                 among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
-            opened = open_set(settings.validation_source, None, distractors or [], **among, **reach)
-            sets = {opened.name: opened}
-        evaluated = str(checkpoint or config)
-        evaluate_sets(sets, describing, refinement, compare=compare, gap=gap, output=output, network=evaluated)
+            named: Any = data or [settings.validation_source]
+            return open_named_sets(named, distractors or [], **among, **reach), describing, refinement
+
+        parts = first_on_rank_0(world, opened)
+        evaluate_sets(*parts, compare=compare, gap=gap, output=output, network=str(checkpoint or config))

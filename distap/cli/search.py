@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distap.apps.serve.settings import ServeSettings
-from distap.cli.options import BEST, CHECKPOINT, with_options
+from distap.cli.options import BEST, CHECKPOINT, WHITENING, with_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from distap.apps.search import SearchResult
 
 INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
-WHITENING = Annotated[
-    Path | None, typer.Option(help="File that `distap whiten` wrote, if the images were described with one.")
-]
 QUERIES = "Image files, folders of images, or keys of the index (key:NAME if a file has the same name)."
 PAGE = "Write the results to this HTML file, with pictures."
 IMAGES = Annotated[

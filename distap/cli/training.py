@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -116,7 +117,7 @@ def train_command(
     To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's options.
     """
     if check:
-        check_training(config, overrides or [])
+        check_training(config, overrides or [], ranks)
         return
     if ranks == 1:
         train_rank(config, overrides)
@@ -128,17 +129,20 @@ def train_command(
     raise typer.Exit(status)
 
 
-def check_training(config: Path, overrides: list[str]) -> None:
-    """Build all parts of a training in this process, and tell what it would do."""
+def check_training(config: Path, overrides: list[str], ranks: int) -> None:
+    """Build all parts of a training in this process, and tell what `ranks` of them would do."""
     from distap.config.reading import load_recipe
     from distap.telemetry.terminal import console, set_up_logging
     from distap.trainer import Trainer
+    from distap.training.checks import check_start
     from distap.world import joined_world
 
     set_up_logging(0)
     recipe = load_recipe(config, overrides)
+    check_start(recipe, ranks)
     with joined_world(recipe.timeout_seconds) as world:
         trainer = Trainer(recipe, world)
+        trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
         trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
     console.print(f"{config}: nothing is wrong", markup=False)

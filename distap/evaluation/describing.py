@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.image_sets import ImageSet
-from distap.data.shards.left_out import Skipped, warn_of
+from distap.data.shards.left_out import warn_of
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.parts import NOT_FINITE, Extraction, extract_descriptors
@@ -71,7 +70,7 @@ class Describing:
                 f"{broken[0]}: the network is broken"
             )
         if self.world.rank == 0:
-            warn_of(images.name, tuple(starmap(Skipped, images.left_out)))
+            warn_of(images.name, images.left_out)
             told = dict(images.left_out)
             for key, reason in left_out.items():
                 if key not in told:

@@ -37,7 +37,6 @@ from distap.retrieval.metrics import (
     random_batches,
 )
 from distap.retrieval.refinement import PLAIN, Refinement
-from distap.storage.locations import Source
 
 GRADED = ("name", "box", "easy", "hard", "junk")
 FIELDS = {"roxford5k": GRADED, "rparis6k": GRADED, "gldv2": ("name", "positives", "usage")}  # of a query's record
@@ -51,6 +50,10 @@ class LabelledSet:
     images: ImageSet
     index: Index  # of the shards
     at: tuple[int, ...] = AT  # the k of R@k and mP@k
+
+    @property
+    def image_sets(self) -> tuple[ImageSet, ...]:
+        return (self.images,)
 
     def describe(self, describing: Describing) -> "DescribedLabelledSet":
         """Describe the images on all ranks; every rank gets all descriptors."""
@@ -112,12 +115,13 @@ def seen_classes(train: Index, validation: Index) -> list[str]:
     return sorted(set(train.class_name.tolist()) & set(validation.class_name.tolist()))
 
 
-def refuse_seen_classes(train: Index, validation: Index, source: Source) -> None:
+def refuse_seen_classes(train: Index, validation: ImageSet) -> None:
     """Raise a DistapError if a class of the validation set is trained on."""
-    if seen := seen_classes(train, validation):
+    if seen := sorted(set(train.class_name.tolist()) & set(validation.classes.tolist())):
         raise DistapError(
-            f"data.validation: {source} shares {len(seen)} classes with the training set ({', '.join(seen[:3])}, "
-            "...), so its figures would not be of unseen classes; set data.unseen_classes=false if that is meant"
+            f"data.validation: {validation.name} shares {len(seen)} classes with the training set "
+            f"({', '.join(seen[:3])}, ...), so its figures would not be of unseen classes; set "
+            "data.unseen_classes=false if that is meant"
         )
 
 

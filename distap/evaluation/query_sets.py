@@ -28,9 +28,13 @@ class QuerySet:
     draws: int = 0
     at: tuple[int, ...] = AT  # the k of R@k and mP@k
 
+    @property
+    def image_sets(self) -> tuple[ImageSet, ...]:
+        return (self.queries,) if self.gallery is None else (self.queries, self.gallery)
+
     def describe(self, describing: Describing) -> "DescribedQuerySet":
         """Describe queries and gallery on all ranks; every rank gets all descriptors."""
-        parts = [(self.queries, "query"), *([] if self.gallery is None else [(self.gallery, "gallery")])]
+        parts = [*zip(self.image_sets, ("query", "gallery"), strict=False)]
         classes, descriptors = [], []
         for images, part in parts:
             samples, own = describing.descriptors(images, f"{self.name}/{part}")

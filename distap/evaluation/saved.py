@@ -135,7 +135,6 @@ def nan_as_null(figures: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def folder_of_step(run: Path, step: int) -> Path:
-    """Folder of a training's evaluation after a step."""
     return run / FOLDER / f"step-{step:08d}"
 
 

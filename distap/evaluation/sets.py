@@ -86,12 +86,12 @@ def open_set(
 
 
 def open_named_sets(
-    texts: Sequence[str], distractors: Sequence[str] = (), **settings: Any
+    texts: Sequence[str | Source], distractors: Sequence[str] = (), **settings: Any
 ) -> dict[str, EvaluationSet]:
-    """Open data sets given as PATH or NAME=PATH, by name; `settings` are those of `open_set`."""
+    """Open data sets given as PATH, NAME=PATH or a source, by name; `settings` are those of `open_set`."""
     sets: dict[str, EvaluationSet] = {}
     for text in texts:
-        named = NAMED.fullmatch(text)
+        named = None if isinstance(text, Source) else NAMED.fullmatch(text)
         opened = open_set(named[2] if named else text, named[1] if named else None, distractors, **settings)
         if opened.name in sets:
             raise DistapError(f"--data: two sets are called {opened.name}; write NAME=PATH for one of them")

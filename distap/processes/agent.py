@@ -42,8 +42,8 @@ PROBE_SECONDS = 1.0
 logger = logging.getLogger("distap")
 
 
-def require_possible(settings: Namespace) -> None:
-    """Raise a DistapError if torchrun's settings name an impossible number of hosts or ranks."""
+def ranks_here(settings: Namespace) -> int:
+    """Return the number of this host's ranks; a DistapError if torchrun's settings name impossible numbers."""
     try:
         ranks = torchrun.determine_local_world_size(settings.nproc_per_node)
     except ValueError as error:
@@ -53,7 +53,7 @@ def require_possible(settings: Namespace) -> None:
     with suppress(ValueError, RuntimeError):
         least, most = torchrun.parse_min_max_nnodes(settings.nnodes)
         if 0 < least <= most:
-            return
+            return ranks
     raise DistapError(f"--nnodes {settings.nnodes}: expected a number of hosts, or MIN:MAX")
 
 

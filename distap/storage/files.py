@@ -254,6 +254,9 @@ class LocalStorage(Storage):
                 file.write(data)
         except FileExistsError:
             return False
+        except OSError:
+            path.unlink(missing_ok=True)  # a full disk leaves an empty file
+            raise
         return True
 
     @retried("written")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import first_on_rank_0, on_all
 from distap.config.reading import recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.images.whole_images import Sizing
@@ -151,33 +151,37 @@ def describing_of(
     return Describing(describer, world, data.workers, kept_in, shown)
 
 
-def evaluations_of(
-    recipe: Recipe, network: RetrievalNetwork, world: World
-) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
-    """Open the data sets that a training evaluates on; return them by name, data.validation first.
-
-    Beside each is a function that says how to describe its images. It is called at each evaluation, since the mean
-    over scales takes the power that GeM has learned by then.
-    """
+def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
+    """Open the data sets that a training evaluates on; return them by name, data.validation first."""
     data = recipe.data
     if recipe.evaluation.every == 0 or data.validation_source is None:
         return {}
     settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
     settings["at"] = recipe.evaluation.recall_at
-    validation = open_set(data.validation_source, gallery=data.gallery, gallery_draws=data.gallery_draws, **settings)
-    sets: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {
-        str(data.validation): (validation, partial(describing_of, recipe, network, world))
-    }
+    among: dict[str, Any] = {"gallery": data.gallery, "gallery_draws": data.gallery_draws}
+    sets = {str(data.validation): open_set(data.validation_source, **among, **settings)}
     for name, other in recipe.evaluation.also.items():
-        own = other.within(recipe.evaluation)
-        describing = partial(
-            describing_of, recipe, network, world, Sizing.parse(own.sizing(data.image_size)), own.scales
-        )
-        among: dict[str, Any] = {"gallery": other.gallery, "gallery_draws": other.gallery_draws}
-        sets[name] = open_set(other.data, name, other.distractors, **among, **settings), describing
-    for _, how in sets.values():
-        how()  # raises for images that the network does not take, before it trains
+        among = {"gallery": other.gallery, "gallery_draws": other.gallery_draws}
+        sets[name] = open_set(other.data, name, other.distractors, **among, **settings)
     return sets
+
+
+def evaluations_of(
+    recipe: Recipe, network: RetrievalNetwork, world: World, sets: dict[str, EvaluationSet]
+) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
+    """Put beside each set a function that says how to describe its images.
+
+    It is called at each evaluation, since the mean over scales takes the power that GeM has learned by then.
+    """
+    evaluations: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {}
+    for name, images in sets.items():
+        of_all, other = recipe.evaluation, recipe.evaluation.also.get(name)
+        own = of_all if other is None else other.within(of_all)
+        sizing = Sizing.parse(own.sizing(recipe.data.image_size))
+        how = partial(describing_of, recipe, network, world, sizing, own.scales)
+        how()  # raises for images that the network does not take, before it trains
+        evaluations[name] = images, how
+    return evaluations
 
 
 def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
@@ -292,5 +296,6 @@ def trained_network(
         return [read[0].settings, read[0].where, read[0].folder]
 
     settings, where, folder = on_all(world, read_it, mine=world.rank == 0)[0]
-    recipe = with_given(recorded_recipe(settings, where, folder, overrides), given, where)
+    recipe = first_on_rank_0(world, partial(recorded_recipe, settings, where, folder, overrides))
+    recipe = with_given(recipe, given, where)
     return recipe, network_of(recipe, world, read[0] if read else None)

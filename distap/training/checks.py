@@ -1,51 +1,68 @@
 """What can be wrong with a training's data and network, found before the first step and told once."""
 
 import logging
-from collections.abc import Callable
+import re
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
-from distap.data.shards.index import load_index
 from distap.errors import DistapError
-from distap.evaluation.protocols import refuse_seen_classes
+from distap.evaluation.protocols import GroundTruthSet, refuse_seen_classes
+from distap.evaluation.sets import EvaluationSet
+from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
-from distap.storage.locations import parse_source
-from distap.training.build import images_of, network_of
-from distap.world import World
+from distap.training.build import images_of, network_of, sets_of
+from distap.training.length import Length
+from distap.world import World, device_of
 
-T = TypeVar("T")
+OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for
 logger = logging.getLogger("distap")
 
 
-def first_on_rank_0(world: World, build: Callable[[], T]) -> T:
-    """Build on rank 0 and, if that went well, on the others: a mistake is told once, a download asked for once."""
-    built: list[T] = []
-    on_all(world, lambda: built.append(build()), mine=world.rank == 0)
-    return built[0] if built else build()
+def check_start(recipe: Recipe, ranks: int) -> None:
+    """Look for mistakes before `ranks` ranks of this host start, without weights and without computing anything."""
+    device_of(ranks - 1)
+    images, _ = checked_data(recipe, World(ranks - 1, ranks), Stopwatch())  # as the last rank: rank 0 warns
+    Length(recipe, images.index, images.size)
+    size = recipe.data.image_size
+    try:
+        with torch.device("meta"), torch.no_grad():
+            network = network_of(recipe, World(device=torch.device("meta")), RandomWeights())
+            network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8))
+    except Exception:  # a backbone from elsewhere may need a real device
+        checked_network(recipe, World(), RandomWeights())
 
 
-def checked_images(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
-    """Open the training images; a DistapError if no batches can be taken from them, or evaluation shares classes."""
-    data, images = recipe.data, images_of(recipe, world, stopwatch)
+def checked_data(
+    recipe: Recipe, world: World, stopwatch: Stopwatch
+) -> tuple[TrainingImages, dict[str, EvaluationSet]]:
+    """Open the images to train on and the sets to evaluate on, by name.
+
+    Raises a DistapError if no batches can be taken from the images, or data.validation shares classes with them.
+    """
+    data, images, sets = recipe.data, images_of(recipe, world, stopwatch), sets_of(recipe)
     if images.size < world.size:
-        raise DistapError(f"sampling gives {images.size} images a batch, fewer than the {world.size} ranks")
-    for source in (data.validation_source, parse_source(data.gallery) if data.gallery else None):
-        if source is None:
-            continue
-        validation = load_index(source, data.remote)
-        if data.unseen_classes and images.index is not None:
-            refuse_seen_classes(images.index, validation, source)
-        elif data.unseen_classes and world.rank == 0:
+        raise DistapError(
+            f"sampling gives {images.size} images a batch, fewer than the {world.size} ranks: give larger batches or "
+            "start fewer ranks"
+        )
+    validation = sets.get(str(data.validation))
+    if isinstance(validation, GroundTruthSet):
+        raise DistapError(f"data.validation: {data.validation} has a ground truth: name it in evaluation.also")
+    unseen = () if validation is None or not data.unseen_classes else validation.image_sets
+    for opened in unseen:
+        if images.index is not None:
+            refuse_seen_classes(images.index, opened)
+        elif world.rank == 0:
             told = "%s has no index, so nothing checks whether it shares classes with %s"
-            logger.warning(told, data.train, source)
-    return images
+            logger.warning(told, data.train, opened.name)
+    return images, sets
 
 
 def require_same_data(images: TrainingImages, name: str, world: World) -> None:
@@ -68,7 +85,7 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
         except DistapError:
             raise
         except Exception as error:  # each architecture raises its own
-            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            if isinstance(error, RuntimeError) and (is_out_of_memory(error) or OF_DEVICE.search(str(error))):
                 raise
             made_for = (getattr(network.backbone, "pretrained_cfg", None) or {}).get("input_size")
             hint = f"; it was made for {made_for[-1]}" if made_for else ""

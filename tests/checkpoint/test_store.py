@@ -119,6 +119,9 @@ def test_what_a_folder_has_no_room_for_leaves_what_was_there(small_disk):
     with pytest.raises(DistapError, match=r"file: cannot be written: .*No space left on device"):
         store.write("file", bytes(100_000))
     assert store.read_whole("file") == b"before"
+    with pytest.raises(DistapError, match="No space left on device"):
+        store.create("new", bytes(100_000))
+    assert store.names("*") == ["file"]
 
 
 def test_a_missing_file_is_told_from_an_empty_one(store):

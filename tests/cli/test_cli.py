@@ -26,9 +26,10 @@ def config(tmp_path, training_shards):
 
 
 def test_a_check_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):
-    assert distap(monkeypatch, "train", config, "--check") == 0
+    assert distap(monkeypatch, "train", config, "--check", "--ranks", 5) == 0
     printed = capfd.readouterr().err
-    assert "device      cpu" in printed and "nothing is wrong" in printed and "/run, from the start" in printed
+    assert "device      cpu, 5 ranks" in printed and "24 images by p_by_k, 4 or 5 a rank" in printed
+    assert "nothing is wrong" in printed and "/run, from the start" in printed
     assert not (tmp_path / "run").exists()
     assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
     assert distap(monkeypatch, "train", config, "--check") == 0
@@ -95,6 +96,14 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
         (["train", "{config}", "model.backbone=resnet5"], "timm knows no network named 'resnet5'"),
         (["train", "{config}", "loss.binz=3"], "loss.binz: unknown key; did you mean bins?"),
         (["train", "{config}", "sampling.classes=100"], "sampling.classes is 100, but only"),
+        (["train", "{config}", "--ranks", "2", "sampling.classes=100"], "set it to 12 or less"),
+        (["train", "{config}", "--ranks", "25"], "24 images a batch, fewer than the 25 ranks"),
+        (["train", "{config}", "--check", "--ranks", "25"], "24 images a batch, fewer than the 25 ranks"),
+        (
+            ["train", "{config}", "--ranks", "2", "model.backbone=test_maxvit", "data.image_size=30"],
+            "test_maxvit does not take images of 30 px",
+        ),
+        (["train", "{config}", "--ranks", "2", "data.validation={train}"], "classes with the training set"),
         (["train", "{tmp}/nothing.yaml"], "nothing.yaml: the recipe cannot be read"),
         (["eval"], "give either a recipe or --checkpoint"),
         (["eval", "--checkpoint", "{tmp}"], "no checkpoint there"),
@@ -104,12 +113,14 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
         (["report", "{tmp}", "--before", "{tmp}", "--after", "{tmp}", "--output", "{tmp}"], "no such run log"),
     ],
 )
-def test_bad_input_gets_a_clear_error_and_a_non_zero_exit(tmp_path, monkeypatch, capsys, config, arguments, message):
-    filled = [argument.format(config=config, tmp=tmp_path) for argument in arguments]
+def test_bad_input_gets_one_clear_error_and_a_non_zero_exit(
+    tmp_path, monkeypatch, capsys, config, training_shards, arguments, message
+):
+    filled = [argument.format(config=config, tmp=tmp_path, train=training_shards[0]) for argument in arguments]
     assert distap(monkeypatch, *filled) == 2
     printed = capsys.readouterr().err
-    assert re.match(r"error: |\S+ ERROR run=run rank=0 step=- ", printed)  # the latter of a training that has begun
-    assert message in printed
+    assert re.match(r"error: |\S+ ERROR run=run rank=[0-] step=- ", printed)  # the latter if the recipe has been read
+    assert printed.count(message) == 1
     assert "Traceback" not in printed
 
 

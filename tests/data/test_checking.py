@@ -107,17 +107,16 @@ def test_the_check_goes_on_after_missing_and_cut_shards(shards):
 
 
 def test_images_that_were_packed_damaged_are_listed_by_reason(tmp_path, image_folder):
-    whole = jpeg()
+    whole = (image_folder / "car" / "0.png").read_bytes()
     for name, data in {
-        "cut.jpg": whole[: len(whole) // 2],
-        "noise.png": (image_folder / "car" / "0.png").read_bytes()[:60] + bytes(400),
-        "sound.jpg": whole,
+        "cut.png": whole[: len(whole) // 2] + whole[-12:],  # with its end mark
+        "noise.png": whole[:60] + bytes(400) + whole[-12:],
+        "sound.jpg": jpeg(),
     }.items():
         (image_folder / "car" / name).write_bytes(data)
     pack(image_folder, tmp_path / "out")
     found = {damage.key: damage.reason for damage in check(tmp_path / "out")[1]}
-    assert found.keys() == {"car/cut.jpg", "car/noise.png"}
-    assert found["car/cut.jpg"] == "truncated"
+    assert found == {"car/cut.png": "truncated", "car/noise.png": "decode_error"}
 
 
 def test_what_the_decoder_turns_and_converts_is_sound(tmp_path):

@@ -264,17 +264,19 @@ def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_
     (image_folder / "apple" / "0.png").write_bytes(b"no image")
     whole = (image_folder / "apple" / "1.png").read_bytes()
     (image_folder / "apple" / "1.png").write_bytes(whole[:-200])
+    (image_folder / "apple" / "2.png").write_bytes(whole[:41] + b"\xff" * 20 + whole[61:])
+    with Image.open(image_folder / "apple" / "3.png") as image:
+        image.save(image_folder / "apple" / "3.jpg")
+    photograph = (image_folder / "apple" / "3.jpg").read_bytes()
+    (image_folder / "apple" / "4.jpg").write_bytes(photograph + bytes(1000))  # as with a film behind it
+    (image_folder / "apple" / "5.jpg").write_bytes(photograph[:-20])
     index, skipped = pack(image_folder, tmp_path / "headers")
-    assert len(index) == 8
-    assert [(s.name, s.reason.partition(":")[0]) for s in skipped] == [
-        (str(image_folder / "apple" / "0.png"), "decode_error")
-    ]
+    found = [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped]
+    assert found == [("0.png", "decode_error"), ("1.png", "truncated"), ("5.jpg", "truncated")]
+    assert len(index) == 9
     index, skipped = pack(image_folder, tmp_path / "decoded", decode=True)
-    assert len(index) == 7
-    assert [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped] == [
-        ("0.png", "decode_error"),
-        ("1.png", "truncated"),
-    ]
+    assert [s.name[-5:] for s in skipped] == ["0.png", "1.png", "2.png", "5.jpg"]
+    assert len(index) == 8
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -35,7 +35,7 @@ from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.refinement import Diffusion, Expansion, Refinement
 from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
-from distap.training.build import describing_of, evaluations_of, network_of
+from distap.training.build import describing_of, evaluations_of, network_of, sets_of
 from distap.world import World
 
 
@@ -375,7 +375,7 @@ def test_the_evaluations_of_a_recipe_are_opened_before_it_trains(training_shards
         tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": 1, "also": also}
     )
     with pytest.raises(DistapError, match="gone"):
-        evaluations_of(configuration, network_of(configuration, World()), World())
+        sets_of(configuration)
     assert torch.is_grad_enabled()
     assert parse_source(str(training_shards[1])).base
 
@@ -386,7 +386,7 @@ def test_scales_are_averaged_by_the_power_that_training_has_learned(training_sha
         tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": 1, "also": also}
     )
     network = network_of(configuration, World())
-    _, how = evaluations_of(configuration, network, World())["own"]
+    _, how = evaluations_of(configuration, network, World(), sets_of(configuration))["own"]
     torch.nn.init.constant_(network.pooling.power, 2.5)
     assert how().describer.network.power == 2.5
 

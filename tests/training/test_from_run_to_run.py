@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import time
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.checkpoint import lease as leases
 from distap.checkpoint.folder import list_checkpoints
 from distap.checkpoint.manifest import STATE_FILE, read_manifest, write_manifest
-from distap.errors import DistapError
+from distap.errors import FINISHED, DistapError
 from distap.processes.exit_statuses import JOB
 from distap.storage.hashing import file_identity
 from distap.trainer import Trainer
@@ -307,3 +308,12 @@ def test_a_training_whose_lease_was_taken_over_stops(tmp_path, training_shards, 
         trainer.train()
     assert lease(tmp_path)["training"] == "another"
     assert losses(tmp_path)
+
+
+def test_a_finished_run_on_a_read_only_disk_says_so_and_an_unfinished_one_why_not(small_disk, training_shards):
+    run = small_disk("16m") / "run"
+    train(World(), run, training_shards, steps=1)
+    subprocess.run(["mount", "-o", "remount,ro", str(run.parent)], check=True)
+    assert Trainer(recipe(run, training_shards, steps=1), World()).train() == FINISHED
+    with pytest.raises(DistapError, match=r"lease.json: cannot be written: .*Read-only"):
+        train(World(), run, training_shards, steps=2)

@@ -27,7 +27,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
-from distap.training.checks import checked_images
+from distap.training.checks import checked_data
 from distap.world import World
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept_under_another_name(tmp_pat
 def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
     train(World(), tmp_path, training_shards, steps=1, model__projection=8)
     loaded, network = trained_network(tmp_path, World())
-    assert loaded.model.projection == 8
+    assert loaded.model.projection.dimensions == 8
     saved = parameters(tmp_path)
     assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
 
@@ -249,8 +249,14 @@ def test_a_mistake_is_found_by_rank_0_and_raised_on_all(tmp_path, training_shard
 
 
 def test_a_network_that_does_not_take_images_of_this_size_is_named(tmp_path, training_shards):
-    with pytest.raises(DistapError, match="levit_128s does not take images of 32 px; it was made for 224"):
-        Trainer(recipe(tmp_path, training_shards, model__backbone="levit_128s"), World())
+    with pytest.raises(DistapError, match="test_maxvit does not take images of 30 px; it was made for 160"):
+        Trainer(recipe(tmp_path, training_shards, model__backbone="test_maxvit", data__image_size=30), World())
+
+
+def test_an_error_of_the_device_is_not_told_as_one_of_the_size(tmp_path, training_shards):
+    model = {"backbone": {"name": "plug_ins:LostDevice"}}
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
+        Trainer(recipe(tmp_path, training_shards, model=model), World())
 
 
 def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(tmp_path, training_shards):
@@ -284,7 +290,7 @@ def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_sh
 def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path, training_shards):
     small = {"name": "random", "batch_size": 2}
     with pytest.raises(DistapError, match="2 images a batch, fewer than the 3 ranks"):
-        checked_images(recipe(tmp_path, training_shards, sampling=small), World(rank=0, size=3), Stopwatch())
+        checked_data(recipe(tmp_path, training_shards, sampling=small), World(rank=0, size=3), Stopwatch())
 
 
 def spoil(folder: Path, samples: list[int]) -> None:

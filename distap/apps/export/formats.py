@@ -45,7 +45,6 @@ class BackboneFile:
 
 
 def missing_for_onnx() -> list[str]:
-    """Return the packages for ONNX that are not installed."""
     return [name for name in ONNX_MODULES if importlib.util.find_spec(name) is None]
 
 

@@ -54,7 +54,6 @@ class ExportSettings:
 
 
 def installed_formats() -> list[str]:
-    """Return all formats whose packages are installed."""
     return [each for each in FORMATS if each != "onnx" or not missing_for_onnx()]
 
 

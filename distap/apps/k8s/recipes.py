@@ -51,8 +51,6 @@ def checked_recipe(path: Path, arguments: Sequence[str], request: Request) -> Re
     _check_batch(recipe, request)
     if recipe.precision == "fp16" and not request.gpus:
         raise DistapError("--gpus 0: precision fp16 needs GPUs; set precision=bf16 or float32, or --gpus")
-    if name_of("engine", recipe.engine) == "deepspeed" and recipe.engine.config is not None:
-        _check_path("engine.config", str(recipe.engine.config), request)
     for key, text in _local_paths(recipe):
         _check_path(key, text, request)
     cache = recipe.data.cache
@@ -124,6 +122,7 @@ def _local_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("data.train_index", data.train_index),
         ("data.validation_index", data.validation_index),
         ("data.reading.label_map", getattr(data.reading, "label_map", None)),
+        ("engine.config", getattr(recipe.engine, "config", None)),
     ):
         if path is not None:
             yield key, str(path)

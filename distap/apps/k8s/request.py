@@ -153,7 +153,6 @@ class Request:
 
 
 def claim_of(text: str | None, option: str) -> Claim | None:
-    """Return the claim that an option names, if any."""
     if text is None or not text.startswith("pvc://"):
         return None
     name, _, folder = text.removeprefix("pvc://").partition("/")
@@ -171,7 +170,6 @@ def parsed_image(text: str) -> dict[str, str | None]:
 
 
 def quantity_bytes(text: str, option: str) -> int:
-    """Return the bytes of a quantity of Kubernetes, such as 64Gi."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise DistapError(f"{option} {text!r}: expected a number with a unit of Kubernetes, such as 64Gi")

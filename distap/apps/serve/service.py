@@ -93,7 +93,6 @@ class Service:
         self._require_loaded()
 
     async def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """Return the k most similar images."""
         searcher, _ = self._require_loaded()
         return await self._search(searcher.by_image, image, k)
 
@@ -107,7 +106,6 @@ class Service:
         return await self._search(searcher.by_key, key, k)
 
     async def picture(self, row: int) -> bytes:
-        """Return the thumbnail of a row as JPEG."""
         _, thumbnails = self._require_loaded()
         jpeg = await self._pictures.run(thumbnails.jpeg, row)
         if jpeg is None:

@@ -52,7 +52,6 @@ class Listed:
 
     @property
     def differs(self) -> bool:
-        """Tell whether the list differs from the published one."""
         return all(not count.agrees(self.images, self.classes) for count in self.split.published or [Count()])
 
 

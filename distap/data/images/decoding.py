@@ -259,14 +259,15 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
                 raise DamagedImageError("decode_error", "MemoryError") from error
             raise OutOfMemoryError(f"{allowed} ran out of memory: set data.workers or data.prefetch lower") from error
         except Exception as error:  # each decoder of Pillow raises its own
-            reason: Reason = "truncated" if "truncated" in str(error).lower() or _is_cut(data) else "decode_error"
+            reason: Reason = "truncated" if "truncated" in str(error).lower() or seems_cut(data) else "decode_error"
             detail = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
                 detail = f"not an image of {', '.join(readable_formats())}"
             raise DamagedImageError(reason, detail) from error
 
 
-def _is_cut(data: bytes) -> bool:
+def seems_cut(data: bytes) -> bool:
+    """Tell whether an image's end is missing, or far from the file's end, as in one with a film behind it."""
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     return any(data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items())

@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ class ImageFolder:
     folder: Path
     names: tuple[str, ...]  # paths within it, with slashes, in order
     fingerprint: str  # a hash of names, sizes and times of change
-    left_out: tuple[tuple[str, str], ...]  # files that are not read, and why
+    left_out: tuple[Skipped, ...]  # files that are not read, and why
     max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
 
     def __len__(self) -> int:
@@ -61,11 +60,11 @@ class ImageFolder:
 def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
     """The images of a folder, however deep, in the order of their paths; links may not lead out of the folder."""
     found: list[tuple[str, int, int]] = []
-    left_out: list[tuple[str, str]] = []
+    left_out: list[Skipped] = []
     root = folder.resolve()
     for path in walk_images(folder, follow=False):
         if isinstance(path, Skipped):
-            left_out.append((os.path.relpath(path.name, folder), path.reason))
+            left_out.append(path._replace(name=os.path.relpath(path.name, folder)))
             continue
         name = path.relative_to(folder).as_posix()
         try:
@@ -81,15 +80,15 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
                 continue
         except OSError as error:
             problem = f"files that cannot be read: {error.strerror}"
-        left_out.append((name, problem))
+        left_out.append(Skipped(name, problem))
     if not found:
-        told = "".join(f"\nleft out: {line}" for line in counted(starmap(Skipped, left_out)))
+        told = "".join(f"\nleft out: {line}" for line in counted(left_out))
         raise DistapError(
             f"{folder}: no image in it, nor shards; expected {', '.join(readable_formats())} files{told}"
         )
     found.sort()
     described = "".join(f"{name}\0{size}\0{modified}\n" for name, size, modified in found)
-    left_out = [(as_line(name), reason) for name, reason in left_out]
+    left_out = [Skipped(as_line(name), reason) for name, reason in left_out]
     fingerprint, names = hashlib.sha256(described.encode()).hexdigest(), tuple(name for name, *_ in found)
     return ImageFolder(folder, names, fingerprint, tuple(sorted(left_out)), max_pixels)
 
@@ -103,7 +102,7 @@ class ImageSet:
     keys: NDArray[np.str_]  # (N,) name of each, unlike all others
     classes: NDArray[np.str_]  # (N,) name of its class, "" for none
     reader: Reader | ImageFolder
-    left_out: tuple[tuple[str, str], ...] = ()  # files that are not read, and why
+    left_out: tuple[Skipped, ...] = ()  # files that are not read, and why
 
     def __len__(self) -> int:
         return len(self.keys)

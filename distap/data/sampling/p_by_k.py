@@ -42,11 +42,13 @@ class PByKSampling:
         self._require_least(1)
         usable = data.with_pairs
         if self.classes > len(usable):
-            problem = f"only {len(usable)} classes have two images or more"
+            problem = f"only {len(usable)} classes have two images or more: set it to {len(usable)} or less"
             raise DistapError(f"sampling.classes is {self.classes}, but {problem}")
         given = data.available(usable, self.images)
         if self.size > given:
-            raise DistapError(f"{self._asked}, but with at most {self.images} a class the data set has only {given}")
+            raise DistapError(
+                f"{self._asked}, but with at most {self.images} a class the data set has only {given}: take fewer"
+            )
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """(B,) sample numbers, class by class."""

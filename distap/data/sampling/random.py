@@ -24,8 +24,8 @@ class RandomSampling:
         if self.batch_size < 2:
             raise DistapError(f"sampling.batch_size is {self.batch_size}; ranking needs at least 2 images")
         if self.batch_size > len(data):
-            problem = f"the data set has only {len(data)} images and no image may be in a batch twice"
-            raise DistapError(f"sampling.batch_size is {self.batch_size}, but {problem}")
+            only = f"the data set has only {len(data)} images and no image may be in a batch twice"
+            raise DistapError(f"sampling.batch_size is {self.batch_size}, but {only}: set it to {len(data)} or less")
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         epoch, turn = divmod(step, len(data) // self.batch_size)

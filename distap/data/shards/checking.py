@@ -41,8 +41,6 @@ class Damage(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """Hold what the index says of a shard."""
-
     name: str
     size: int
     sha256: str  # "" is unknown
@@ -76,11 +74,8 @@ def same_bytes(index: Index) -> NDArray[np.int64]:
 
 
 def write_damage(path: Path, damaged: list[Damage]) -> None:
-    """Write a CSV of shard,key,reason,detail."""
     text = io.StringIO(newline="")
-    rows = csv.writer(text)
-    rows.writerow(Damage._fields)
-    rows.writerows(damaged)
+    csv.writer(text).writerows([Damage._fields, *damaged])
     write_whole(path, text.getvalue().encode(errors="backslashreplace"))
 
 

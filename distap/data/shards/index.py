@@ -172,7 +172,6 @@ def _index_of_files(
 
 
 def _place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
-    """Return the folder and the name of a source's index."""
     if source.kept_index is None:
         return storage_of(source.base, remote), source.index_name
     return storage_of(str(source.kept_index.parent)), source.kept_index.name

@@ -10,16 +10,16 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import webdataset
 
-from distap.data.images.decoding import DamagedImageError, decode, image_size
+from distap.data.images.decoding import DamagedImageError, decode, image_size, seems_cut
 from distap.data.shards.image_files import (
     Entry,
     ImageFile,
@@ -47,14 +47,12 @@ SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden f
 
 
 class _Job(NamedTuple):
-    """A shard to write."""
-
     shard: Path
     record: Path  # file that remembers what was written
     first: int  # position of the first image in the data set, which begins its key
     entries: list[Entry]
     numbers: dict[str, int]  # class number by class name
-    decode: bool  # find damage by decoding whole images
+    decode: bool  # find damage by decoding all images
 
 
 class _Layout(NamedTuple):
@@ -65,33 +63,13 @@ class _Layout(NamedTuple):
 
 
 def pack(
-    images: Path | Listing | Sequence[ImageFile],
-    output: Path,
-    images_per_shard: int = 1000,
-    track: Track = untracked,
-    *,
-    max_shard_bytes: int | None = None,
-    shuffle: int | None = None,
-    decode: bool = False,
-    workers: int = 1,
+    images: Path | Listing | Sequence[ImageFile], output: Path, *arguments: Any, **layout: Any
 ) -> tuple[Index, list[Skipped]]:
     """Pack images into shards with an index beside them; return the index and the files that were left out.
 
-    The bytes of an image stay as they are, and the index keeps its path.
-
-    Args:
-        images: in the order in which to pack them; or a folder or CSV, as in `list_images`. Their paths are kept
-            within the folder, or within the lowest one that holds all of them.
-        output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
-        images_per_shard: at most; the last shard, and those with damaged images, have fewer.
-        max_shard_bytes: at most; a larger image has a shard of its own.
-        shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
-        decode: find damage by decoding every image instead of reading its header only.
-    Raises:
-        DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
-            be read or has changed meanwhile, or the output cannot be written.
+    `images` are in the order in which to pack them; or a folder or CSV, as in `list_images`. Their paths are kept
+    within the folder, or within the lowest one that holds all of them. See `pack_parts` for the other arguments.
     """
-    require_free(output)
     listing = list_images(images) if isinstance(images, Path) else images
     if not isinstance(listing, Listing):
         if not listing:
@@ -101,21 +79,57 @@ def pack(
         raise DistapError(
             f"{output}: the list has several parts ({', '.join(listing.by_part())}); pack each by itself"
         )
-    groups = group_of_each_class(listing.images)
+    return pack_parts({"": listing}, output, *arguments, **layout)[0]
+
+
+def pack_parts(
+    parts: Mapping[str, Listing],
+    output: Path,
+    images_per_shard: int = 1000,
+    track: Track = untracked,
+    *,
+    max_shard_bytes: int | None = None,
+    shuffle: int | None = None,
+    decode: bool = False,
+    workers: int = 1,
+) -> list[tuple[Index, list[Skipped]]]:
+    """Pack each part, byte for byte, into shards in the folder of its name; return its index and what was left out.
+
+    Args:
+        parts: by name, "" for one that fills the output itself.
+        output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
+        images_per_shard: at most; the last shard, and those with damaged images, have fewer.
+        max_shard_bytes: at most; a larger image has a shard of its own.
+        shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
+        decode: find damage by decoding every image, not only those whose end is missing.
+    Raises:
+        DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
+            be read or has changed meanwhile, or the output cannot be written.
+    """
+    require_free(output)
+    groups = {name: group_of_each_class(part.images) for name, part in parts.items()}
     layout = _Layout(images_per_shard, max_shard_bytes, shuffle, decode)
     aside = output.with_name(f".{output.name}.packing")
+    whole, asides = aside / "whole", {name: aside / (name and f"{name}.part") for name in parts}
     try:
         with _locked(aside):
-            index, skipped = _pack_aside(aside, listing, groups, layout, workers, track)
-            sync_path(aside / SHARDS)
-            (aside / SHARDS).replace(output)
+            shutil.rmtree(whole, ignore_errors=True)
+            packed = [
+                _pack_aside(asides[name], part, groups[name], layout, workers, track) for name, part in parts.items()
+            ]
+            whole.mkdir()
+            for name, folder in asides.items():
+                sync_path(folder / SHARDS)
+                (folder / SHARDS).replace(whole / name)
+            sync_path(whole)
+            whole.replace(output)
             sync_path(output.parent)
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, UnwritableError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "the shards that are whole are kept there: mend this, and the same command goes on from them"
         raise DistapError(f"{aside}: {reason}; {remedy}") from error
-    return index, skipped
+    return packed
 
 
 def require_free(output: Path) -> None:
@@ -171,7 +185,6 @@ def _pack_aside(
 
 
 def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
-    """Cut the images into shards."""
     starts, held = [0], 0
     for place, entry in enumerate(entries):
         size = 3 * BLOCK + -(-entry.size // BLOCK) * BLOCK  # two headers, the label and the image
@@ -223,7 +236,7 @@ def _write(job: _Job) -> tuple[str, list[Skipped]]:
                     skipped.append(Skipped(str(path), "empty files"))
                     continue
                 try:
-                    decode(data, name=str(path)) if job.decode else image_size(data)
+                    decode(data, name=str(path)) if job.decode or seems_cut(data) else image_size(data)
                 except DamagedImageError as error:
                     skipped.append(Skipped(str(path), str(error)))
                     continue
@@ -251,7 +264,7 @@ def _start(aside: Path, fingerprint: str, left_out: list[Skipped]) -> None:
     for folder in (aside / SHARDS, aside / RECORDS):
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir()
+        folder.mkdir(parents=True)
     write_whole(aside / PLAN_FILE, json.dumps({"fingerprint": fingerprint, "left_out": left_out}))
 
 

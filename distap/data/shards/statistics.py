@@ -167,6 +167,5 @@ def _short(value: float) -> str:
 
 
 def _trimmed(counts: NDArray[np.int64], names: Sequence[str]) -> Histogram:
-    """Leave out the empty bins at both ends."""
     filled = np.flatnonzero(counts).tolist() or [0, -1]
     return tuple((names[place], int(counts[place])) for place in range(filled[0], filled[-1] + 1))

@@ -179,7 +179,6 @@ class SharedProgress:
         self._images, self._last = 0, time.monotonic()
 
     def add(self, images: int) -> None:
-        """Add images that this rank has done."""
         self._images += images
         if self._world.size == 1 or time.monotonic() - self._last > PROGRESS_SECONDS:
             self._exchange(finished=False)
