@@ -169,10 +169,7 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
 def evaluations_of(
     recipe: Recipe, network: RetrievalNetwork, world: World, sets: dict[str, EvaluationSet]
 ) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
-    """Put beside each set a function that says how to describe its images.
-
-    It is called at each evaluation, since the mean over scales takes the power that GeM has learned by then.
-    """
+    """Put beside each set how to describe its images: a function, since GeM's power differs at each evaluation."""
     evaluations: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {}
     for name, images in sets.items():
         of_all, other = recipe.evaluation, recipe.evaluation.also.get(name)
