@@ -39,6 +39,7 @@ def test_the_library_and_the_commands_run_outside_the_repository(tmp_path, insta
     (tmp_path / "user.py").write_text(USER)
     assert str(installed.package) in installed.run("python", "user.py", folder=tmp_path)
     assert "Usage: distap" in installed.run("distap", "--help", folder=tmp_path)
+    assert "roadmap-sop" in installed.run("distap", "recipes", folder=tmp_path)
     (tmp_path / "recipe.yaml").write_text(
         f"run: mine\nsteps: 1\ndata: {{train: {training_shards[0]}, image_size: 32, workers: 0}}\n"
         "sampling: {name: random, batch_size: 8}\nmodel: {backbone: test_resnet, weights: random}\n"

@@ -67,6 +67,6 @@ def test_a_recipe_trains_evaluates_and_goes_on(folder, name):
     if recipe.data.validation is not None:
         assert [entry["step"] for entry in evaluated] == [0, 1, 2, 3]
     for entry in evaluated:
-        assert {"mAP", "R@1"} <= entry["validation"].keys()
+        assert {"mAP", *(f"R@{k}" for k in recipe.evaluation.recall_at)} <= entry["validation"].keys()
         assert entry.get("also", {}).keys() == recipe.evaluation.also.keys()
         assert all(FIGURES[other] in figures for other, figures in entry.get("also", {}).items())
