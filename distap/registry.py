@@ -26,7 +26,7 @@ from distap.errors import DistapError
 
 TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
-    *("adopt", "adadelta", "adagrad", "adamax", "adan", "cadamw", "radamw", "sgdw"),
+    *("adopt", "adadelta", "adamax", "cadamw", "radamw", "sgdw"),
 )
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
