@@ -226,7 +226,8 @@ def load(
         source: a run, one of its checkpoints, the URL of either, a folder that `save_pretrained` or `distap export`
             wrote, or `hf-hub:NAME`. What follows is for runs and checkpoints; the others say it themselves.
         best: take a run's best checkpoint instead of its newest.
-        sizing: `crop N`, `resize M crop N`, `side N` or `original`, N pixels; None takes the recipe's.
+        sizing: `crop N`, `resize M crop N`, `resize HxW crop N`, `side N` or `original`, in pixels; None takes the
+            recipe's.
         scales: factors of an image's size at which it is described; None takes the recipe's.
         whitening: a result of `distap whiten`.
         device: None takes a GPU if there is one.

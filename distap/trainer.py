@@ -73,10 +73,16 @@ class Trainer:
     Args:
         endpoint: answers HTTP requests about this rank; a new one answers nothing until it is served.
         startup: the clock that was started with the process.
+        only_check: build all parts, but learn nothing from the images.
     """
 
     def __init__(
-        self, recipe: Recipe, world: World, endpoint: Endpoint | None = None, startup: Startup | None = None
+        self,
+        recipe: Recipe,
+        world: World,
+        endpoint: Endpoint | None = None,
+        startup: Startup | None = None,
+        only_check: bool = False,
     ) -> None:
         self.recipe, self.world = recipe, world
         self.endpoint, self.startup = endpoint or Endpoint(world.rank), startup or Startup()
@@ -94,7 +100,7 @@ class Trainer:
         # A checkpoint replaces the weights that the run began with, which need not be there any more.
         self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None)
         if not self.is_begun:
-            whiten_projection(recipe, self.network, world)
+            whiten_projection(recipe, self.network, world, only_check)
         describer = describer_of(recipe, self.network.train())
         self.evaluations = evaluations_of(recipe, self.network, world, sets)
         self.engine = engine_of(recipe, self.network, world)

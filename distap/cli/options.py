@@ -81,7 +81,8 @@ def sizing_of(
     if sum((bool(image_size or resize), max_side is not None, original)) > 1:
         raise DistapError("give one of --image-size (with or without --resize), --max-side and --original")
     own = SizedSection(resize=resize, crop=image_size, max_side=max_side, original=original)
-    return Sizing.parse((own if own != SizedSection() else recipe.evaluation).sizing(recipe.data.image_size))
+    asked, evaluation = own != SizedSection(), recipe.evaluation
+    return Sizing.parse((own if asked else evaluation).sizing(evaluation.crop or recipe.data.image_size))
 
 
 def parse_scales(text: str | None) -> tuple[float, ...] | None:

@@ -141,7 +141,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     recipe = load_recipe(config, overrides)
     check_start(recipe, ranks)
     with joined_world(recipe.timeout_seconds) as world:
-        trainer = Trainer(recipe, world)
+        trainer = Trainer(recipe, world, only_check=True)
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
         trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))

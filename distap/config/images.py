@@ -71,8 +71,10 @@ class DataSection(ImagesSection):
 class SizedSection(Section):
     """How evaluation brings images to size; without any of these keys it crops the largest square."""
 
-    resize: PositiveInt | None = Field(
-        None, description="Scale the shorter side to this many pixels before cropping; null crops the largest square."
+    resize: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(
+        None,
+        description="Scale the shorter side to this many pixels, or all to [height, width], before cropping; null "
+        "crops the largest square.",
     )
     crop: PositiveInt | None = Field(None, description="Side of the crop, pixels; null takes data.image_size.")
     max_side: PositiveInt | None = Field(
@@ -91,8 +93,8 @@ class SizedSection(Section):
         """As `distap.data.images.whole_images.Sizing` writes it; `image_size` is data.image_size."""
         if self.original or self.max_side is not None:
             return "original" if self.original else f"side {self.max_side}"
-        resize = "" if self.resize is None else f"resize {self.resize} "
-        return f"{resize}crop {self.crop or image_size}"
+        resize = "x".join(map(str, self.resize)) if isinstance(self.resize, tuple) else self.resize
+        return f"{'' if resize is None else f'resize {resize} '}crop {self.crop or image_size}"
 
 
 class DescribingSection(SizedSection):

@@ -73,6 +73,11 @@ def open_set(
                 raise DistapError(
                     f"{opened.name}: a plain folder of images says nothing of classes; `distap data pack` it"
                 )
+        if others is not None and others.fingerprint == images.fingerprint:
+            raise DistapError(
+                f"{others.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
+                "out, and each retrieves all others"
+            )
         if others is not None or gallery_draws:
             return QuerySet(name, images, others, gallery_draws, tuple(at))
         assert isinstance(images.reader, Reader)

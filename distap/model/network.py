@@ -139,6 +139,9 @@ class RetrievalNetwork(nn.Module):
         if features.ndim == 3:
             wants = getattr(self.pooling, "needs_class_token", False)
             skipped = max(self._prefix, 1) if wants else self._prefix  # some networks do not count their class token
+            if wants and features.shape[1] == skipped and getattr(self.pooling, "widens", 1) > 1:
+                name = architecture_of(self.backbone)
+                raise DistapError(f"model.pooling: {name} gives no tokens but that of the class; choose cls")
             maps = features[:, skipped:].transpose(1, 2).unsqueeze(-1)
             return (maps, features[:, :skipped]) if wants else (maps,)
         if features.ndim == 4 and features.shape[1] != self.features:

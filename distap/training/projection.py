@@ -7,6 +7,7 @@ import torch
 
 from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
+from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learn_pca
@@ -17,23 +18,32 @@ from distap.world import World
 logger = logging.getLogger("distap")
 
 
-def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World) -> None:
+def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, only_check: bool = False) -> None:
     """Set the projection to the PCA whitening of what it gets for the images of the first steps, on every rank.
 
     The images are augmented as in those steps, so they are a function of the data set and the seed. Do nothing
-    unless the recipe asks for it, or if its weights are those of a whole network.
+    unless the recipe asks for it, or if its weights are those of a whole network. `only_check` describes no image.
 
     Raises:
-        DistapError: the images are too few for so many dimensions.
+        DistapError: the images, or what pooling gives, are too few for so many dimensions.
     """
     projection = recipe.model.projection
     if projection is None or projection.start != "whitening" or getattr(recipe.model.weights, "whole", False):
         return
     images = images_of(recipe, world, Stopwatch())  # another reader than the training's, which has a state
     wanted = projection.images if images.index is None else min(projection.images, len(images.index))
+    steps, layer = -(-wanted // images.size), network.head
+    assert isinstance(layer, torch.nn.Linear)
+    if projection.dimensions > (most := min(layer.in_features, steps * images.size - 1)):
+        raise DistapError(
+            f"model.projection: {steps * images.size} images of {layer.in_features} features give a whitening of at "
+            f"most {most} dimensions, not {projection.dimensions}; ask for fewer, or begin with random weights"
+        )
+    if only_check:
+        return
     network.eval()
     rows, size = list[torch.Tensor](), recipe.loader_chunk
-    for share in images.shares(range(-(-wanted // images.size))):
+    for share in images.shares(range(steps)):
         world.note(f"whitening of the images of step {share.step + 1}")
         count = len(world.slots(images.size))
         with torch.no_grad():
@@ -46,8 +56,6 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World) -
         is_there = world.gather_rows(present, images.size)
         if world.rank == 0:
             rows.append(gathered[is_there].cpu())
-    layer = network.head
-    assert isinstance(layer, torch.nn.Linear)
 
     def learn() -> None:
         found = torch.cat(rows).numpy()

@@ -37,7 +37,9 @@ def turned(image, orientation) -> bytes:
     return encoded(image, "JPEG", quality=95, exif=exif)
 
 
-@pytest.mark.parametrize("text", ["crop 224", "side 1024", "original", "resize 256 crop 224"])
+@pytest.mark.parametrize(
+    "text", ["crop 224", "side 1024", "original", "resize 256 crop 224", "resize 256x300 crop 224"]
+)
 def test_a_sizing_is_written_and_read_as_text(text):
     assert str(Sizing.parse(text)) == text
 
@@ -47,6 +49,7 @@ def test_a_sizing_is_written_and_read_as_text(text):
     [
         *["", "crop", "side", "crop 0", "side -3", "original 3", "crop ²", "stretch 3", "crop a"],
         *["resize 256", "resize 256 side 224", "resize 223 crop 224", "resize 0 crop 0", "resize 9 original"],
+        *["resize 256x223 crop 224", "resize 9x crop 9", "resize 9x9x9 crop 9"],
     ],
 )
 def test_a_sizing_that_is_none_is_refused(text):
@@ -54,12 +57,12 @@ def test_a_sizing_that_is_none_is_refused(text):
         Sizing.parse(text)
 
 
-@pytest.mark.parametrize(("resize", "crop"), [(64, 56), (48, 48), (100, 33), (200, 199)])
+@pytest.mark.parametrize(("resize", "crop"), [("64", 56), ("48", 48), ("100", 33), ("200", 199), ("64x48", 40)])
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_a_resized_crop_is_torchvisions_bit_for_bit(resize, crop, orientation):
     image = EncodedImage(turned(photo(320, 222, seed=1), orientation))
-    theirs = v2.Compose([v2.Resize(resize), v2.CenterCrop(crop)])
-    sizing = Sizing("crop", crop, resize)
+    theirs = v2.Compose([v2.Resize([*map(int, resize.split("x"))]), v2.CenterCrop(crop)])
+    sizing = Sizing.parse(f"resize {resize} crop {crop}")
     assert torch.equal(sizing(image), theirs(pixels(image.whole())))
     of_pil = pixels(theirs(image.whole())).int()  # PIL resizes in another precision
     assert (sizing(image).int() - of_pil).abs().max() <= 1

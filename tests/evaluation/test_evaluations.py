@@ -192,6 +192,8 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
         assert distap(monkeypatch, "eval", "--checkpoint", run, *options, "--output", tmp_path / name) == 0
         assert read_evaluation(tmp_path / name).figures == pytest.approx(figures)
     assert distap(monkeypatch, "eval", "--checkpoint", run, f"--gallery={query}", "--gallery-draws=3") == 2
+    with pytest.raises(DistapError, match="these are the queries themselves"):
+        open_set(query, gallery=query)
     assert distap(monkeypatch, "eval", "--checkpoint", run, "--gap=4") == 2
     assert distap(monkeypatch, "report", run) == 0
     assert "kept of labelled sets only" in (run / "report.html").read_text()
@@ -272,21 +274,30 @@ def test_training_evaluates_on_other_sets_as_well(converted, training_shards, tm
     assert set(lines[0]["also"]) == {"oxford"} and 0 <= lines[0]["also"]["oxford"]["Medium mAP"] <= 1
 
 
-def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("resize", "asked", "sizing"),
+    [
+        (40, "--resize=40", "resize 40 crop 36"),
+        ([40, 48], "evaluation.resize=[40, 48]", "resize 40x48 crop 36"),
+    ],
+)
+def test_a_trained_network_remembers_how_it_was_evaluated(
+    training_shards, tmp_path, monkeypatch, resize, asked, sizing
+):
     own, run = str(training_shards[1]), tmp_path / "run"
     also = {"same": {"data": own}, "square": {"data": own, "crop": 32, "scales": [1.0]}}
-    settings = {"resize": 40, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
+    settings = {"resize": resize, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
     train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
     assert last["also"]["same"] == last["validation"] != last["also"]["square"]
     assert list(last["validation"]) == ["mAP", "mAP@R", "R@1", "R@3", "mP@1", "mP@3"]
     found = load(run).describer
-    assert (str(found.sizing), found.network.scales) == ("resize 40 crop 36", (1.0, 0.75))
+    assert (str(found.sizing), found.network.scales) == (sizing, (1.0, 0.75))
 
     figures = {}
     for name, options in {
         "remembered": [],
-        "asked for": ["--resize=40", "--image-size=36", "--scales=1,0.75"],
+        "asked for": [asked, "--scales=1,0.75"],
         "square": ["--image-size=32", "--scales=1"],
         "by override": ["evaluation.resize=null", "evaluation.crop=32", "evaluation.scales=[1]"],
     }.items():
@@ -296,9 +307,9 @@ def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_p
     assert figures["square"] == figures["by override"] == pytest.approx(last["also"]["square"])
     assert distap(monkeypatch, "eval", "--checkpoint", run, "--resize=40", "--original") == 2
     assert distap(monkeypatch, "extract", own, tmp_path / "descriptors", "--checkpoint", run) == 0
-    assert read_descriptors(tmp_path / "descriptors").described_by.sizing == "resize 40 crop 36"
+    assert read_descriptors(tmp_path / "descriptors").described_by.sizing == sizing
     assert distap(monkeypatch, "export", run, tmp_path / "export", "--format=safetensors") == 0
-    assert str(load(tmp_path / "export").describer.sizing) == "resize 40 crop 36"
+    assert str(load(tmp_path / "export").describer.sizing) == sizing
     card = (tmp_path / "export" / "README.md").read_text()
     names = {}
     exec(re.search(r"```python\n(import torch\n.*?)\n\nimages = ", card, re.DOTALL)[1], names)

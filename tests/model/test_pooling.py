@@ -76,11 +76,12 @@ def test_layer_norm_standardises_what_pooling_gives_and_makes_another_network():
         ("resnet10t", "cls", "class token, which resnet10t does not have"),
         ("vit_pwee_patch16_reg1_gap_256", "cls_mean", "class token, which vit_pwee_patch16_reg1_gap_256 does not"),
         (VIT, "rmac", "regions of a map, but test_vit gives tokens"),
+        ("pit_ti_224", "cls_mean", "pit_ti_224 gives no tokens but that of the class; choose cls"),
     ],
 )
 def test_a_pooling_that_does_not_fit_is_refused(backbone, pooling, message):
     with pytest.raises(DistapError, match=message):
-        random_network(backbone, pooling=NamedPooling(pooling))(noise())
+        random_network(backbone, pooling=NamedPooling(pooling))(noise(1, 224))
 
 
 def test_every_pooling_is_recorded_under_its_own_name():

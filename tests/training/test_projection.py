@@ -13,6 +13,7 @@ from distap.training.build import images_of
 from distap.world import World
 
 MODEL = {"backbone": "test_resnet", "weights": "random", "projection": {"dimensions": 8, "start": "whitening"}}
+RANDOM = {**MODEL, "projection": 8}
 
 
 def begun(world, run, shards, **changes):
@@ -58,5 +59,11 @@ def test_a_run_that_goes_on_keeps_what_it_has_learned(tmp_path, training_shards)
 
 def test_too_few_images_for_so_many_dimensions_are_named(tmp_path, training_shards):
     model = {**MODEL, "projection": {"dimensions": 500, "start": "whitening", "images": 30}}
-    with pytest.raises(DistapError, match=r"500 dimensions cannot be learned from the 50 descriptors of model\.proj"):
-        Trainer(recipe(tmp_path, training_shards, model=model), World())
+    with pytest.raises(DistapError, match=r"projection: 50 images of 128 features .* at most 49 dimensions, not 500"):
+        Trainer(recipe(tmp_path, training_shards, model=model), World(), only_check=True)
+
+
+def test_a_check_learns_no_projection(tmp_path, training_shards):
+    settings = recipe(tmp_path, training_shards, model=MODEL), recipe(tmp_path, training_shards, model=RANDOM)
+    checked, random = (Trainer(own, World(), only_check=True).network for own in settings)
+    assert torch.equal(checked.head.weight, random.head.weight)

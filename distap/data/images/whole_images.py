@@ -25,8 +25,13 @@ from distap.errors import DistapError
 
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
-SIZINGS = re.compile(r"(?:resize (?P<resize>[0-9]+) )?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)")
-EXPECTED = "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` with M of N or more"
+SIZINGS = re.compile(
+    r"(?:resize (?P<resize>[0-9]+(?:x[0-9]+)?) )?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)"
+)
+EXPECTED = (
+    "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` or `resize HxW crop N` with M of N or "
+    "more, and so H and W"
+)
 QUALITY = 82  # of a thumbnail's JPEG, from 1 to 95
 KEPT = 1024  # thumbnails in memory, of about 10 kB each
 logger = logging.getLogger("distap")
@@ -37,22 +42,23 @@ class Sizing:
     """How an image is brought to size; `str` and `parse` write it as text and back.
 
     `crop` takes the central square at `pixels` by `pixels`: the largest one, or with `resize` the one that is left of
-    the image once its shorter side is scaled to `resize` pixels. `side` takes the whole image, scaled down so that
-    its longer side is `pixels` at most; `original` the whole image as it is, and has no `pixels`.
+    the image once its shorter side is scaled to `resize` pixels, or all of it to a height and width. `side` takes the
+    whole image, scaled down so that its longer side is `pixels` at most; `original` the whole image as it is, and has
+    no `pixels`.
     """
 
     kind: Literal["crop", "side", "original"]
     pixels: int | None = None
-    resize: int | None = None
+    resize: tuple[int, ...] = ()  # pixels of the shorter side, or height and width
 
     def __post_init__(self) -> None:
-        fits = self.resize is None or (self.kind == "crop" and self.resize >= (self.pixels or 0))
+        fits = not self.resize or (self.kind == "crop" and min(self.resize) >= (self.pixels or 0))
         wanted = self.kind != "original"
         if not fits or wanted != (self.pixels is not None) or (self.pixels is not None and self.pixels < 1):
             raise DistapError(f"sizing `{self}`: {EXPECTED}")
 
     def __str__(self) -> str:
-        resize = "" if self.resize is None else f"resize {self.resize} "
+        resize = f"resize {'x'.join(map(str, self.resize))} " if self.resize else ""
         return resize + (self.kind if self.pixels is None else f"{self.kind} {self.pixels}")
 
     @classmethod
@@ -60,7 +66,8 @@ class Sizing:
         found = SIZINGS.fullmatch(text)
         if found is None:
             raise DistapError(f"sizing {text!r}: {EXPECTED}")
-        resize, pixels = (None if found[name] is None else int(found[name]) for name in ("resize", "pixels"))
+        pixels = None if found["pixels"] is None else int(found["pixels"])
+        resize = tuple(map(int, found["resize"].split("x"))) if found["resize"] else ()
         return cls(found["kind"] or "original", pixels, resize)  # type: ignore[arg-type]
 
     def shape(self, width: int, height: int) -> Shape:
@@ -84,11 +91,11 @@ class Sizing:
         left, top, right, bottom = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
         if left >= right or top >= bottom:
             raise DamagedImageError("missing_field", f"nothing of its {width} x {height} pixels is in the box {box}")
-        if self.resize is not None and self.pixels is not None:
+        if self.resize and self.pixels is not None:
             shape = bottom - top, right - left
-            if self.resize**2 * max(shape) > MAX_PIXELS * min(shape):
+            if len(self.resize) == 1 and self.resize[0] ** 2 * max(shape) > MAX_PIXELS * min(shape):
                 raise DamagedImageError("too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels")
-            whole = F.resize(image.crop((left, top, right, bottom), shape, False), [self.resize], antialias=True)
+            whole = F.resize(image.crop((left, top, right, bottom), shape, False), [*self.resize], antialias=True)
             return F.center_crop(whole, [self.pixels]).contiguous()
         shape = self.shape(right - left, bottom - top)
         if self.kind == "crop":
