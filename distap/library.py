@@ -282,4 +282,4 @@ def evaluate(
             f"queries are {asks.shape} {asks.dtype}; expected ({len(rows)},) bool, some of them true, some false"
         )
     mask = torch.from_numpy(asks).to(rows.device)
-    return evaluate_queries(rows[mask], rows[~mask], classes[mask], classes[~mask])[0]
+    return evaluate_queries(rows[mask], rows[~mask], classes[mask], classes[~mask], 0).summary()

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from distap.data.images.image_sets import ImageSet
 from distap.evaluation.describing import Describing
-from distap.evaluation.saved import Evaluation
+from distap.evaluation.saved import QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
-from distap.retrieval.metrics import AT, evaluate_queries
+from distap.retrieval.metrics import AT, LabelledSetResult, evaluate_queries
 from distap.retrieval.refinement import PLAIN, Refinement
 
+DRAWN = "queries and a gallery that is drawn"  # the protocol
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
 
 
@@ -34,40 +35,69 @@ class QuerySet:
 
     def describe(self, describing: Describing) -> "DescribedQuerySet":
         """Describe queries and gallery on all ranks; every rank gets all descriptors."""
-        parts = [*zip(self.image_sets, ("query", "gallery"), strict=False)]
-        classes, descriptors = [], []
-        for images, part in parts:
-            samples, own = describing.descriptors(images, f"{self.name}/{part}")
-            classes.append(images.classes[samples])
-            descriptors.append(own)
-        numbers = np.unique(np.concatenate(classes), return_inverse=True)[1].reshape(-1)
-        labels = tuple(np.split(numbers, [len(classes[0])])[: len(parts)])
-        return DescribedQuerySet(self, tuple(descriptors), labels, describing.describer.device)
+        parts = [(self.queries, "query"), *([] if self.gallery is None else [(self.gallery, "gallery")])]
+        samples, descriptors = zip(
+            *(describing.descriptors(images, f"{self.name}/{part}") for images, part in parts), strict=True
+        )
+        classes = [images.classes[own] for (images, _), own in zip(parts, samples, strict=True)]
+        names, numbers = np.unique(np.concatenate(classes), return_inverse=True)
+        labels = tuple(np.split(numbers.reshape(-1), [len(classes[0])])[: len(parts)])
+        return DescribedQuerySet(self, samples, descriptors, labels, names, describing.describer.device)
 
 
 @dataclass(frozen=True)
 class DescribedQuerySet:
-    """Descriptors of the images of a query set that could be described."""
+    """Descriptors of the images of a query set that could be described, of the gallery's too unless it is drawn."""
 
     of: QuerySet
-    descriptors: tuple[NDArray[Any], ...]  # (Q, C) of the queries, (N, C) of the gallery if it is not drawn
-    labels: tuple[NDArray[np.int64], ...]  # class numbers of each
+    samples: tuple[NDArray[np.int64], ...]  # (Q,), (N,) image numbers
+    descriptors: tuple[NDArray[Any], ...]  # (Q, C), (N, C)
+    labels: tuple[NDArray[np.int64], ...]  # (Q,), (N,) class numbers
+    class_name: NDArray[np.str_]  # (K,)
     device: torch.device  # for ranking
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Refine the descriptors and rank the gallery for each query; the mean over the draws, if it is drawn."""
         found = [self._ranked(queries, gallery, refinement) for queries, gallery in self._rows()]
-        figures = {name: float(np.mean([figures[name] for figures, _, _ in found])) for name in found[0][0]}
-        _, asked, left_out = found[0]
-        about = {
+        result, summaries = found[0], [one.summary() for one in found]
+        figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
+        asked = int(result.is_query.sum())
+        about: dict[str, Any] = {
             "data": self.of.queries.name,
-            "gallery": self.of.gallery.name if self.of.gallery else f"an image a class, drawn {len(found)} times",
-            "protocol": "queries and gallery",
+            "gallery": f"an image a class, drawn {len(found)} times",
+            "protocol": DRAWN,
             "refinement": refinement.name,
             "fingerprint": self.of.queries.fingerprint,
             "images": sum(map(len, self.labels)),
         }
-        return Evaluation(figures, asked, left_out, about)
+        retrieved = None
+        if self.of.gallery is not None:
+            about |= {"gallery": self.of.gallery.name, "protocol": QUERIED}
+            about["fingerprint"] += f"+{self.of.gallery.fingerprint}"
+            about["precision_at_recall"] = result.precision_at_recall.tolist()
+            by_class = result.class_figures(torch.from_numpy(self.labels[0]).to(self.device))
+            about["classes"] = {str(self.class_name[label]): own for label, own in by_class.items()}
+            retrieved = self._retrieved(result, self.of.gallery)
+        return Evaluation(figures, asked, len(result.is_query) - asked, about, retrieved)
+
+    def _retrieved(self, result: LabelledSetResult, gallery: ImageSet) -> Retrieved:
+        """The hits of the queries; the images of the gallery follow them as rows, and are numbered after them."""
+        (asking, others), queries = self.samples, self.of.queries
+
+        def filled(values: Any, filling: float) -> Any:
+            rest = np.full((len(others), *values.shape[1:]), filling)
+            return np.concatenate([values.cpu().numpy(), rest.astype(values.cpu().numpy().dtype)])
+
+        return Retrieved(
+            np.concatenate([asking, others + len(queries)]),
+            np.concatenate([queries.keys[asking], gallery.keys[others]]),
+            np.concatenate(self.labels),
+            filled(result.average_precision, np.nan),
+            filled(result.average_precision_at_r, np.nan),
+            filled(result.first_positive, 0),
+            self.class_name,
+            filled(result.neighbours + len(asking), 0),
+        )
 
     def _rows(self) -> Iterator[tuple[Any, Any]]:
         """The rows of queries and of the gallery, in each draw."""
@@ -79,14 +109,12 @@ class DescribedQuerySet:
             chosen = order[np.unique(labels[order], return_index=True)[1]]
             yield np.setdiff1d(order, chosen), chosen
 
-    def _ranked(self, queries: Any, gallery: Any, refinement: Refinement) -> tuple[dict[str, float], int, int]:
-        """Figures, the number of queries, and that of queries without a positive."""
+    def _ranked(self, queries: Any, gallery: Any, refinement: Refinement) -> LabelledSetResult:
         refined, others, head = refinement.apply(self.descriptors[0][queries], self.descriptors[-1][gallery])
         labels = [
             torch.from_numpy(own[rows]).to(self.device)
             for own, rows in ((self.labels[0], queries), (self.labels[-1], gallery))
         ]
         asking = torch.from_numpy(np.array(refined, dtype=np.float32)).to(self.device)
-        head = None if head is None else head.to(self.device)
-        figures, asked = evaluate_queries(asking, others, labels[0], labels[1], self.of.at, head=head)
-        return figures, asked, len(asking) - asked
+        head, neighbours = None if head is None else head.to(self.device), 0 if self.of.draws else 10
+        return evaluate_queries(asking, others, labels[0], labels[1], neighbours, head=head, at=self.of.at)

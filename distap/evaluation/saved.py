@@ -18,7 +18,7 @@ from distap.errors import DistapError
 from distap.storage.atomic import UnwritableError, write_whole
 
 FOLDER, RESULT_FILE, NEIGHBOURS_FILE, QUERIES_FILE = "evaluations", "result.json", "neighbours.npz", "queries.npz"
-LABELLED = "labelled set"  # the protocol of which neighbours are kept
+LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
 NEIGHBOURS = {"sample": "int64", "neighbour": "int64"}
 QUERIES = {
     **{"sample": "int64", "key": "U", "label": "int64", "first_positive": "int64", "class_name": "U"},
@@ -33,9 +33,9 @@ Figures = Annotated[
 
 @dataclass(frozen=True)
 class Retrieved:
-    """The hits of each of N images of K classes. Rows are numbered 0 to N-1."""
+    """The hits of each of N images of K classes. Rows are numbered 0 to N-1; another gallery follows the queries."""
 
-    sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending
+    sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending; another gallery is numbered after it
     key: NDArray[np.str_]  # (N,)
     label: NDArray[np.int64]  # (N,) class number, -1 for none
     average_precision: NDArray[np.float64]  # (N,) NaN if the image is no query
@@ -57,7 +57,7 @@ class Evaluation:
     queries: int
     left_out: int  # queries without a positive
     about: dict[str, Any]  # more entries for result.json
-    retrieved: Retrieved | None = None  # of a labelled set
+    retrieved: Retrieved | None = None  # of LABELLED and QUERIED
 
     def save(self, folder: Path, **about: Any) -> None:
         """Write it to a folder, with `about` in result.json, or raise an UnwritableError.
@@ -89,6 +89,7 @@ class SavedEvaluation(BaseModel):
     folder: Path
     step: int | None = None  # of a training
     data: str
+    gallery: str | None = None  # that is not of `data`
     protocol: str = LABELLED
     fingerprint: str
     images: int
@@ -98,8 +99,8 @@ class SavedEvaluation(BaseModel):
     classes: dict[str, Figures] = {}  # queries, mAP and so on of each class
 
     def retrieved(self) -> Retrieved | None:
-        """Read what each image of a labelled set retrieved; None of another protocol."""
-        if self.protocol != LABELLED:
+        """Read what each image retrieved; None of a protocol of which it is not kept."""
+        if self.protocol not in (LABELLED, QUERIED):
             return None
         queries: dict[str, Any] = _read(self.folder / QUERIES_FILE, lambda data: read_columns(data, QUERIES))
         nearest: dict[str, Any] = _read(self.folder / NEIGHBOURS_FILE, lambda data: read_columns(data, NEIGHBOURS))

@@ -5,11 +5,11 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from distap.data.images.decoding import MAX_PIXELS
+from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.indexed import Reader
 from distap.data.shards.index import load_index
@@ -64,7 +64,7 @@ def report(
     sheets, confusions, problem = [], [], ""
     try:
         if len(retrieved) < len(evaluations):
-            problem = "neighbours are kept of labelled sets only, not of queries against a gallery"
+            problem = "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
         elif evaluations:
             thumbnails = _thumbnails(list(evaluations.values()), runs[-1].recipe)
             chosen = ContactSheets(retrieved, thumbnails.jpeg)
@@ -100,12 +100,27 @@ def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) 
         raise DistapError("the runs were evaluated on different data")
     kept = data.get("validation_index") if evaluation.data == data.get("validation") else None
     remote = RemoteSettings(**data.get("remote", {}))
-    source = parse_source(evaluation.data, kept and Path(kept))
-    index = load_index(source, remote)
-    if index.fingerprint != evaluation.fingerprint:
-        raise DistapError(f"{source}: the data set has changed since it was evaluated in {evaluation.folder}")
-    reader = Reader(source, index, data.get("max_pixels", MAX_PIXELS), remote=remote)
-    return Thumbnails(reader, np.arange(len(index)), THUMBNAIL)
+    sources = [parse_source(evaluation.data, kept and Path(kept))]
+    if evaluation.gallery is not None:
+        sources.append(parse_source(evaluation.gallery))
+    indices = [load_index(source, remote) for source in sources]
+    if "+".join(index.fingerprint for index in indices) != evaluation.fingerprint:
+        named = " or ".join(map(str, sources))
+        raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
+    most = data.get("max_pixels", MAX_PIXELS)
+    readers = [Reader(source, index, most, remote=remote) for source, index in zip(sources, indices, strict=True)]
+    return Thumbnails(_Joined(readers, len(indices[0])), np.arange(sum(map(len, indices))), THUMBNAIL)
+
+
+class _Joined(NamedTuple):
+    """The images of a data set, and those of its gallery numbered after them."""
+
+    readers: Sequence[Reader]
+    own: int  # images of the first reader
+
+    def encoded(self, sample: int) -> EncodedImage:
+        is_own = sample < self.own
+        return self.readers[0 if is_own else 1].encoded(sample if is_own else sample - self.own)
 
 
 def _lowest_classes(evaluations: Sequence[SavedEvaluation]) -> list[str]:

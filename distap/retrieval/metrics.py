@@ -51,6 +51,7 @@ class LabelledSetResult:
     # Mean over the queries of the greatest precision at any recall of at least r, for r = 0, 0.01 ... 1.
     precision_at_recall: Float64[Tensor, "101"]
     hits: Int64[Tensor, "N K"]  # positives among the first k, for each k of `at`
+    others: int  # images that each query is ranked against
     at: tuple[int, ...] = AT
 
     @property
@@ -64,8 +65,14 @@ class LabelledSetResult:
         P@k is the share of positives among the first k, or among all others if there are fewer than k.
         """
         rows = self.is_query
-        columns = self.average_precision[rows], self.average_precision_at_r[rows], self.hits[rows]
-        return _means(*columns, len(rows) - 1, self.at)
+        hits = self.hits[rows].double()
+        right = (hits / torch.tensor(self.at, device=hits.device).clamp(max=self.others)).mean(0).tolist()
+        return {
+            "mAP": float(self.average_precision[rows].mean()),
+            "mAP@R": float(self.average_precision_at_r[rows].mean()),
+            **{f"R@{k}": value for k, value in zip(self.at, (hits > 0).double().mean(0).tolist(), strict=True)},
+            **{f"mP@{k}": value for k, value in zip(self.at, right, strict=True)},
+        }
 
     def class_figures(self, labels: Int64[Tensor, " N"]) -> dict[int, dict[str, int | float]]:
         """Number of queries, and mean mAP, mAP@R and R@k over them, of each class that has queries."""
@@ -115,26 +122,9 @@ def evaluate_labelled_set(
         raise DistapError("a re-ranked head names the query itself, which is not in its gallery")
     descriptors = _resident(descriptors, labels.device)
     asking = descriptors if queries is None else _resident(queries, labels.device)
-    neighbours = min(neighbours, total - 1)
-    precision = torch.full((total,), torch.nan, dtype=torch.float64, device=labels.device)
-    at_r, first = precision.clone(), torch.zeros_like(labels)
-    hits, nearest = labels.new_zeros(total, len(at)), labels.new_zeros(total, neighbours)
-    curve, asked = precision.new_zeros(101), 0
-    for rows in classes.blocks(classes.members > (-1 if neighbours else 1)):
-        tiles = Tiles(_converted_rows(asking, rows), descriptors, BLOCK_PAIRS)
-        if neighbours:
-            nearest[rows] = _nearest(tiles, rows, neighbours)
-            if head is not None:
-                nearest[rows] = _headed(head[rows], nearest[rows])
-        positives = classes.positives(rows)
-        before = negatives_before(tiles, positives, rows[:, None], None if head is None else head[rows])
-        ranks = ranks_of_positives(before, positives != NONE)
-        precision[rows], at_r[rows], hits[rows] = _of_ranks(ranks, at)
-        first[rows] = ranks[:, 0]
-        is_query = ranks[:, 0] > 0
-        curve += interpolated_precision(ranks[is_query]).sum(0)
-        asked += int(is_query.sum())
-    return LabelledSetResult(precision, at_r, first, nearest, curve / asked, hits, at)
+    chosen = classes.blocks(classes.members > (-1 if neighbours and total > 1 else 1))
+    blocks = ((rows, classes.positives(rows), rows[:, None]) for rows in chosen)
+    return _ranked(asking, descriptors, blocks, labels, neighbours, total - 1, head, at)
 
 
 @torch.no_grad()
@@ -143,32 +133,55 @@ def evaluate_queries(
     gallery: Tensor | NDArray[Any],
     query_labels: Int64[Tensor, " Q"],
     gallery_labels: Int64[Tensor, " N"],
-    at: tuple[int, ...] = AT,
+    neighbours: int = 10,
     *,
     head: Int64[Tensor, "Q K"] | None = None,
-) -> tuple[dict[str, float], int]:
-    """Rank a gallery for queries that are not in it, in blocks of queries; arguments as `evaluate_labelled_set`.
+    at: tuple[int, ...] = AT,
+) -> LabelledSetResult:
+    """Rank a gallery for queries that are not in it; arguments as in `evaluate_labelled_set`.
 
-    Returns:
-        The figures of `LabelledSetResult.summary`, and the number of queries that have an image of their class in
-        the gallery; the others are left out. A DistapError is raised if all are.
+    The rows of the result are the queries; its neighbours are rows of the gallery. A query without an image of its
+    class in the gallery counts as none; a DistapError is raised if all are so.
     """
     require_head(head, len(queries), len(gallery))
+    device = query_labels.device
+    if not bool(torch.isin(query_labels, gallery_labels).any()):
+        raise DistapError("no query has an image of its class in the gallery: there is nothing to retrieve")
     ascending, order = gallery_labels.sort(stable=True)
     ends = (torch.searchsorted(ascending, query_labels, right=right).tolist() for right in (False, True))
     own = [order.cpu().numpy()[start:end] for start, end in zip(*ends, strict=True)]
-    blocks = []
-    for start in range(0, len(queries), height := max(BLOCK_PAIRS // max(len(gallery), 1), 1)):
-        part = slice(start, start + height)
-        positives = padded(own[part], queries.device)
-        tiles = Tiles(queries[part], gallery, BLOCK_PAIRS)
-        before = negatives_before(tiles, positives, positives[:, :0], None if head is None else head[part])
-        ranks = ranks_of_positives(before, positives != NONE)
-        blocks.append(_of_ranks(ranks[(ranks > 0).any(1)], at))
-    precision, at_r, hits = (torch.cat(columns) for columns in zip(*blocks, strict=True))
-    if not len(hits):
-        raise DistapError("no query has an image of its class in the gallery: there is nothing to retrieve")
-    return _means(precision, at_r, hits, len(gallery), at), len(hits)
+    chosen = torch.arange(len(queries), device=device).split(max(BLOCK_PAIRS // len(gallery), 1))
+    blocks = ((rows, padded([own[row] for row in rows.tolist()], device), rows[:, None][:, :0]) for rows in chosen)
+    return _ranked(queries, _resident(gallery, device), blocks, query_labels, neighbours, len(gallery), head, at)
+
+
+def _ranked(
+    asking: Tensor | NDArray[Any],
+    gallery: Tensor | NDArray[Any],
+    blocks: Iterable[tuple[Tensor, Tensor, Tensor]],
+    labels: Int64[Tensor, " N"],
+    neighbours: int,
+    others: int,
+    head: Tensor | None,
+    at: tuple[int, ...],
+) -> LabelledSetResult:
+    """Rank a gallery for blocks of queries: their rows, those of their positives, and those to ignore."""
+    total, neighbours = len(labels), min(neighbours, others)
+    precision, at_r = labels.new_full((2, total), torch.nan, dtype=torch.float64)
+    first, curve = torch.zeros_like(labels), precision.new_zeros(101)
+    hits, nearest = labels.new_zeros(total, len(at)), labels.new_zeros(total, neighbours)
+    for rows, positives, ignored in blocks:
+        tiles = Tiles(_converted_rows(asking, rows), gallery, BLOCK_PAIRS)
+        own_head = None if head is None else head[rows]
+        if neighbours:
+            nearest[rows] = _nearest(tiles, ignored, neighbours)
+            if own_head is not None:
+                nearest[rows] = _headed(own_head, nearest[rows])
+        ranks = ranks_of_positives(negatives_before(tiles, positives, ignored, own_head), positives != NONE)
+        precision[rows], at_r[rows], hits[rows] = _of_ranks(ranks, at)
+        first[rows] = ranks[:, 0]
+        curve += interpolated_precision(ranks[ranks[:, 0] > 0]).sum(0)
+    return LabelledSetResult(precision, at_r, first, nearest, curve / (first > 0).sum(), hits, others, at)
 
 
 @dataclass(frozen=True)
@@ -221,19 +234,6 @@ def _of_ranks(ranks: Int64[Tensor, "q P"], at: tuple[int, ...]) -> tuple[Tensor,
     return of_positives.sum(1) / count, at_r / count, hits
 
 
-def _means(precision: Tensor, at_r: Tensor, hits: Tensor, others: int, at: tuple[int, ...]) -> dict[str, float]:
-    """Return the mean figures of queries that are ranked against `others` images."""
-    hits = hits.double()
-    shown = torch.tensor(at, device=hits.device).clamp(max=others)
-    found, right = (hits > 0).double().mean(0), (hits / shown).mean(0)
-    return {
-        "mAP": float(precision.mean()),
-        "mAP@R": float(at_r.mean()),
-        **{f"R@{k}": value for k, value in zip(at, found.tolist(), strict=True)},
-        **{f"mP@{k}": value for k, value in zip(at, right.tolist(), strict=True)},
-    }
-
-
 class _ClassMembers:
     """The images of each class of a labelled set."""
 
@@ -281,11 +281,11 @@ def _converted_rows(descriptors: Tensor | NDArray[Any], rows: Int64[Tensor, " q"
     return converted(descriptors[rows.cpu().numpy()], torch.empty(0, device=rows.device))
 
 
-def _nearest(tiles: Tiles, rows: Tensor, neighbours: int) -> Tensor:
-    """The most similar images, best first, without the query itself."""
+def _nearest(tiles: Tiles, ignored: Tensor, neighbours: int) -> Tensor:
+    """The most similar images, best first, without those to ignore."""
     parts = []
     for span, similarities in tiles:
-        mask(similarities, span, rows[:, None])
+        mask(similarities, span, ignored)
         values, columns = similarities.topk(min(neighbours, len(span)), dim=1)
         parts.append((values, columns + span.start))
     values, found = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))

@@ -140,8 +140,8 @@ def interpolated_precision(ranks: Int64[Tensor, "q P"]) -> Float64[Tensor, "q 10
 
 
 def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
-    """A table of gallery rows, padded with NONE, from a list for each query."""
-    table = np.full((len(rows), max(map(len, rows), default=0)), NONE, dtype=np.int64)
+    """A table of gallery rows, padded with NONE, from a list for each query; it has a column at least."""
+    table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
     for number, own in enumerate(rows):
         table[number, : len(own)] = own
     return torch.from_numpy(table).to(device)

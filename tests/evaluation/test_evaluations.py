@@ -154,6 +154,13 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
     assert evaluation.figures["mAP"] < 0.9
     lost = sum(path.parent.name == "c" for path in parts["query"])
     assert (evaluation.queries, evaluation.left_out) == (len(parts["query"]) - lost, lost) and lost > 0
+    evaluation.save(tmp_path / "saved")
+    retrieved, keys = read_evaluation(tmp_path / "saved").retrieved(), [path.stem for path in parts["query"]]
+    asking, others = (how.describer.describe([path.read_bytes() for path in own]) for own in parts.values())
+    for row in range(len(keys)):
+        nearest = (others @ asking[row]).argsort(descending=True)[:10] + len(keys)
+        assert retrieved.neighbours[row].tolist() == nearest.tolist()
+    assert (retrieved.first_positive > 0).nonzero()[0].max() < len(keys)
     refined = described.evaluate(Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=Diffusion()))
     assert refined.figures != evaluation.figures and refined.about["gallery"] == str(folder / "gallery")
 
@@ -196,7 +203,11 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
         open_set(query, gallery=query)
     assert distap(monkeypatch, "eval", "--checkpoint", run, "--gap=4") == 2
     assert distap(monkeypatch, "report", run) == 0
-    assert "kept of labelled sets only" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "Hardest queries" in page and "Precision over recall" in page and page.count("data:image/jpeg") > 20
+    options = ["--before", tmp_path / "drawn", "--after", tmp_path / "drawn", "--output", tmp_path]
+    assert distap(monkeypatch, "report", run, *options) == 0
+    assert "kept neither of galleries that are drawn" in (tmp_path / "report.html").read_text()
     with pytest.raises(DistapError, match="which names none"):
         recipe(run, training_shards, data__gallery=gallery)
     with pytest.raises(DistapError, match=r"data.validation: .*/gallery shares 4 classes with the training set"):

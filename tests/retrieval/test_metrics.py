@@ -228,8 +228,14 @@ def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, p
             orders[row] = [place in positives for place in order]
     monkeypatch.setattr("distap.retrieval.metrics.BLOCK_PAIRS", pairs)
     for values in (gallery, gallery.numpy()):
-        found, asked = evaluate_queries(queries, values, query_labels, gallery_labels, (1, 7), head=head)
-        assert found == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)
-        assert asked == len(orders) < 20
+        found = evaluate_queries(queries, values, query_labels, gallery_labels, head=head, at=(1, 7))
+        assert found.summary() == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)
+        assert found.is_query.nonzero().flatten().tolist() == list(orders) and len(orders) < 20
+        similarities = queries @ gallery.t()
+        if is_headed:
+            assert torch.equal(found.neighbours[:, :4], head)
+        else:
+            nearest = similarities.gather(1, found.neighbours)
+            assert torch.equal(nearest, similarities.sort(descending=True).values[:, :10])
     with pytest.raises(DistapError, match="no query has an image of its class in the gallery"):
         evaluate_queries(queries, gallery, query_labels + 20, gallery_labels)
