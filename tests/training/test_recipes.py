@@ -31,7 +31,8 @@ def made_small(name: str) -> list[str]:
     if "every" in evaluation:
         changes.append("evaluation.every=1")
     if "resize" in evaluation:
-        changes += ["evaluation.resize=36", "evaluation.crop=32"]
+        resize = [36, 36] if isinstance(evaluation["resize"], list) else 36
+        changes += [f"evaluation.resize={resize}", "evaluation.crop=32"]
     if name == "gldv2":
         changes += ["data.augmentation.steps=[{Resize: [32, 32]}, RandomHorizontalFlip]", "evaluation.max_side=32"]
     return changes
