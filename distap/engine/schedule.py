@@ -7,7 +7,7 @@ from math import cos, pi
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from distap.engine.settings import Unit
+from distap.engine.settings import Unit, as_written
 
 # Name -> the options that it needs (True) or takes (False) beside `warmup` and `unit`.
 _OPTIONS = {
@@ -33,8 +33,10 @@ class RateSchedule:
     warmup: NonNegativeFloat = 0  # of a linear rise, whose first step has 1/warmup of the rate
     length: PositiveFloat | None = None  # of `linear` and `cosine`, warm-up included; None ends at the last step
     every: PositiveFloat | None = None  # of `step`, how long one rate lasts
-    milestones: tuple[float, ...] | None = None  # of `multistep`, after how many steps or epochs the rate falls
-    decay: float | None = None  # of `step` and `multistep`, the factor each time; 0.1 by default
+    milestones: tuple[NonNegativeFloat, ...] | None = None  # of `multistep`, after how many steps or epochs the rate falls
+    decay: NonNegativeFloat | None = None  # of `step` and `multistep`, the factor each time; 0.1 by default
+
+    __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - pydantic reads it
 
     def __post_init__(self) -> None:
         if self.name not in _OPTIONS:
@@ -56,16 +58,18 @@ class RateSchedule:
         An epoch is `epoch` steps; only a schedule in epochs needs it.
         """
         unit = epoch if self.unit == "epochs" else Fraction(1)
-        if step < self.warmup * unit:
-            return min((step + 1) / float(self.warmup * unit), 1.0)
-        done = Fraction(step) / unit - Fraction(self.warmup)
+        warmup = as_written(self.warmup)
+        if step < warmup * unit:
+            return float(min((step + 1) / (warmup * unit), 1))
+        done = step / unit - warmup
         if self.every is not None:
-            return float(self._decay ** (done // Fraction(self.every)))
+            return float(self._decay ** (done // as_written(self.every)))
         if self.milestones is not None:
-            return float(self._decay ** bisect_right(self.milestones, done))
+            return float(self._decay ** bisect_right([*map(as_written, self.milestones)], done))
         if self.name == "constant":
             return 1.0
-        share = min(float(done / max(Fraction(self.length or steps / unit) - Fraction(self.warmup), 1 / unit)), 1.0)
+        length = steps / unit if self.length is None else as_written(self.length)
+        share = float(min(done / max(length - warmup, 1 / unit), 1))
         return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2
 
     @property

@@ -1,10 +1,16 @@
 """Settings that a recipe holds whatever the engine; importing them does not import torch."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 PrecisionName = Literal["float32", "bf16", "fp16"]
 Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
+
+
+def as_written(number: float) -> Fraction:
+    """The number that a recipe writes: 0.1 is a tenth, not the float that is nearest to it."""
+    return Fraction(str(number))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from distap.config.images import EvaluationSection
 from distap.config.recipe import Recipe
 from distap.config.sections import CheckpointSection
 from distap.data.shards.index import load_index
-from distap.engine.settings import Unit
+from distap.engine.settings import Unit, as_written
 from distap.errors import DistapError
 
 
@@ -56,7 +56,7 @@ class Length:
         return getattr(self.recipe.schedule, "unit", "steps")
 
     def in_steps(self, number: float, unit: Unit) -> Fraction:
-        return Fraction(number) * (self.epoch if unit == "epochs" else 1)
+        return as_written(number) * (self.epoch if unit == "epochs" else 1)
 
     def is_due(self, section: CheckpointSection | EvaluationSection, done: int) -> bool:
         """Whether what a section wants every so often is to be done after `done` steps; after the last one it is."""
