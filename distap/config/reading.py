@@ -28,6 +28,7 @@ OF_PIXELS = (
     *("image_size", "max_pixels", "scaled_decoding"),
     *("resize", "crop", "max_side", "original", "scales"),
 )
+LENGTHS = ("steps", "epochs")  # one of the two is the length of a training, and an override of either replaces it
 R = TypeVar("R", bound=NetworkRecipe)
 logger = logging.getLogger("distap")
 
@@ -42,11 +43,15 @@ def load_recipe(source: Path | Mapping[str, Any], overrides: Sequence[str] | Map
         settings, where = _copied(source), "recipe"
     else:
         settings, where = _read(recipe_file(source)), str(source)
+    lengths = {key: settings.get(key) for key in LENGTHS}
     if isinstance(overrides, Mapping):
         _merge(settings, overrides)
     else:
         for override in overrides:
             _override(settings, override)
+    changed = [key for key, length in lengths.items() if settings.get(key) not in (None, length)]
+    if len(changed) == 1:
+        settings = {key: value for key, value in settings.items() if key not in LENGTHS or key in changed}
     return recipe_from(settings, where)
 
 

@@ -45,7 +45,9 @@ class Recipe(NetworkRecipe):
 
     run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
     steps: PositiveInt | None = Field(None, description="Length of the training; either this or epochs.")
-    epochs: PositiveFloat | None = Field(None, description="The same in epochs, of all images to train on.")
+    epochs: PositiveFloat | None = Field(
+        None, allow_inf_nan=False, description="The same in epochs, of all images to train on."
+    )
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     precision: PrecisionName = Field(
         "float32", description="Precision of the network's computations; parameters stay float32."
@@ -105,7 +107,7 @@ class Recipe(NetworkRecipe):
             return self
         if (self.steps is None) == (self.epochs is None):
             given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
-            raise ValueError(f"a recipe sets either steps or epochs, and the other to null; {given}")
+            raise ValueError(f"set either steps or epochs; {given}")
         data, engine, reading = self.data, self.engine, name_of("source", self.data.reading)
         if str(data.train).startswith("pipe:") and not (data.allow_pipes and reading == "streamed"):
             raise ValueError(

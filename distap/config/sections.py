@@ -90,7 +90,9 @@ class OptimizerSection(ChoosingSection):
     layer_decay: float | None = Field(
         None, gt=0, le=1, description="Rate of a layer of the backbone over that of the layer after it; null is 1."
     )
-    head_only: NonNegativeFloat = Field(0, description="Keep the backbone as it is at first; in schedule.unit.")
+    head_only: NonNegativeFloat = Field(
+        0, allow_inf_nan=False, description="Keep the backbone as it is at first; in schedule.unit."
+    )
     backbone: GroupSettings = GroupSettings()
     pooling: GroupSettings = GroupSettings()
     head: GroupSettings = GroupSettings()

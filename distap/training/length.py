@@ -73,4 +73,4 @@ def planned_steps(recipe: Recipe, batch: int) -> int:
     try:
         return Length(recipe, load_index(recipe.data.train_source, recipe.data.remote), batch).steps
     except DistapError as error:
-        raise DistapError(f"epochs: the images cannot be counted, so set epochs=null and steps=N: {error}") from error
+        raise DistapError(f"epochs: the images cannot be counted, so set steps=N: {error}") from error

@@ -71,6 +71,20 @@ def test_schedules_are_those_of_timm_and_torch_over_a_whole_run(schedule, expect
     assert rates(schedule, 40) == pytest.approx(expected, abs=1e-9)
 
 
+def test_a_schedule_takes_numbers_as_they_are_written():
+    # As floats, 0.1 is above a tenth and 0.3 is below three tenths.
+    falls = RateSchedule("step", unit="epochs", warmup=0.1, every=0.3, decay=0.5)
+    assert rates(falls, 8, Fraction(10)) == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
+    falls = RateSchedule("multistep", unit="epochs", milestones=(0.1, 0.3), decay=0.5)
+    assert rates(falls, 5, Fraction(10)) == [1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("wrong", [{"every": math.inf}, {"every": 3, "decay": -1}, {"every": 3, "warmup": math.nan}])
+def test_rates_that_cannot_be_are_refused(wrong):
+    with pytest.raises(DistapError, match=f"schedule step: {[*wrong][-1]}: .*input should be"):
+        build_part("schedule", "step", **wrong)
+
+
 def test_a_schedule_in_epochs_changes_the_rate_where_an_epoch_ends():
     # ROADMAP's: times 0.3 after 30 and 70 epochs, here of 7 images in batches of 2, so of 3.5 steps.
     roadmap = RateSchedule("multistep", unit="epochs", milestones=(30, 70), decay=0.3)

@@ -14,6 +14,7 @@ from stores import found_checkpoint
 
 import distap as library
 from distap.checkpoint.folder import list_checkpoints
+from distap.config.reading import load_recipe
 from distap.engine.schedule import RateSchedule
 from distap.errors import DistapError
 from distap.telemetry.runlog import read_run_log
@@ -64,18 +65,39 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
 
 
 def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, training_shards):
-    with pytest.raises(DistapError, match="either steps or epochs, and the other to null; neither is set"):
+    with pytest.raises(DistapError, match="set either steps or epochs; neither is set"):
         recipe(tmp_path, training_shards, steps=None)
-    with pytest.raises(DistapError, match=r"the other to null; steps is 10 and epochs 2\.5"):
+    with pytest.raises(DistapError, match=r"set either steps or epochs; steps is 10 and epochs 2\.5"):
         recipe(tmp_path, training_shards, epochs=2.5)
+    with pytest.raises(DistapError, match="epochs: inf: input should be a finite number"):
+        recipe(tmp_path, training_shards, steps=None, epochs=float("inf"))
     read = recipe(tmp_path, training_shards, **EPOCHS)
     for images, batch, steps in ((54, 25, 6), (54, 54, 3), (54, 500, 1), (1_000_003, 100, 30_000)):
         assert Length(read, range(images), batch).steps == steps
     with pytest.raises(DistapError, match="has no index, so epochs cannot be counted"):
         Length(read, None, 25)
     assert planned_steps(read, 10) == 16
-    with pytest.raises(DistapError, match="epochs: the images cannot be counted, so set epochs=null and steps=N: "):
+    with pytest.raises(DistapError, match="epochs: the images cannot be counted, so set steps=N: "):
         planned_steps(recipe(tmp_path, (tmp_path / "nothing",), **EPOCHS), 10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length"),
+    [
+        ((), (None, 3)),
+        (["steps=5"], (5, None)),
+        ({"steps": 5}, (5, None)),
+        (["steps=null"], (None, 3)),
+        (["epochs=0.5"], (None, 0.5)),
+        (["steps=null", "epochs=2"], (None, 2)),
+    ],
+)
+def test_an_override_of_steps_or_epochs_replaces_the_other(tmp_path, training_shards, overrides, length):
+    settings = recipe(tmp_path, training_shards, **EPOCHS).model_dump(mode="json")
+    read = load_recipe(settings, overrides)
+    assert (read.steps, read.epochs) == length
+    with pytest.raises(DistapError, match="set either steps or epochs; steps is 5 and epochs 2"):
+        load_recipe(settings, ["steps=5", "epochs=2"])
 
 
 def resumed(world, folder, shards, changes):
