@@ -62,7 +62,7 @@ class RateSchedule:
         unit = epoch if self.unit == "epochs" else Fraction(1)
         warmup = as_written(self.warmup)
         if step < warmup * unit:
-            return float(min((step + 1) / (warmup * unit), 1))
+            return min(float((step + 1) / (warmup * unit)), 1.0)
         done = step / unit - warmup
         if self.every is not None:
             return float(self._decay ** (done // as_written(self.every)))
@@ -71,7 +71,7 @@ class RateSchedule:
         if self.name == "constant":
             return 1.0
         length = steps / unit if self.length is None else as_written(self.length)
-        share = float(min(done / max(length - warmup, 1 / unit), 1))
+        share = min(float(done / max(length - warmup, 1 / unit)), 1.0)
         return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2
 
     @property
