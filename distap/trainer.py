@@ -196,13 +196,7 @@ class Trainer:
         """
         self.report.reading(self.done, share)
         wanted = self.tracer.asked()
-        mine = [
-            len(share.failures),
-            int(stop.requested),
-            wanted,
-            int(wanted > 0),
-            int(self.state.lease.problem != ""),
-        ]
+        mine = [len(share.failures), stop.requested, wanted, wanted > 0, self.state.lease.problem != ""]
         damaged, stopping, steps, asked, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
         if lost:
             self.state.lease.require_held()

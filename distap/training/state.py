@@ -34,11 +34,7 @@ from distap.world import World
 # Files of the run folder that are sent to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
-MAY_CHANGE = (
-    "learning_rate",
-    "clip_norm",
-    "head_only",
-)  # keys of `optimizer` that its state does not depend on
+MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
 logger = logging.getLogger("distap")
 
 
@@ -200,12 +196,13 @@ class RunState:
                 "to it:\n" + "\n".join(f"  {line}" for line in changed)
             )
         tensors = checkpoint.tensors()
-        for part, of in self._parts.items():
-            of.load_state_dict(without_prefix(f"{part}.", tensors))
         try:
+            for part, of in self._parts.items():
+                of.load_state_dict(without_prefix(f"{part}.", tensors))
             self.engine.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
-            raise DamagedCheckpointError(checkpoint.where, f"its tensors are not this network's: {error}") from error
+            told = f"its tensors are not those of this network and loss: {error}"
+            raise DamagedCheckpointError(checkpoint.where, told) from error
         self.score = checkpoint.manifest.score
         for line in _differences(_may_change(recorded), _may_change(self._settings)):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)

@@ -11,6 +11,7 @@ from stores import found_checkpoint
 
 import distap
 from distap.errors import DistapError
+from distap.ranking.losses.function import FunctionLoss
 from distap.world import World
 
 OPTIMIZER = {"learning_rate": 1e-3, "loss": {"factor": 100.0, "weight_decay": 1e-4}}
@@ -68,3 +69,19 @@ def test_proxies_do_not_depend_on_the_number_of_ranks_nor_on_the_engine(tmp_path
 def test_a_number_of_classes_that_is_not_the_data_sets_is_refused(tmp_path, training_shards):
     with pytest.raises(DistapError, match="classes is 5, but this training has 12"):
         train(World(), tmp_path, training_shards, **PROXIES | {"loss": {"name": "proxy_nca", "classes": 5}})
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.randn(classes, 96, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, descriptors, labels):
+        return torch.nn.functional.cross_entropy(descriptors @ self.weights.t(), labels)
+
+
+def test_a_loss_in_python_of_another_size_cannot_go_on(tmp_path, training_shards):
+    for steps, classes in ((1, 12), (2, 12)):
+        train(World(), tmp_path, training_shards, steps=steps, loss=FunctionLoss(Classifier(classes)))
+    with pytest.raises(DistapError, match=r"are not those of this network and loss: .*Classifier"):
+        train(World(), tmp_path, training_shards, steps=3, loss=FunctionLoss(Classifier(14)))
