@@ -45,9 +45,7 @@ class Recipe(NetworkRecipe):
 
     run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
     steps: PositiveInt | None = Field(None, description="Length of the training; either this or epochs.")
-    epochs: PositiveFloat | None = Field(
-        None, allow_inf_nan=False, description="The same in epochs, of all images to train on."
-    )
+    epochs: PositiveFloat | None = Field(None, allow_inf_nan=False, description="The same as epochs of the images.")
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     precision: PrecisionName = Field(
         "float32", description="Precision of the network's computations; parameters stay float32."

@@ -64,16 +64,13 @@ class RateSchedule:
         if step < warmup * unit:
             return min(float((step + 1) / (warmup * unit)), 1.0)
         done = step / unit - warmup
+        decay = 0.1 if self.decay is None else self.decay
         if self.every is not None:
-            return float(self._decay ** (done // as_written(self.every)))
+            return float(decay ** (done // as_written(self.every)))
         if self.milestones is not None:
-            return float(self._decay ** bisect_right([*map(as_written, self.milestones)], done))
+            return float(decay ** bisect_right([*map(as_written, self.milestones)], done))
         if self.name == "constant":
             return 1.0
         length = steps / unit if self.length is None else as_written(self.length)
         share = min(float(done / max(length - warmup, 1 / unit)), 1.0)
         return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2
-
-    @property
-    def _decay(self) -> float:
-        return 0.1 if self.decay is None else self.decay

@@ -60,12 +60,7 @@ class RunReport:
             on_all(world, partial(prepare_loggers, recipe.loggers.chosen), world.rank == 0)
 
     def begins(
-        self,
-        step: int | None,
-        length: Length,
-        images: TrainingImages,
-        network: RetrievalNetwork,
-        evaluated: list[str],
+        self, step: int | None, length: Length, images: TrainingImages, network: RetrievalNetwork, sets: list[str]
     ) -> None:
         """Tell what is about to be trained, from `step` on, and on what; None is its newest checkpoint's."""
         recipe, index, every = self.recipe, images.index, self.recipe.evaluation.every
@@ -91,7 +86,7 @@ class RunReport:
         device = self.world.device
         for what, told in (
             ("data", f"{recipe.data.train}{held}"),
-            ("evaluation", f"{', '.join(evaluated)}, {when}" if evaluated else f"none, since {unset}"),
+            ("evaluation", f"{', '.join(sets)}, {when}" if sets else f"none, since {unset}"),
             ("network", f"{recipe.model.architecture}, {parameters:,} parameters, {network.dimensions} dimensions"),
             ("device", f"{device.type}, {self.world.size} ranks" if self.world.size > 1 else str(device)),
             ("batch", batch),

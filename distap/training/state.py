@@ -201,8 +201,7 @@ class RunState:
                 of.load_state_dict(without_prefix(f"{part}.", tensors))
             self.engine.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
-            told = f"its tensors are not those of this network and loss: {error}"
-            raise DamagedCheckpointError(checkpoint.where, told) from error
+            raise DamagedCheckpointError(checkpoint.where, f"it is of another network or loss: {error}") from error
         self.score = checkpoint.manifest.score
         for line in _differences(_may_change(recorded), _may_change(self._settings)):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
