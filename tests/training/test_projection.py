@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_keeps_what_it_has_learned(tmp_path, training_shards)
 
 def test_too_few_images_for_so_many_dimensions_are_named(tmp_path, training_shards):
     model = {**MODEL, "projection": {"dimensions": 500, "start": "whitening", "images": 30}}
-    with pytest.raises(DistapError, match=r"projection: 50 images of 128 features .* at most 49 dimensions, not 500"):
+    with pytest.raises(DistapError, match=r"projection: 50 images of 96 features .* at most 49 dimensions, not 500"):
         Trainer(recipe(tmp_path, training_shards, model=model), World(), only_check=True)
 
 
