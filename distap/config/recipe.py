@@ -135,6 +135,7 @@ class Recipe(NetworkRecipe):
                 "optimizer.head_only is set, but deepspeed moves all parameters in each step; set it to 0, or "
                 "engine to ddp or fsdp"
             )
-        if self.evaluation.every and data.validation is None:
-            raise ValueError("evaluation.every is set, but data.validation names no data set")
+        asked = next((key for key in ("every", "also") if getattr(self.evaluation, key)), None)
+        if asked and data.validation is None:
+            raise ValueError(f"evaluation.{asked} is set, but data.validation names no data set")
         return self

@@ -110,6 +110,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("model.weights={name: file}", "model.weights.path: missing"),
         ("data.augmentation.crop=0", "crop is 0"),
         ("evaluation.every=2", "data.validation names no data set"),
+        ("evaluation.also={oxford: {data: shards}}", "evaluation.also is set, but data.validation names no data set"),
         ("engine=horovod", "engine 'horovod' is unknown; expected one of ddp, fsdp, deepspeed"),
         ("engine={name: fsdp, reshrad: true}", "engine.reshrad: unknown key; did you mean reshard"),
         ("precision=fp8", "precision: 'fp8': input should be 'float32', 'bf16' or 'fp16'"),
