@@ -245,7 +245,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return [
         f"{key}: was {_shown(was, key)}, is {_shown(has, key)}"
         for key in dict.fromkeys([*was, *has])
-        if key not in was or key not in has or was[key] != has[key]
+        if (key not in was or key not in has or was[key] != has[key])
+        and not any(other.startswith(f"{key}.") for other in (*was, *has))  # a null that became a section
     ]
 
 
