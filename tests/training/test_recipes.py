@@ -34,7 +34,7 @@ def made_small(name: str) -> list[str]:
         resize = [36, 36] if isinstance(evaluation["resize"], list) else 36
         changes += [f"evaluation.resize={resize}", "evaluation.crop=32"]
     if name == "gldv2":
-        changes += ["data.augmentation.steps=[{Resize: [32, 32]}, RandomHorizontalFlip]", "evaluation.max_side=32"]
+        changes += ["data.augmentation.steps=[{Resize: [32, 32]}, RandomHorizontalFlip]"]
     return changes
 
 
