@@ -33,9 +33,7 @@ class RateSchedule:
     warmup: NonNegativeFloat = 0  # of a linear rise, whose first step has 1/warmup of the rate
     length: PositiveFloat | None = None  # of `linear` and `cosine`, warm-up included; None ends at the last step
     every: PositiveFloat | None = None  # of `step`, how long one rate lasts
-    milestones: tuple[NonNegativeFloat, ...] | None = (
-        None  # of `multistep`, after how many steps or epochs the rate falls
-    )
+    milestones: tuple[NonNegativeFloat, ...] | None = None  # of `multistep`, after which the rate falls
     decay: NonNegativeFloat | None = None  # of `step` and `multistep`, the factor each time; 0.1 by default
 
     __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - pydantic reads it

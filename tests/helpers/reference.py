@@ -157,12 +157,13 @@ def sup_ap(
     rho: float = 100.0,
     delta: float | None = None,
     offset: float | None = None,
+    start: float = 0.5,
 ) -> Tensor:
     """Ramzi et al. 2021, eq. 4 and 5."""
     if delta is None:
         delta = tau * math.log((1 - 0.01) / 0.01)
     if offset is None:
-        offset = 1 / (1 + math.exp(-delta / tau)) + 0.5 - rho * delta
+        offset = 1 / (1 + math.exp(-delta / tau)) + start - rho * delta
     precisions = []
     for k, positive in enumerate(positives):
         others = torch.cat([positives[:k], positives[k + 1 :]])
@@ -172,7 +173,7 @@ def sup_ap(
             if t <= 0:
                 before = before + torch.sigmoid(t / tau)
             elif t <= delta:
-                before = before + torch.sigmoid(t / tau) + 0.5
+                before = before + torch.sigmoid(t / tau) + start
             else:
                 before = before + rho * t + offset
         precisions.append(among_positives / (among_positives + before))

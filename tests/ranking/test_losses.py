@@ -33,6 +33,7 @@ OPTIONS = {
         "rho": st.sampled_from([0.0, 10.0, 100.0]),
         "delta": st.sampled_from([None, 0.05]),
         "offset": st.sampled_from([None, 1.44]),
+        "start": st.sampled_from([0.0, 0.5]),
     },
     "calibration": {
         "alpha": ALPHA,

@@ -70,7 +70,7 @@ class Roadmap(SupAP, Calibration):
 
     lam: Annotated[float, Field(ge=0, le=1)] = 0.5
     is_ap: ClassVar[bool] = False
-    presets: ClassVar[Presets] = {"released": {"offset": 1.44, "delta": 0.05, "form": "violating"}}
+    presets: ClassVar[Presets] = {name: {**of, "form": "violating"} for name, of in SupAP.presets.items()}
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         return Calibration.totals(self, rows.without_query())

@@ -40,15 +40,15 @@ def sigmoid_slopes(
 
 def bounding_counts(similarities: Similarities, positive: Similarities, *step: float) -> Float[Tensor, " r"]:
     """Counts of negatives with SupAP's step (Ramzi et al. 2021, eq. 5)."""
-    tau, rho, delta, offset = step
+    tau, rho, delta, offset, start = step
     t = similarities - positive
-    return torch.where(t > delta, rho * t + offset, torch.sigmoid(t / tau) + 0.5 * (t > tie_width(t))).sum(1)
+    return torch.where(t > delta, rho * t + offset, torch.sigmoid(t / tau) + start * (t > tie_width(t))).sum(1)
 
 
 def bounding_slopes(
     total: Similarities, similarities: Similarities, positive: Similarities, by_count: Similarities, *step: float
 ) -> tuple[Similarities, Float[Tensor, " r"]]:
-    tau, rho, delta, _ = step
+    tau, rho, delta, *_ = step
     t = similarities - positive
     height = torch.sigmoid(t / tau)
     slope = by_count * torch.where(t > delta, rho, height * (1 - height) / tau)
@@ -117,25 +117,29 @@ class SupAP(SmoothAP):
     """SupAP (Ramzi et al. 2021, eq. 4 and 5): steps that bound the AP loss from above.
 
     Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
-    sigmoid(t / tau) for t = s_j - s_k <= 0, half a count more up to delta, and a line of slope rho beyond, so that
-    a negative far before a positive keeps a gradient.
+    sigmoid(t / tau) for t = s_j - s_k <= 0, `start` more up to delta, and a line of slope rho beyond, so that a
+    negative far before a positive keeps a gradient.
 
-    1 - AP <= SupAP holds if no negative ties with a positive: at t = 0 a negative counts half, whereas an AP that
-    breaks ties against the query counts it whole. Similarities that rounding may have parted count as a tie, so that
-    duplicates are one whatever the size of the tiles.
+    1 - AP <= SupAP holds if `start` is 0.5 and no negative ties with a positive: at t = 0 a negative counts half,
+    whereas an AP that breaks ties against the query counts it whole. Similarities that rounding may have parted count
+    as a tie, so that duplicates are one whatever the size of the tiles.
     """
 
     rho: NonNegativeFloat = 100.0  # slope of the line, per unit of similarity
     delta: NonNegativeFloat | None = None  # where the line begins; None takes tau ln 99, where the sigmoid is 0.99
     offset: float | None = None  # the line is rho t + offset; None continues the step at delta without a jump
-    presets: ClassVar[Presets] = {"released": {"offset": 1.44, "delta": 0.05}}
+    start: NonNegativeFloat = 0.5  # what is added above t = 0
+    # ROADMAP's code has rho (t - delta) + 1.44 since November 2022, and had rho t + 1.44 when it appeared.
+    presets: ClassVar[Presets] = {
+        name: {"offset": offset, "delta": 0.05} for name, offset in (("released", -3.56), ("first_release", 1.44))
+    }
     step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)
 
     def negative_step(self) -> tuple[float, ...]:
         delta = self.tau * math.log(99) if self.delta is None else self.delta
-        at_delta = 0.5 + 1 / (1 + math.exp(-delta / self.tau))
+        at_delta = self.start + 1 / (1 + math.exp(-delta / self.tau))
         offset = at_delta - self.rho * delta if self.offset is None else self.offset
-        return self.tau, self.rho, delta, offset
+        return self.tau, self.rho, delta, offset, self.start
 
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
         # Exact; positives of the same similarity all come before.
