@@ -63,10 +63,10 @@ def test_a_recipe_in_a_checkpoint_is_read_again_as_the_same(recipe):
     ("text", "loss"),
     [
         ("smooth_ap", SmoothAP()),
-        ("{name: sup_ap, preset: released, tau: 0.02}", SupAP(tau=0.02, offset=1.44, delta=0.05)),
+        ("{name: sup_ap, preset: released, tau: 0.02}", SupAP(tau=0.02, offset=-3.56, delta=0.05)),
         ("{bins: 30}", QuantizedAP(bins=30)),
         ("{sup_ap: 0.25, calibration: 0.75}", WeightedSum(((0.25, SupAP()), (0.75, Calibration())))),
-        ("{sup_ap: {weight: 2, preset: released}}", WeightedSum(((2.0, SupAP(offset=1.44, delta=0.05)),))),
+        ("{sup_ap: {weight: 2, preset: released}}", WeightedSum(((2.0, SupAP(offset=-3.56, delta=0.05)),))),
         ("{name: metric_learning, function: ContrastiveLoss}", MetricLearning("ContrastiveLoss")),
     ],
 )
