@@ -76,7 +76,7 @@ def extract_command(
         torchrun = ["--standalone", f"--nproc-per-node={ranks}"]
         raise typer.Exit(launch(torchrun, "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
     from distap.checkpoint.agreement import first_on_rank_0
-    from distap.data.images.image_sets import open_images
+    from distap.data.images.image_sets import ImageSet, open_images
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.evaluation.extraction.parts import Extraction
     from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
@@ -94,7 +94,7 @@ def extract_command(
             recipe, network = trained_network(checkpoint, world, best)
             data = recipe.data
 
-            def opened() -> Extraction:
+            def opened() -> tuple[ImageDescriber, ImageSet]:
                 describer = ImageDescriber(
                     network,
                     options.sizing_of(image_size, resize, max_side, original, recipe),
@@ -107,10 +107,10 @@ def extract_command(
                     batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
                 )
                 images = open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache)
-                loaders = data.workers if workers is None else workers
-                return Extraction(describer, images, world, workers=loaders, shown=True)
+                return describer, images
 
-            extraction = first_on_rank_0(world, opened)
+            loaders = data.workers if workers is None else workers
+            extraction = Extraction(*first_on_rank_0(world, opened), world, workers=loaders, shown=True)
             written = extract_to_folder(extraction, output, dtype=dtype, form=form, part_images=part_images)
     except SystemExit:
         console.print(f"stopped: the same command continues from the parts in {output}", markup=False)

@@ -244,7 +244,10 @@ def test_a_corrupt_jpeg_is_left_out_and_named(tmp_path):
         path = tmp_path / "images" / f"class-{number % 5}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
-    path.write_bytes(path.read_bytes()[:1500])  # its header is sound
+    damaged = bytearray(path.read_bytes())  # its header and its end are sound, but not its Huffman table
+    table = damaged.index(b"\xff\xc4") + 5
+    damaged[table : table + 16] = b"\xff" * 16
+    path.write_bytes(damaged)
     pack(tmp_path / "images", tmp_path / "shards")
     run = Run(tmp_path, [tmp_path / "shards"], sampling={"name": "random", "batch_size": 30})
     status, output = run.go(2)
