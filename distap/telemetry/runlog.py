@@ -17,27 +17,39 @@ logger = logging.getLogger("distap")
 
 
 class JsonLinesFile:
-    """Appends JSON lines to a file. A full disk costs lines, not the training, and leaves no half line."""
+    """Appends JSON lines to a file. While the disk is full, lines wait in memory; no half line is left in the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("ab", buffering=0)
-        self._is_short = False
+        self._waiting = b""
 
     def write(self, entry: dict[str, Any]) -> None:
-        line = memoryview(_line(entry).encode())
-        whole = self._file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            self._file.truncate(whole)
-            if not self._is_short:
-                logger.warning("%s: cannot be written: %s; what follows is missing in it", self.path, error)
-            self._is_short = True
+        was_waiting = bool(self._waiting)
+        self._waiting += _line(entry).encode()
+        error = self._write_waiting()
+        if error and not was_waiting:
+            logger.warning("%s: cannot be written: %s; its lines wait until it can be", self.path, error)
 
     def close(self) -> None:
+        error = self._write_waiting()
+        if error:
+            lost = self._waiting.count(b"\n")
+            logger.error("%s: its last lines are lost (%d): %s", self.path, lost, error)
         self._file.close()
+
+    def _write_waiting(self) -> OSError | None:
+        """Write all lines that wait, or none; return why none could be written."""
+        whole = self._file.seek(0, os.SEEK_END)
+        rest = memoryview(self._waiting)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(whole)
+            return error
+        self._waiting = b""
+        return None
 
 
 def run_log_from(folder: Path, step: int) -> JsonLinesFile:

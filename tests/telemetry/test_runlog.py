@@ -39,15 +39,27 @@ def test_a_damaged_line_is_named(tmp_path):
         read_run_log(tmp_path)
 
 
-def test_a_full_disk_costs_lines_and_not_the_training(small_disk, caplog):
+def test_lines_wait_while_the_disk_is_full(small_disk, caplog):
     folder = small_disk("1m")
+    ballast = folder / "ballast"
     with closing(run_log_from(folder, 0)) as log:
         log.write({"step": 1})
-        ballast = folder / "ballast"
         ballast.write_bytes(bytes(1024**2 - 4096))  # but for the page that the log has
         log.write({"step": 2, "text": "x" * 10_000})
         log.write({"step": 3, "text": "x" * 10_000})
+        assert [entry["step"] for entry in read_run_log(folder)] == [1]
         ballast.unlink()
         log.write({"step": 4})
-    assert [entry["step"] for entry in read_run_log(folder)] == [1, 4]
+        assert [entry["step"] for entry in read_run_log(folder)] == [1, 2, 3, 4]
     assert caplog.text.count("metrics.jsonl: cannot be written: [Errno 28] No space left on device") == 1
+
+
+def test_a_disk_that_is_full_to_the_end_costs_lines_and_not_the_training(small_disk, caplog):
+    folder = small_disk("1m")
+    with closing(run_log_from(folder, 0)) as log:
+        log.write({"step": 1})
+        (folder / "ballast").write_bytes(bytes(1024**2 - 4096))
+        log.write({"step": 2, "text": "x" * 10_000})
+        log.write({"step": 3, "text": "x" * 10_000})
+    assert [entry["step"] for entry in read_run_log(folder)] == [1]
+    assert "metrics.jsonl: its last lines are lost (2): [Errno 28]" in caplog.text
