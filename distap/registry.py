@@ -132,7 +132,7 @@ def class_of(kind: str, name: str) -> type:
 
 
 def _lack(kind: str, found: type) -> str:
-    """What a class lacks to be one of this kind; empty if nothing."""
+    """Say what a class lacks to be one of this kind; return an empty text if it lacks nothing."""
     if not callable(getattr(found, METHODS[kind], None)):
         return f"needs a method {METHODS[kind]!r}, which {found.__name__} has not"
     base = BASES.get(kind, "builtins:object")
@@ -238,7 +238,7 @@ class Chosen:
 
 
 def _can_be_named(kind: str, part: object) -> bool:
-    """Whether a recipe of another process could name the class of this part; an adapter has an object as `given`."""
+    """Tell whether a recipe of another process could name this part's class; an adapter has an object as `given`."""
     if hasattr(part, "given") or type(part).__module__ == "__main__":
         return False
     try:

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,7 @@ COMPARE = "Also build and measure the other kinds, without writing them."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
+@options.with_options(options.Preparation)
 def extract_command(
     source: Annotated[str, typer.Argument(help=SOURCE, show_default=False)],
     output: Annotated[Path, typer.Argument(help=OUTPUT, show_default=False)],
@@ -36,13 +37,6 @@ def extract_command(
     index: Annotated[
         Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
     ] = None,
-    image_size: options.IMAGE_SIZE = None,
-    resize: options.RESIZE = None,
-    max_side: options.MAX_SIDE = None,
-    original: options.ORIGINAL = False,
-    scales: options.SCALES = None,
-    scale_power: options.SCALE_POWER = None,
-    whitening: options.WHITENING = None,
     form: Annotated[
         Literal["npy", "parquet"], options.output(help="Write .npy arrays, or one Parquet file.")
     ] = "npy",
@@ -63,6 +57,7 @@ def extract_command(
         int | None, options.output(help=PART, min=1, show_default="a 64th of all, 128 to 4096")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Number of processes on this machine, one for each GPU.", min=1)] = 1,
+    **preparation: Any,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
@@ -81,7 +76,6 @@ def extract_command(
     from distap.evaluation.extraction.parts import Extraction
     from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
     from distap.processes.stopping import leave_when_asked
-    from distap.retrieval.whitening import load_whitening
     from distap.storage.locations import parse_source
     from distap.telemetry.terminal import console, set_up_logging
     from distap.training.build import trained_network
@@ -95,17 +89,11 @@ def extract_command(
             data = recipe.data
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
-                describer = ImageDescriber(
-                    network,
-                    options.sizing_of(image_size, resize, max_side, original, recipe),
-                    options.parse_scales(scales) or recipe.evaluation.scales,
-                    scale_power,
-                    None if whitening is None else load_whitening(whitening),
-                    data.max_pixels,
-                    precision,
-                    data.scaled_decoding,
-                    batch_pixels or recipe.evaluation.batch_size * data.image_size**2,
-                )
+                prepared = options.Preparation(**preparation)
+                describing, whitening = prepared.describing(recipe, network, world)
+                own = describing.describer
+                pixels = batch_pixels or own.batch_pixels
+                describer = replace(own, whitening=whitening, precision=precision, batch_pixels=pixels)
                 images = open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache)
                 return describer, images
 

@@ -28,6 +28,7 @@ GAP = "Also measure by how much mAP is higher within random batches of this many
 OUTPUT = "Folder for results.json, and for each set's result.json, its queries and their neighbours."
 
 
+@options.with_options(options.Preparation)
 def eval_command(
     config: Annotated[Path | None, typer.Argument(help=RECIPE)] = None,
     overrides: OVERRIDES = None,
@@ -41,13 +42,6 @@ def eval_command(
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
-    image_size: options.IMAGE_SIZE = None,
-    resize: options.RESIZE = None,
-    max_side: options.MAX_SIDE = None,
-    original: options.ORIGINAL = False,
-    scales: options.SCALES = None,
-    scale_power: options.SCALE_POWER = None,
-    whitening: options.WHITENING = None,
     expand: Annotated[float | None, options.refinement(help=EXPAND, min=0)] = None,
     augment: Annotated[float | None, options.refinement(help=AUGMENT, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS, min=1)] = 10,
@@ -63,6 +57,7 @@ def eval_command(
     gap: Annotated[int | None, options.output(help=GAP, min=2)] = None,
     descriptors: Annotated[Path | None, options.output(help=KEPT)] = None,
     output: Annotated[Path | None, options.output(help=OUTPUT)] = None,
+    **preparation: Any,
 ) -> None:
     """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.
 
@@ -76,9 +71,8 @@ def eval_command(
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import RERANKERS, Expansion, Refinement
-    from distap.retrieval.whitening import load_whitening
     from distap.telemetry.terminal import set_up_logging
-    from distap.training.build import describing_of, network_of, trained_network
+    from distap.training.build import network_of, reading_of, trained_network
     from distap.world import joined_world
 
     changes = [*(overrides or [])]
@@ -97,29 +91,25 @@ def eval_command(
             network = network_of(recipe, world)
 
         def opened() -> Any:
-            settings, factors = recipe.data, options.parse_scales(scales)
-            sizing = options.sizing_of(image_size, resize, max_side, original, recipe)
-            describing = describing_of(
-                recipe, network, world, sizing, factors, scale_power, kept_in=descriptors, shown=True
-            )
+            settings = recipe.data
+            prepared = options.Preparation(**preparation)
+            describing, whitening = prepared.describing(recipe, network, world, kept_in=descriptors)
             refinement = Refinement(
-                None if whitening is None else load_whitening(whitening),
+                whitening,
                 None if augment is None else Expansion(neighbours, augment),
                 None if expand is None else Expansion(neighbours, expand),
                 None if rerank is None else RERANKERS[rerank](**reranking),
                 head,
             )
-            if refinement.whitening is not None:
-                refuse_foreign_whitening(refinement.whitening, describing.describer.described_by)
-            reach: dict[str, Any] = {name: getattr(settings, name) for name in ("max_pixels", "remote", "cache")}
-            reach["at"] = recipe.evaluation.recall_at
+            if whitening is not None:
+                refuse_foreign_whitening(whitening, describing.describer.described_by)
             among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
             if not data and settings.validation_source is None:
                 raise DistapError("the recipe has no data.validation: name a data set with --data")
             if not data and gallery is None and not gallery_draws:
                 among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
             named: Any = data or [settings.validation_source]
-            return open_named_sets(named, distractors or [], **among, **reach), describing, refinement
+            return open_named_sets(named, distractors or [], **among, **reading_of(recipe)), describing, refinement
 
         parts = first_on_rank_0(world, opened)
         evaluate_sets(*parts, compare=compare, gap=gap, output=output, network=str(checkpoint or config))

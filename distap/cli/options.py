@@ -3,9 +3,10 @@
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +17,10 @@ from distap.telemetry.loggers.loggers import end_if_hanging
 
 if TYPE_CHECKING:
     from distap.config.recipe import NetworkRecipe
-    from distap.data.images.whole_images import Sizing
+    from distap.evaluation.describing import Describing
+    from distap.model.network import RetrievalNetwork
+    from distap.retrieval.whitening import Whitening
+    from distap.world import World
 
 CONFIG = Annotated[
     Path, typer.Argument(help="Recipe: a YAML file, or a name of `distap recipes`.", show_default=False)
@@ -36,11 +40,7 @@ TRAINED = "run folder, one of its checkpoints, or a URL of either"
 CHECKPOINT = network(help=f"Trained network: a {TRAINED}.", show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
 CROP = "Crop the central square and resize it to this side, in pixels; with --resize, cut the square after it."
-IMAGE_SIZE = Annotated[int | None, image(help=CROP, min=1, show_default="as in the recipe")]
-RESIZE = Annotated[int | None, image(help="Scale the shorter side to this many pixels, then crop.", min=1)]
 WHOLE = "Keep whole images, with the longer side reduced to this many pixels."
-MAX_SIDE = Annotated[int | None, image(help=WHOLE, min=1)]
-ORIGINAL = Annotated[bool, image("--original", help="Keep whole images at their original size.")]
 FACTORS = "Describe each image at these scale factors, such as 1,0.7071,0.5."
 SCALES = Annotated[str | None, image(help=FACTORS, show_default="as in the recipe")]
 MEAN = "Power of the generalised mean over the scales."
@@ -71,18 +71,40 @@ def run(command: typer.Typer, name: str) -> None:
         end_if_hanging(status)
 
 
-def sizing_of(
-    image_size: int | None, resize: int | None, max_side: int | None, original: bool, recipe: "NetworkRecipe"
-) -> "Sizing":
-    """The sizing that --image-size, --resize, --max-side or --original asks for, else the recipe's."""
-    from distap.config.images import SizedSection
-    from distap.data.images.whole_images import Sizing
+@dataclass(frozen=True)
+class Preparation:
+    """How a command prepares images for a network, and how it whitens their descriptors."""
 
-    if sum((bool(image_size or resize), max_side is not None, original)) > 1:
-        raise DistapError("give one of --image-size (with or without --resize), --max-side and --original")
-    own = SizedSection(resize=resize, crop=image_size, max_side=max_side, original=original)
-    asked, evaluation = own != SizedSection(), recipe.evaluation
-    return Sizing.parse((own if asked else evaluation).sizing(evaluation.crop or recipe.data.image_size))
+    image_size: Annotated[int | None, image(help=CROP, min=1, show_default="as in the recipe")] = None
+    resize: Annotated[int | None, image(help="Scale the shorter side to this many pixels, then crop.", min=1)] = None
+    max_side: Annotated[int | None, image(help=WHOLE, min=1)] = None
+    original: Annotated[bool, image("--original", help="Keep whole images at their original size.")] = False
+    scales: SCALES = None
+    scale_power: SCALE_POWER = None
+    whitening: WHITENING = None
+
+    def describing(
+        self, recipe: "NetworkRecipe", network: "RetrievalNetwork", world: "World", **settings: Any
+    ) -> "tuple[Describing, Whitening | None]":
+        """Return how images are described, as these options say and else as the recipe says, and the whitening.
+
+        `settings` are those of `describing_of`. Ranks do not wait for each other here.
+        """
+        from distap.config.images import SizedSection
+        from distap.data.images.whole_images import Sizing
+        from distap.retrieval.whitening import load_whitening
+        from distap.training.build import describing_of
+
+        if sum((bool(self.image_size or self.resize), self.max_side is not None, self.original)) > 1:
+            raise DistapError("give one of --image-size (with or without --resize), --max-side and --original")
+        own = SizedSection(resize=self.resize, crop=self.image_size, max_side=self.max_side, original=self.original)
+        asked, evaluation = own != SizedSection(), recipe.evaluation
+        sizing = (own if asked else evaluation).sizing(evaluation.crop or recipe.data.image_size)
+        scales = parse_scales(self.scales)
+        describing = describing_of(
+            recipe, network, world, Sizing.parse(sizing), scales, self.scale_power, shown=True, **settings
+        )
+        return describing, None if self.whitening is None else load_whitening(self.whitening)
 
 
 def parse_scales(text: str | None) -> tuple[float, ...] | None:

@@ -20,6 +20,7 @@ OUTPUT = "Folder to write report.html and summary.json to; by default the run's,
 BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
 AFTER = "Evaluation after the training, a folder like --before; by default the run's."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
+WIDE = 250  # columns, so that a recipe is one line of a file or pipe
 CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090."
 LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
 IMAGES = "Folder with a sub-folder a class, shards, or a folder with `train` and `test` of either."
@@ -68,18 +69,19 @@ def recipes_command(
 
     `distap train NAME key=value` trains one by its name; `distap recipes NAME > mine.yaml` makes it yours to change.
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from distap.config.reading import RECIPES, named_recipe
 
     if name is not None:
         typer.echo(named_recipe(name).read_text("utf-8"), nl=False)
         return
-    rows = [("name", *RECIPE_HEAD)]
+    table = Table("name", *RECIPE_HEAD, box=None, pad_edge=False)
     for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
         head = dict(re.findall(r"^# (\w+): (.*)$", path.read_text("utf-8"), re.MULTILINE))
-        rows.append((path.stem, *(head[key] for key in RECIPE_HEAD)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        table.add_row(path.stem, *(head[key] for key in RECIPE_HEAD))
+    Console(width=None if sys.stdout.isatty() else WIDE, markup=False).print(table)
 
 
 def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:

@@ -208,7 +208,7 @@ class GivenNetwork:
         return type(self.given).__name__
 
     def retrieval_network(self, image_size: int, batchnorm: BatchNormMode, device: torch.device) -> RetrievalNetwork:
-        """The same module, on a device, behind the normalisation of pixels and before that of descriptors.
+        """Return the module on a device, with its pixels normalised before it and its descriptors after it.
 
         It gets float32 pixels, normalised by the `mean` and `std` of its `pretrained_cfg` as timm's networks have
         them, else from 0 to 1.

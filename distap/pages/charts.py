@@ -10,7 +10,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 20, 32, 50  # margins, for the axes
 MOST_POINTS, MOST_BARS = 400, 120
 
 Point = tuple[float, float]
-Format = Callable[[float], str]
+Format = Callable[..., str]  # of a number and, if it has to tell more apart, how many digits
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,16 @@ class Series:
     marked: bool = False  # draw a dot at each point
 
 
-def plain(value: float) -> str:
-    """A number as short as its size allows, such as 5e-4 or 12.5."""
-    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}"
+def plain(value: float, digits: int = 4) -> str:
+    """Write a number as short as its size allows, such as 5e-4 or 12.5."""
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e4):
+        number, power = f"{value:.{digits - 1}e}".split("e")
+        return f"{float(number):.{digits}g}e{int(power)}"
+    return f"{value:.{digits}g}"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
+def percent(share: float, digits: int = 4) -> str:
+    return f"{100 * share:.{digits - 1}g}%"
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -73,7 +74,11 @@ class Chart:
         return [(self.x(value), f"{value:.0f}") for value in values if value == int(value)]
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        return [(self.y(value), self.y_format(value)) for value in ticks(self._low, self._high)]
+        """Return the place and the text of each mark, with as many digits as tell the marks apart."""
+        values = ticks(self._low, self._high)
+        of_digits = ([self.y_format(value, digits) for value in values] for digits in range(4, 18))
+        texts = next(texts for texts in of_digits if len(set(texts)) == len(texts))
+        return [(self.y(value), text) for value, text in zip(values, texts, strict=True)]
 
     def path(self, points: Sequence[Point]) -> str:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)

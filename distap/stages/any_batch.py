@@ -68,7 +68,7 @@ def rows_of(part: Any) -> int:
 
 
 def are_alike(parts: list[Any]) -> bool:
-    """Whether images of different parts can be described together."""
+    """Tell whether images of different parts can be described together."""
     return len({tuple(shape[1:] for shape in _shapes(part)) for part in parts}) == 1
 
 

@@ -26,7 +26,7 @@ PART = 16 * 2**20  # bytes of a large file that are sent to a bucket at once
 
 
 class About(NamedTuple):
-    """What is known of a file without reading it."""
+    """Hold what a storage tells of a file without reading it."""
 
     size: int  # in bytes
     version: str  # changes when the file does

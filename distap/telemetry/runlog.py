@@ -17,7 +17,7 @@ logger = logging.getLogger("distap")
 
 
 class JsonLinesFile:
-    """Appends JSON lines to a file. While the disk is full, lines wait in memory; no half line is left in the file."""
+    """Appends JSON lines to a file, never half a line; while the disk is full, lines wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

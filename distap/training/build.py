@@ -90,9 +90,8 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     if not built:
         build(RandomWeights())
     network = built[0].to(world.device)
-    if world.size > 1:
-        for tensor in network.state_dict().values():
-            tensor.copy_(world.broadcast(tensor.contiguous()))
+    for tensor in network.state_dict().values():
+        tensor.copy_(world.broadcast(tensor.contiguous()))
     return network
 
 
@@ -151,19 +150,23 @@ def describing_of(
     return Describing(describer, world, data.workers, kept_in, shown)
 
 
+def reading_of(recipe: NetworkRecipe) -> dict[str, Any]:
+    """Return the settings of `open_set` that are the same for all of a recipe's data sets."""
+    of_data = {name: getattr(recipe.data, name) for name in ("max_pixels", "remote", "cache")}
+    return of_data | {"at": recipe.evaluation.recall_at}
+
+
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     """Open the data sets that a training evaluates on; return them by name, data.validation first."""
     data = recipe.data
     if recipe.evaluation.every == 0 or data.validation_source is None:
         return {}
-    settings: dict[str, Any] = {"max_pixels": data.max_pixels, "remote": data.remote, "cache": data.cache}
-    settings["at"] = recipe.evaluation.recall_at
-    among: dict[str, Any] = {"gallery": data.gallery, "gallery_draws": data.gallery_draws}
-    sets = {str(data.validation): open_set(data.validation_source, **among, **settings)}
-    for name, other in recipe.evaluation.also.items():
-        among = {"gallery": other.gallery, "gallery_draws": other.gallery_draws}
-        sets[name] = open_set(other.data, name, other.distractors, **among, **settings)
-    return sets
+    open_one: Callable[..., EvaluationSet] = partial(open_set, **reading_of(recipe))
+    own = open_one(data.validation_source, gallery=data.gallery, gallery_draws=data.gallery_draws)
+    return {str(data.validation): own} | {
+        name: open_one(other.data, name, other.distractors, gallery=other.gallery, gallery_draws=other.gallery_draws)
+        for name, other in recipe.evaluation.also.items()
+    }
 
 
 def evaluations_of(
@@ -184,7 +187,6 @@ def evaluations_of(
 def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
     """Build the recipe's engine over a network, with its optimiser."""
     optimizer = recipe.optimizer
-
     trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}
     if optimizer.head_only and trained == {"backbone"}:
         raise DistapError(

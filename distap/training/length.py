@@ -59,7 +59,7 @@ class Length:
         return as_written(number) * (self.epoch if unit == "epochs" else 1)
 
     def is_due(self, section: CheckpointSection | EvaluationSection, done: int) -> bool:
-        """Whether what a section wants every so often is to be done after `done` steps; after the last one it is."""
+        """Tell whether a save or an evaluation is due after `done` steps; it is after the last one, unless never."""
         if section.every == 0 or done == self.steps:
             return section.every != 0
         every = self.in_steps(section.every or 0, section.unit)

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from distap.pages.charts import Series, line_chart, stacked_bars, thinned, ticks
+from distap.pages.charts import Series, line_chart, percent, plain, stacked_bars, thinned, ticks
 from distap.pages.page import TEMPLATES
 
 
@@ -24,6 +24,21 @@ def test_ticks_are_round_and_inside():
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(0.31, 0.69) == pytest.approx([0.4, 0.5, 0.6])
     assert ticks(0, 3e-4) == pytest.approx([0, 1e-4, 2e-4, 3e-4])
+
+
+@pytest.mark.parametrize(
+    "values, form, texts",
+    [
+        ([0.0, 0.5], percent, ["0%", "20%", "40%"]),
+        ([0.9666, 0.9669], percent, ["96.66%", "96.67%", "96.68%", "96.69%"]),
+        ([1.2e-4, 1.6e-4], plain, ["1.2e-4", "1.3e-4", "1.4e-4", "1.5e-4", "1.6e-4"]),
+        ([2e4, 3e4], plain, ["2e4", "2.5e4", "3e4"]),
+        ([3.00001, 3.00002], plain, ["3.00001", "3.000015", "3.00002"]),
+    ],
+)
+def test_marks_have_as_many_digits_as_tell_them_apart(values, form, texts):
+    chart = line_chart([Series("a", list(enumerate(values)))], "a", form)
+    assert [text for _, text in chart.y_ticks()] == texts
 
 
 @pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [5.0, 5.0]])

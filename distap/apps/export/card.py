@@ -159,10 +159,7 @@ def _scored(
             if line.get("step") == step and _is(line.get("validation", {}).get("mAP"), score):
                 sets = {name: line["validation"], **line.get("also", {})}
                 # The log says of some figures that they are no number.
-                figures = {
-                    of: {k: float(v) for k, v in known.items() if isinstance(v, float | int)}
-                    for of, known in sets.items()
-                }
+                figures = {of: {k: v for k, v in known.items() if _is_number(v)} for of, known in sets.items()}
     with suppress(DistapError):
         validation = read_evaluation(folder_of_step(run, step))
         if _is(validation.figures.get("mAP"), score):
@@ -172,4 +169,8 @@ def _scored(
 
 def _is(figure: Any, score: float) -> bool:
     """Tell whether a figure is the checkpoint's score, which ranks exchange in float64."""
-    return isinstance(figure, float | int) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)
+    return _is_number(figure) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)
+
+
+def _is_number(figure: Any) -> bool:
+    return isinstance(figure, float | int)

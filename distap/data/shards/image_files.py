@@ -220,19 +220,25 @@ def _in_list(source: Path) -> Listing:
 
 
 def _part(where: str, row: dict[str, str]) -> str:
-    """The folder of shards that an image belongs to, by the columns split, is_query and is_gallery; "" for any."""
+    """Name the folder of shards that an image belongs to by the columns split, is_query and is_gallery; "" for any.
+
+    Every image of a split is a query that retrieves the others, or each is either a query or in the gallery.
+    """
     split = row.get("split", "")
-    flags = {}
-    for key in ("is_query", "is_gallery"):
-        text = row.get(key, "").lower()
-        if text not in TRUE + FALSE:
-            raise DistapError(f"{where}: {key} is {text!r}; expected true or false")
-        flags[key] = text in TRUE
     if "split" in row and (Path(split).name != split or split.startswith(".") or not is_line(split)):
         raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
-    if "is_query" not in row or flags["is_query"] == flags["is_gallery"]:
-        return split or ("" if "is_query" not in row else "validation" if flags["is_query"] else "train")
-    return f"{split or 'validation'}-{'query' if flags['is_query'] else 'gallery'}"
+    if "is_query" not in row:
+        return split
+    is_query, is_gallery = (_flag(where, key, row[key]) for key in ("is_query", "is_gallery"))
+    if is_query == is_gallery:
+        return split or ("validation" if is_query else "train")
+    return f"{split or 'validation'}-{'query' if is_query else 'gallery'}"
+
+
+def _flag(where: str, key: str, text: str) -> bool:
+    if text.lower() not in TRUE + FALSE:
+        raise DistapError(f"{where}: {key} is {text!r}; expected true or false")
+    return text.lower() in TRUE
 
 
 def _first(columns: Sequence[str], names: Sequence[str]) -> str:

@@ -58,7 +58,7 @@ def _csv(source: Path) -> tuple[list[str], Rows]:
 
 
 def _parquet(source: Path) -> tuple[list[str], Rows]:
-    """The same of a Parquet file, of the columns that are used."""
+    """Return the columns that are used, and their rows, as `columns_and_rows` does for a CSV."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

@@ -69,7 +69,7 @@ class FunctionLoss(_OfDescriptors):
 
     @property
     def given(self) -> Callable[..., Tensor]:
-        """What stands behind this in the record of a run, which cannot name it."""
+        """Return the function: a run records where it stands, since it has no name in a recipe."""
         return self.function
 
     @property
