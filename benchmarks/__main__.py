@@ -15,6 +15,7 @@ BENCHMARKS = {
     "data": "benchmarks.data:DataBenchmark",
     "eval": "benchmarks.evaluation:EvaluationBenchmark",
     "savings": "benchmarks.savings:SavingsBenchmark",
+    "approximations": "benchmarks.approximations:ApproximationsBenchmark",
     "memory": "benchmarks.memory:MemoryBenchmark",
     "network": "benchmarks.network:NetworkBenchmark",
     "trace": "benchmarks.trace:TraceBenchmark",

@@ -68,9 +68,9 @@ def _pairwise(loss: SmoothAP, similarities: Tensor, same_class: Tensor, itself: 
     step = torch.sigmoid(t / loss.tau)
     of_positives = step
     if isinstance(loss, SupAP):
-        _, rho, delta, offset = loss.negative_step()
+        _, rho, delta, offset, start = loss.negative_step()
         of_positives = (t >= 0).to(t.dtype)
-        step = torch.where(t > delta, rho * t + offset, step + 0.5 * (t > 0))
+        step = torch.where(t > delta, rho * t + offset, step + start * (t > 0))
     rank = 1 + (of_positives * (counted[:, None, :] & ~itself[None])).sum(-1)
     before = (step * ~same_class[:, None, :]).sum(-1)
     precision = (rank / (rank + before) * counted).sum(1) / counted.sum(1)

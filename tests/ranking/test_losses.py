@@ -10,6 +10,7 @@ from problems import problem, rank_raw, remembering
 from reference import listwise_gradient
 from torch.nn.functional import normalize
 
+from benchmarks.materialised import materialised_loss
 from distap.errors import DistapError
 from distap.ranking.loss import Budget, build_loss
 from distap.ranking.rank import rank
@@ -307,3 +308,20 @@ def test_in_bfloat16_autocast_the_gradient_is_that_of_float32(name):
 def test_settings_that_make_no_sense_are_named(name, options, message):
     with pytest.raises(DistapError, match=message):
         build_loss(name, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]
+)
+def test_the_form_that_benchmarks_compare_with_is_the_same_loss(name):
+    generator = torch.Generator().manual_seed(0)
+    rows = normalize(torch.randn(24, 6, generator=generator, dtype=torch.float64)).requires_grad_()
+    labels = torch.arange(24) // 4
+    value = materialised_loss(build_loss(name), rows, labels)
+    value.backward()
+    ranking = rank(rows.detach(), labels, name)
+    assert value.item() == pytest.approx(ranking.loss.item(), abs=1e-9)
+    # Up to the part along the descriptor, which a gradient may lack.
+    rows, difference = rows.detach(), ranking.gradient - rows.grad
+    difference -= (difference * rows).sum(1, keepdim=True) * rows
+    assert difference.abs().max() < 1e-9
