@@ -24,7 +24,7 @@ COMPARE = "Also evaluate without refinement, and with each part of it by itself.
 RECIPE = "Recipe whose network is evaluated as it is before training."
 NEIGHBOURS = "Number of neighbours used by --expand and --augment."
 KEPT = "Folder to keep descriptors in, and to reuse them from."
-GAP = "Also measure by how much mAP is higher within random batches of this many images."
+GAP = "Also give by how much mAP is higher within random batches of this many images."
 OUTPUT = "Folder for results.json, and for each set's result.json, its queries and their neighbours."
 
 
@@ -69,6 +69,7 @@ def eval_command(
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
+    from distap.evaluation.protocols import LabelledSet
     from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import RERANKERS, Expansion, Refinement
     from distap.telemetry.terminal import set_up_logging
@@ -109,7 +110,11 @@ def eval_command(
             if not data and gallery is None and not gallery_draws:
                 among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
             named: Any = data or [settings.validation_source]
-            return open_named_sets(named, distractors or [], **among, **reading_of(recipe)), describing, refinement
+            reading = reading_of(recipe) | ({"gap_batch": gap} if gap else {})
+            sets = open_named_sets(named, distractors or [], **among, **reading)
+            if other := [name for name, one in sets.items() if gap and not isinstance(one, LabelledSet)]:
+                raise DistapError(f"{other[0]}: --gap is for sets whose images all retrieve each other")
+            return sets, describing, refinement
 
         parts = first_on_rank_0(world, opened)
-        evaluate_sets(*parts, compare=compare, gap=gap, output=output, network=str(checkpoint or config))
+        evaluate_sets(*parts, compare=compare, output=output, network=str(checkpoint or config))

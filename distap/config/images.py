@@ -106,6 +106,9 @@ class DescribingSection(SizedSection):
     recall_at: tuple[PositiveInt, ...] = Field(
         (1, 5, 10), min_length=1, description="The k of R@k and mP@k, except where a ground truth says them."
     )
+    gap_batch: int | None = Field(
+        None, ge=2, description="Also give by how much mAP is higher within random batches of this many images."
+    )
     batch_size: PositiveInt = Field(64, description="Images described at once.")
 
 

@@ -31,7 +31,6 @@ from distap.retrieval.ground_truth_metrics import (
 )
 from distap.retrieval.metrics import (
     AT,
-    DecomposabilityGap,
     decomposability_gap,
     evaluate_labelled_set,
     random_batches,
@@ -50,6 +49,7 @@ class LabelledSet:
     images: ImageSet
     index: Index  # of the shards
     at: tuple[int, ...] = AT  # the k of R@k and mP@k
+    gap_batch: int | None = None  # images of the random batches of the figure `gap`
 
     @property
     def image_sets(self) -> tuple[ImageSet, ...]:
@@ -81,6 +81,11 @@ class DescribedLabelledSet:
             name: value.cpu() for name, value in vars(result).items() if isinstance(value, Tensor)
         }
         result = replace(result, **values)
+        figures = result.summary()
+        if self.of.gap_batch is not None:
+            batch, whole = min(self.of.gap_batch, len(labels)), None if refinement.parts else figures["mAP"]
+            batches = random_batches(len(labels), batch, torch.Generator().manual_seed(0))
+            figures["gap"] = decomposability_gap(self.descriptors, labels.to(device), batches, whole)
         count = int(result.is_query.sum())
         about = {
             "data": self.of.images.name,
@@ -101,13 +106,7 @@ class DescribedLabelledSet:
             index.class_name,
             result.neighbours.numpy(),
         )
-        return Evaluation(result.summary(), count, len(samples) - count, about, retrieved)
-
-    def gap(self, batch: int) -> DecomposabilityGap:
-        """How much higher mAP is within random batches of this size than over the whole set."""
-        labels = torch.from_numpy(self.of.index.label[self.samples]).to(self.device)
-        batches = random_batches(len(labels), batch, torch.Generator().manual_seed(0))
-        return decomposability_gap(self.descriptors, labels, batches)
+        return Evaluation(figures, count, len(samples) - count, about, retrieved)
 
 
 def seen_classes(train: Index, validation: Index) -> list[str]:

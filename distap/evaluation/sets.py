@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from distap.data.settings import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.protocols import (
-    DescribedLabelledSet,
     GroundTruthSet,
     LabelledSet,
     read_ground_truth,
@@ -42,6 +40,7 @@ def open_set(
     gallery: Source | str | None = None,
     gallery_draws: int = 0,
     at: Sequence[int] = AT,
+    gap_batch: int | None = None,
     max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
@@ -54,6 +53,7 @@ def open_set(
         gallery: shards with classes whose images the others retrieve; None for all others of their own shards.
         gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
         at: the k of R@k and mP@k, of sets without a ground truth.
+        gap_batch: images of a random batch; of sets whose images all retrieve each other, it gives the figure `gap`.
         max_pixels, remote, cache: see `open_images`.
     """
     source = parse_source(where)
@@ -81,7 +81,11 @@ def open_set(
         if others is not None or gallery_draws:
             return QuerySet(name, images, others, gallery_draws, tuple(at))
         assert isinstance(images.reader, Reader)
-        return LabelledSet(name, images, images.reader.index, tuple(at))
+        if gap_batch is not None and gap_batch > len(images):
+            raise DistapError(
+                f"{images.name}: a gap over batches of {gap_batch} of its {len(images)} images; take fewer"
+            )
+        return LabelledSet(name, images, images.reader.index, tuple(at), gap_batch)
     if gallery is not None or gallery_draws:
         raise DistapError(f"{source}: its gallery is that of its ground truth, so leave gallery and its draws out")
     truth = read_ground_truth(truth_file)
@@ -110,7 +114,6 @@ def evaluate_sets(
     refinement: Refinement,
     *,
     compare: bool = False,
-    gap: int | None = None,
     output: Path | None = None,
     **about: Any,
 ) -> None:
@@ -118,7 +121,6 @@ def evaluate_sets(
 
     Args:
         compare: also evaluate without refinement, and with each part of it by itself.
-        gap: also measure the decomposability gap over random batches of this many images.
         output: folder for results.json and the evaluation, or a folder for each of several; `about` is added to both.
     """
     # Describe all sets first: the watchdog would take ranks that wait for rank 0's ranking for lost.
@@ -128,24 +130,13 @@ def evaluate_sets(
     describer = describing.describer
     about |= {"sizing": str(describer.sizing), "scales": describer.network.scales}
     results: dict[str, Any] = {}
-    gaps: dict[str, Any] = {}
     for name, one in described.items():
         found = {each.name: one.evaluate(each) for each in (refinement.variants() if compare else [refinement])}
         last = next(reversed(found.values()))
         console.print(f"{name}: {last.queries} queries, {last.left_out} without a positive left out", markup=False)
         console.print(figures_table({variant: evaluation.figures for variant, evaluation in found.items()}))
         results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
-        if gap is not None:
-            if not isinstance(one, DescribedLabelledSet):
-                raise DistapError(f"{name}: only a labelled set has a decomposability gap")
-            measured = one.gap(gap)
-            gaps[name] = {"batch": gap, "gap": measured.gap} | asdict(measured)
-            console.print(
-                f"decomposability gap without refinement: mAP is {100 * measured.within_batches:.1f} within "
-                f"{measured.batches} random batches of {gap} images, {100 * measured.whole:.1f} over the whole set: "
-                f"{100 * measured.gap:+.1f}"
-            )
         if output is not None:
             last.save(output / name if len(sets) > 1 else output, **about)
     if output is not None:
-        write_whole(output / "results.json", json.dumps({**about, "sets": results, "gaps": gaps}, indent=1) + "\n")
+        write_whole(output / "results.json", json.dumps({**about, "sets": results}, indent=1) + "\n")

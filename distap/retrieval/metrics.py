@@ -184,38 +184,30 @@ def _ranked(
     return LabelledSetResult(precision, at_r, first, nearest, curve / (first > 0).sum(), hits, others, at)
 
 
-@dataclass(frozen=True)
-class DecomposabilityGap:
-    """By how much mAP within batches overstates mAP over the whole set (Ramzi et al. 2021, eq. 6)."""
-
-    within_batches: float  # mean over batches of the mAP within the batch
-    whole: float
-    batches: int  # in which some image has another of its class
-    left_out: int  # the other batches
-
-    @property
-    def gap(self) -> float:
-        """How much greater mAP is within batches. It is positive, since a batch holds fewer negatives."""
-        return self.within_batches - self.whole
-
-
 def decomposability_gap(
-    descriptors: Tensor | NDArray[Any], labels: Int64[Tensor, " N"], batches: Iterable[Tensor | NDArray[np.int64]]
-) -> DecomposabilityGap:
-    """Evaluate each batch of rows as a labelled set of its own, and the whole set."""
-    values, left_out = [], 0
+    descriptors: Tensor | NDArray[Any],
+    labels: Int64[Tensor, " N"],
+    batches: Iterable[Tensor],
+    whole: float | None = None,
+) -> float:
+    """By how much mAP within batches overstates mAP over the whole set (Ramzi et al. 2021, eq. 6).
+
+    It is the mean over the batches of the mAP of each as a labelled set of its own, less the mAP of all images. It is
+    positive, since a batch holds fewer negatives, and NaN if no batch holds two images of a class.
+
+    Args:
+        batches: rows (B,) of each; one without two images of a class is left out.
+        whole: mAP of all images, if it is known.
+    """
+    values = []
     for rows in batches:
-        batch = torch.as_tensor(rows, device=labels.device)
-        own = labels[batch]
-        if not bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
-            left_out += 1
-            continue
-        described = descriptors[batch] if isinstance(descriptors, Tensor) else descriptors[batch.cpu().numpy()]
-        values.append(evaluate_labelled_set(described, own, 0).summary()["mAP"])
-    if not values:
-        raise DistapError(f"none of {left_out} batches has two images of a class: take greater batches")
-    whole = evaluate_labelled_set(descriptors, labels, 0).summary()["mAP"]
-    return DecomposabilityGap(float(np.mean(values)), whole, len(values), left_out)
+        own = labels[rows]
+        if bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
+            described = descriptors[rows if isinstance(descriptors, Tensor) else rows.cpu().numpy()]
+            values.append(evaluate_labelled_set(described, own, 0).summary()["mAP"])
+    if whole is None:
+        whole = evaluate_labelled_set(descriptors, labels, 0).summary()["mAP"]
+    return float(np.mean(values)) - whole if values else float("nan")
 
 
 def random_batches(images: int, batch: int, generator: torch.Generator) -> Iterator[Int64[Tensor, " B"]]:

@@ -298,10 +298,11 @@ def test_a_trained_network_remembers_how_it_was_evaluated(
     own, run = str(training_shards[1]), tmp_path / "run"
     also = {"same": {"data": own}, "square": {"data": own, "crop": 32, "scales": [1.0]}}
     settings = {"resize": resize, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
+    settings["gap_batch"] = 8
     train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
     assert last["also"]["same"] == last["validation"] != last["also"]["square"]
-    assert list(last["validation"]) == ["mAP", "mAP@R", "R@1", "R@3", "mP@1", "mP@3"]
+    assert list(last["validation"]) == ["mAP", "mAP@R", "R@1", "R@3", "mP@1", "mP@3", "gap"]
     found = load(run).describer
     assert (str(found.sizing), found.network.scales) == (sizing, (1.0, 0.75))
 
@@ -347,9 +348,13 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
     assert distap(monkeypatch, *configured, *sets, "--expand=2", "--compare", f"--output={tmp_path / 'both'}") == 0
     assert distap(monkeypatch, *configured, *sets[1:], "--gap=8", f"--output={tmp_path / 'gap'}") == 0
-    gap = json.loads((tmp_path / "gap/results.json").read_text())["gaps"]["own"]
-    assert gap["gap"] == pytest.approx(gap["within_batches"] - gap["whole"]) and gap["batch"] == 8
+    plain = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["plain"]
+    assert 0 < plain["gap"] < 1 - plain["mAP"] + 1e-9
+    assert distap(monkeypatch, *configured, *sets[1:], "--expand=2", "--gap=8", f"--output={tmp_path / 'gap'}") == 0
+    refined = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["query expansion"]
+    assert refined["gap"] == pytest.approx(plain["gap"], abs=1e-6) and refined["mAP"] != plain["mAP"]
     assert distap(monkeypatch, *configured, *sets[:1], "--gap=8") == 2
+    assert distap(monkeypatch, *configured, *sets[1:], "--gap=1000") == 2
     results = json.loads((tmp_path / "both/results.json").read_text())["sets"]
     assert {name: list(variants) for name, variants in results.items()} == {
         "oxford": ["plain", "query expansion"],
