@@ -9,7 +9,14 @@ from distap.cli.export import export_command
 from distap.cli.k8s import k8s
 from distap.cli.options import run
 from distap.cli.search import search_command, serve_command
-from distap.cli.training import init_command, plan_command, recipes_command, report_command, train_command
+from distap.cli.training import (
+    init_command,
+    plan_command,
+    recipes_command,
+    report_command,
+    study_command,
+    train_command,
+)
 
 app = typer.Typer(
     help="Train image-retrieval descriptors by optimising Average Precision over huge batches.",
@@ -29,6 +36,7 @@ app.command("index")(index_command)
 app.command("search")(search_command)
 app.command("serve")(serve_command)
 app.command("report")(report_command)
+app.command("study")(study_command)
 app.command("plan")(plan_command)
 app.add_typer(k8s, name="k8s")
 

@@ -1,4 +1,4 @@
-"""`distap init`, `recipes`, `train`, `report` and `plan`: what is done with a recipe and its runs."""
+"""`distap init`, `recipes`, `train`, `report`, `study` and `plan`: what is done with a recipe and its runs."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import typer
 from distap.cli.options import CONFIG, OVERRIDES
 from distap.errors import DistapError
 from distap.processes.startup import Startup
-from distap.processes.stopping import end_when_asked, go_deaf
+from distap.processes.stopping import end_when_asked, go_deaf, leave_when_asked
 
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 OUTPUT = "Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
@@ -23,6 +23,7 @@ RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of dista
 WIDE = 250  # columns, so that a recipe is one line of a file or pipe
 CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090."
 LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
+ONLY = "Names on the axes to train, with commas between them; an axis without one keeps all."
 IMAGES = "Folder with a sub-folder a class, shards, or a folder with `train` and `test` of either."
 MEASURE = "Measure this machine and predict for more machines like it."
 
@@ -177,6 +178,45 @@ def report_command(
         outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"
         console.print(f"{name}: trained in {of_run['train_seconds']:.0f} s{outside}".removeprefix(": "), markup=False)
     console.print(f"report: {page}", markup=False)
+
+
+def study_command(
+    file: Annotated[Path, typer.Argument(help="Study: a YAML file.", show_default=False)],
+    overrides: OVERRIDES = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the study.", show_default="runs/, then the name")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help=ONLY, show_default="all")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds.", min=1, show_default="as the study says")] = None,
+    jobs: Annotated[int, typer.Option(help="Trainings at once, which share the CPU cores.", min=1)] = 1,
+    ranks: Annotated[int, typer.Option(help="Processes of each training.", min=1)] = 1,
+) -> None:
+    """Train a grid of recipes under equal conditions, and compare what they reach: a table, a drawing and a page.
+
+    What is done is kept in results.jsonl of the output folder; a study that was stopped goes on with what is missing.
+    Results that were published beside the study's file, as NAME.jsonl, are compared with.
+    """
+    from distap.apps.study.grid import Grid
+    from distap.apps.study.results import Results, comparison, read_results, table, write_study
+    from distap.apps.study.running import StudyRun
+    from distap.telemetry.terminal import console, set_up_logging, text_table, track
+
+    set_up_logging(0)
+    grid = Grid(file, output or Path("runs") / file.stem, (only or "").split(",") if only else (), overrides or [])
+    run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks)
+    leave_when_asked()
+    for line in track(run.train(), "trainings", run.total):
+        console.print(line, markup=False)
+    if run.results.rows():
+        page = write_study(run.results, file)
+        headings, cells, notes = table(run.results)
+        console.print(text_table(grid.study.title, "\n".join(notes), headings, cells))
+        published = Results(grid, grid.study.seeds, read_results(file.with_suffix(".jsonl")))
+        for line in comparison(run.results, published):
+            console.print(line, markup=False)
+        console.print(f"page: {page}", markup=False)
+    if run.problems:
+        raise DistapError("\n".join(run.problems))
 
 
 def plan_command(

@@ -30,26 +30,32 @@ R = TypeVar("R", bound=NetworkRecipe)
 logger = logging.getLogger("distap")
 
 
-def load_recipe(source: Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
-    """Read a recipe from a YAML file or by its name, or take it as a dict, and apply overrides.
+def load_recipe(
+    source: Path | Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = ()
+) -> Recipe:
+    """Read a recipe from a YAML file or by its name, or take it as a dict, and apply overrides, one after the other.
 
-    Overrides are texts such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
+    An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
     that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value.
     """
-    if isinstance(source, Mapping):
-        settings, where = _copied(source), "recipe"
-    else:
-        settings, where = _read(recipe_file(source)), str(source)
+    return recipe_from(changed_settings(source, overrides), "recipe" if isinstance(source, Mapping) else str(source))
+
+
+def changed_settings(
+    source: Path | Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of `load_recipe`, not checked yet and without defaults."""
+    settings = _copied(source) if isinstance(source, Mapping) else _read(recipe_file(source))
     lengths = {key: settings.get(key) for key in LENGTHS}
-    if isinstance(overrides, Mapping):
-        _merge(settings, overrides)
-    else:
-        for override in overrides:
+    for override in [overrides] if isinstance(overrides, Mapping) else overrides:
+        if isinstance(override, Mapping):
+            _merge(settings, override)
+        else:
             _override(settings, override)
     changed = [key for key, length in lengths.items() if settings.get(key) not in (None, length)]
     if len(changed) == 1:
         settings = {key: value for key, value in settings.items() if key not in LENGTHS or key in changed}
-    return recipe_from(settings, where)
+    return settings
 
 
 def recipe_file(config: Path) -> Path:

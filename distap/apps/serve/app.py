@@ -132,7 +132,7 @@ def _add_page(app: FastAPI, max_k: int) -> None:
         app.add_api_route(path, asset, include_in_schema=False)
 
     add("/", page_text("serve.html", title="Search by image", formats=formats, max_k=max_k), "text/html")
-    add("/style.css", page_asset("style.css"), "text/css")
+    add("/style.css", page_text("style.css"), "text/css")
     add("/search.js", page_asset("serve.js"), "text/javascript")
     add("/icon.svg", page_asset("serve.svg"), "image/svg+xml")
 

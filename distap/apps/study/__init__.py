@@ -1,0 +1,1 @@
+"""Train a grid of recipes under equal conditions, and compare what they reach."""

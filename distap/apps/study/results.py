@@ -1,0 +1,255 @@
+"""What the trainings of a study reached: means over seeds, their intervals, differences, tables and a page."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+from distap.apps.study.grid import Grid, Job, Point
+from distap.errors import DistapError
+from distap.pages.page import write_page
+from distap.pages.study import Mark, dots_svg, lines_svg
+from distap.storage.atomic import write_whole
+
+# Student's t for 95% of both sides, by degrees of freedom from 1 on; beyond these the last is a little too large.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+MOST_APART = 0.1  # of seconds that a study calls equal
+BEFORE = "before training"
+PAGE = "study.html"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one training reached; a line of results.jsonl."""
+
+    names: dict[str, str]  # of its point, by axis
+    searched: dict[str, Any]
+    seed: int
+    fingerprint: str  # of its recipe
+    figures: dict[str, float]  # SET/FIGURE of the last evaluation, 0 to 1
+    before: dict[str, float]  # of the evaluation before the first step, if there was one
+    steps: int
+    images: int  # seen, with repetitions
+    seconds: float  # of all steps
+    processor_seconds: float  # of the whole training, with its start and its evaluations
+    memory_bytes: int  # at most, of a process
+    made: dict[str, Any] = field(default_factory=dict)  # date, versions, ranks, threads, trainings at once
+
+
+class Interval(NamedTuple):
+    """A mean, and half of its 95% interval by Student's t; None of a single value."""
+
+    mean: float
+    half: float | None
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f}" + ("" if self.half is None else f" ± {100 * self.half:.1f}")
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of one value or more, with its interval."""
+    if len(values) < 2:
+        return Interval(values[0], None)
+    return Interval(fmean(values), student(len(values)) * stdev(values) / math.sqrt(len(values)))
+
+
+def student(count: int) -> float:
+    """Student's t of the 95% interval of a mean of `count` values, 2 or more."""
+    return STUDENT[min(count - 1, len(STUDENT)) - 1]
+
+
+def read_results(path: Path) -> list[Result]:
+    """Read the lines of a study's results; a last line that was cut short is left out."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    results = []
+    for number, line in enumerate(lines, 1):
+        try:
+            results.append(Result(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number < len(lines):
+                raise DistapError(f"{path}, line {number}: not the result of a training: {error}") from error
+    return results
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point of a study with the trainings that count: those with the best of the searched values, by seed."""
+
+    point: Point
+    results: list[Result]
+    is_at_edge: bool  # whether the best value is the first or last of those that were searched
+
+    def values(self, figure: str) -> dict[int, float]:
+        """The values of a figure by seed; a DistapError names a figure that was not evaluated."""
+        try:
+            return {result.seed: result.figures[figure] for result in self.results}
+        except KeyError as error:
+            known = ", ".join(self.results[0].figures)
+            raise DistapError(f"figures: {self.point} was not evaluated by {figure}; there are {known}") from error
+
+    def interval(self, figure: str) -> Interval:
+        return interval(list(self.values(figure).values()))
+
+    def difference(self, other: "Row", figure: str) -> Interval | None:
+        """The mean of the differences to another row, seed by seed; None if they share no seed."""
+        own, others = self.values(figure), other.values(figure)
+        shared = [own[seed] - others[seed] for seed in own if seed in others]
+        return interval(shared) if shared and self is not other else None
+
+
+class Results:
+    """The results of a study's trainings, by point and recipe."""
+
+    def __init__(self, grid: Grid, seeds: int, done: Iterable[Result] = ()) -> None:
+        self.grid, self.seeds = grid, seeds
+        self._done = {(_names(result.names), result.fingerprint): result for result in done}
+
+    @property
+    def done(self) -> list[Result]:
+        return list(self._done.values())
+
+    def add(self, result: Result) -> None:
+        self._done[_names(result.names), result.fingerprint] = result
+
+    def of(self, job: Job) -> Result | None:
+        """Return the result of a training that is done."""
+        return self._done.get((_names(job.point.names), job.fingerprint))
+
+    def best(self, point: Point) -> Result | None:
+        """Return the training with the best of the searched values; None until all of them are tried."""
+        tried = [self.of(job) for job in self.grid.jobs(point, 0)]
+        by = f"validation/{self.grid.study.chosen_by}"
+        done = [result for result in tried if result is not None]
+        return max(done, key=lambda result: result.figures[by]) if len(done) == len(tried) else None
+
+    def rows(self) -> list[Row]:
+        """Return a row for each point whose search is done."""
+        rows = []
+        for point in self.grid.points:
+            best = self.best(point)
+            if best is None:
+                continue
+            jobs = [self.grid.jobs(point, seed, best.searched)[0] for seed in range(self.seeds)]
+            done = [result for job in jobs if (result := self.of(job)) is not None]
+            edges = {key: (values[0], values[-1]) for key, values in self.grid.study.search.items() if values[1:]}
+            rows.append(Row(point, done, any(best.searched[key] in ends for key, ends in edges.items())))
+        return rows
+
+    def before(self) -> Mapping[str, float]:
+        """Return the figures of the network that all trainings began with, or none."""
+        return next((result.before for result in self._done.values() if result.before), {})
+
+
+def _names(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(names.items())
+
+
+def table(results: Results) -> tuple[list[str], list[list[str]], list[str]]:
+    """Return headings, rows of cells and notes: figures in percent with their 95% intervals over seeds."""
+    study, rows = results.grid.study, results.rows()
+    first, searched = study.figures[0], list(study.search)
+    against = next((row for row in rows if study.against in row.point.names.values()), None)
+    headings = [*study.axes, *(key.rpartition(".")[2].replace("_", " ") for key in searched), *study.figures]
+    headings += [f"{first}, less {against.point}"] if against else []
+    headings += ["updates", "images", "processor s", "GB"]
+    cells, before = [], results.before()
+    if before:
+        blank = [""] * (len(study.axes) - 1 + len(searched))
+        cells.append([BEFORE, *blank, *(f"{100 * before[name]:.1f}" for name in study.figures)])
+        cells[0] += [""] * (len(headings) - len(cells[0]))
+    for row in rows:
+        one, seconds = row.results[0], median(result.processor_seconds for result in row.results)
+        chosen = [f"{one.searched[key]:g}" + ("*" if row.is_at_edge else "") for key in searched]
+        apart = [_signed(row.difference(against, first))] if against else []
+        memory = max(result.memory_bytes for result in row.results) / 1e9
+        figures = [str(row.interval(name)) for name in study.figures]
+        sizes = [f"{one.steps:,}", f"{one.images:,}", f"{seconds:.0f}", f"{memory:.1f}"]
+        cells.append([*row.point.names.values(), *chosen, *figures, *apart, *sizes])
+    return headings, cells, list(_notes(results, rows))
+
+
+def _signed(difference: Interval | None) -> str:
+    return "" if difference is None else f"{'+' if difference.mean >= 0 else ''}{difference}"
+
+
+def _notes(results: Results, rows: Sequence[Row]) -> Iterable[str]:
+    study = results.grid.study
+    counts = sorted({len(row.results) for row in rows})
+    seeds = " to ".join(map(str, {min(counts): 0, max(counts): 0})) if counts else "no"
+    yield f"Percent; means over {seeds} seeds, ± half of the 95% interval of the mean by Student's t."
+    yield f"Equal for all: {', '.join(study.equal)}."
+    if study.search:
+        keys = ", ".join(f"{key} from {', '.join(f'{v:g}' for v in values)}" for key, values in study.search.items())
+        yield f"Each takes the value of {keys} with the highest {study.chosen_by} on data.validation, with seed 0."
+    if any(row.is_at_edge for row in rows):
+        yield "* the best value is the first or the last that was tried."
+    seconds = {str(row.point): median(result.processor_seconds for result in row.results) for row in rows}
+    if "seconds" in study.equal and seconds:
+        middle = median(seconds.values())
+        apart = [f"{name} {s / middle:.2f}" for name, s in seconds.items() if abs(s / middle - 1) > MOST_APART]
+        if apart:
+            yield f"Processor seconds are not within {MOST_APART:.0%} of their median: {', '.join(apart)} times."
+
+
+def comparison(results: Results, published: Results) -> list[str]:
+    """Compare with published results: whether each mean lies in the interval where they expect it.
+
+    A mean of n seeds is expected within t s sqrt(1/m + 1/n) of the published mean of m seeds with deviation s.
+    """
+    figure = results.grid.study.figures[0]
+    theirs = {str(row.point): row for row in published.rows()}
+    lines = []
+    for row in results.rows():
+        other = theirs.get(str(row.point))
+        if other is None or len(other.results) < 2:
+            continue
+        own, there = list(row.values(figure).values()), list(other.values(figure).values())
+        half = student(len(there)) * stdev(there) * math.sqrt(1 / len(there) + 1 / len(own))
+        verdict = "within" if abs(fmean(own) - fmean(there)) <= half else "NOT within"
+        expected = Interval(fmean(there), half)
+        lines.append(f"{row.point}: {figure} {interval(own)}, {verdict} {expected}, which the published runs expect")
+    return lines
+
+
+def drawing(results: Results) -> str:
+    """Draw the first figure as an SVG file: lines over the last of several axes, or a dot for each point."""
+    study, rows = results.grid.study, results.rows()
+    figure = study.figures[0]
+    title = f"{study.title}: {figure}, %"
+    marks = {tuple(row.point.names.values()): _mark(row, figure) for row in rows}
+    if len(study.axes) == 1:
+        before = results.before().get(figure)
+        return dots_svg(title, list(marks.values()), None if before is None else 100 * before)
+    last = list(dict.fromkeys(names[-1] for names in marks))
+    lines = dict.fromkeys(names[:-1] for names in marks)
+    series = {", ".join(line): [marks.get((*line, name)) for name in last] for line in lines}
+    return lines_svg(title, list(study.axes)[-1], last, series)
+
+
+def _mark(row: Row, figure: str) -> Mark:
+    mean, half = row.interval(figure)
+    return Mark(list(row.point.names.values())[-1], 100 * mean, 100 * (half or 0))
+
+
+def markdown(results: Results) -> str:
+    """The table of `table` in Markdown, with its notes."""
+    headings, cells, notes = table(results)
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n".join(notes) + "\n"
+
+
+def write_study(results: Results, file: Path) -> Path:
+    """Write table, drawing and page of a study into its folder; return the path of the page."""
+    folder, study, page = results.grid.folder, results.grid.study, results.grid.folder / PAGE
+    headings, cells, notes = table(results)
+    svg = drawing(results)
+    write_whole(folder / "table.md", markdown(results))
+    write_whole(folder / "figure.svg", svg)
+    made = [result.made for result in results.done]
+    facts = {key: ", ".join(sorted({str(each.get(key)) for each in made})) for key in made[0]} if made else {}
+    texts = {"title": study.title, "about": study.about, "source": file.read_text(encoding="utf-8")}
+    write_page(page, "study.html", drawing=svg, headings=headings, cells=cells, notes=notes, made=facts, **texts)
+    return page

@@ -1,0 +1,146 @@
+"""Run the trainings of a study, a few at once, and keep what each reached as a JSON line."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from datetime import date
+from importlib.metadata import version
+from typing import Any
+
+import yaml
+
+from distap import __version__
+from distap.apps.study.grid import Grid, Job, Point
+from distap.apps.study.results import Result, Results, read_results
+from distap.data.shards.parallel import usable_cores
+from distap.errors import FINISHED
+from distap.processes.exit_statuses import die_with_parent
+from distap.registry import by_path
+from distap.storage.atomic import write_whole
+from distap.telemetry.runlog import JsonLinesFile, read_run_log
+
+RESULTS = "results.jsonl"
+OUTPUT = "output.log"  # what a training prints
+
+
+class StudyRun:
+    """Trains what is missing in folder/results.jsonl.
+
+    Args:
+        seeds: trainings of each point, the search apart.
+        jobs: trainings at once, each with its share of the cores.
+        ranks: processes of each.
+    """
+
+    def __init__(self, grid: Grid, seeds: int, jobs: int, ranks: int) -> None:
+        self.grid, self.most, self.ranks = grid, jobs, ranks
+        self.threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // (jobs * ranks))))
+        self.file = grid.folder / RESULTS
+        self.results = Results(grid, seeds, read_results(self.file))
+        self.total = len(grid.points) * (len(grid.jobs(grid.points[0], 0)) + seeds - 1)
+        self.problems: list[str] = []
+        self._running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}  # by process id
+        self._searched: set[str] = set()  # points whose further seeds wait or are done
+
+    def train(self) -> Iterator[str]:
+        """Train; yield a line about each training that has ended, and each that was done before."""
+        write_whole(self.file, "".join(json.dumps(asdict(result)) + "\n" for result in self.results.done))
+        waiting = deque(job for point in self.grid.points for job in self.grid.jobs(point, 0))
+        with closing(JsonLinesFile(self.file)) as lines, ExitStack() as stack:
+            stack.callback(self._stop)
+            while waiting or self._running:
+                if waiting and len(self._running) < self.most:
+                    job = waiting.popleft()
+                    if self.results.of(job) is None:
+                        self._start(job)
+                        continue
+                    told = f"{self._line(job)}, done before"
+                else:
+                    job, told = self._wait(lines)
+                waiting.extend(self._next(job.point))
+                yield told
+
+    def _next(self, point: Point) -> list[Job]:
+        """The further seeds of a point, once, as soon as its best values are known."""
+        best = self.results.best(point)
+        if best is None or str(point) in self._searched:
+            return []
+        self._searched.add(str(point))
+        return [self.grid.jobs(point, seed, best.searched)[0] for seed in range(1, self.results.seeds)]
+
+    def _start(self, job: Job) -> None:
+        folder, recipe = job.run, job.run / "study.yaml"
+        settings = {**job.settings, "run": str(folder)}
+        # One training also evaluates the network that all begin with.
+        at_start = not self._running and not self.results.done
+        settings["evaluation"] = {**settings.get("evaluation", {}), "at_start": at_start}
+        if not recipe.exists():  # a training that was interrupted goes on as it began
+            write_whole(recipe, yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "distap.cli", "train", str(recipe), "--ranks", str(self.ranks)]
+        environment = os.environ | {"OMP_NUM_THREADS": self.threads}
+        with (folder / OUTPUT).open("ab") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, preexec_fn=die_with_parent
+            )
+        self._running[process.pid] = job, process
+
+    def _wait(self, lines: JsonLinesFile) -> tuple[Job, str]:
+        """Wait for a training to end; return it, and what to tell."""
+        ended, status, usage = os.wait4(-1, 0)
+        job, process = self._running.pop(ended)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != FINISHED:
+            output = job.run / OUTPUT
+            said = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+            why = next((line for line in reversed(said) if "error" in line.lower()), "no error was printed")
+            self.problems.append(f"{job}: ended with status {process.returncode}: {why} ({output})")
+            return job, self.problems[-1]
+        result = self._result(job, usage)
+        self.results.add(result)
+        lines.write(asdict(result))
+        shutil.rmtree(job.run / "checkpoints", ignore_errors=True)
+        return job, self._line(job)
+
+    def _result(self, job: Job, usage: resource.struct_rusage) -> Result:
+        log = read_run_log(job.run)
+        steps = {entry["step"]: entry for entry in log if "loss" in entry}
+        evaluations = {entry["step"]: figures_of(entry) for entry in log if "validation" in entry}
+        made = {"date": str(date.today()), "distap": __version__, "torch": version("torch"), "ranks": self.ranks}
+        return Result(
+            names=dict(job.point.names),
+            searched=dict(job.searched),
+            seed=job.recipe.seed,
+            fingerprint=job.fingerprint,
+            figures=evaluations[max(steps)],
+            before=evaluations.get(0, {}),
+            steps=len(steps),
+            images=sum(entry["images"] for entry in steps.values()),
+            seconds=round(sum(entry["seconds"]["step"] for entry in steps.values()), 2),
+            processor_seconds=round(usage.ru_utime + usage.ru_stime, 2),
+            memory_bytes=usage.ru_maxrss * 1024,
+            made=made | {"threads": int(self.threads), "at_once": self.most},
+        )
+
+    def _line(self, job: Job) -> str:
+        result, by = self.results.of(job), self.grid.study.chosen_by
+        assert result is not None
+        return f"{job}: {by} {100 * result.figures[f'validation/{by}']:.1f} in {result.seconds:.0f} s"
+
+    def _stop(self) -> None:
+        """Ask all trainings to stop; they write a checkpoint, from which the next call goes on."""
+        for _, process in self._running.values():
+            process.terminate()
+        for _, process in self._running.values():
+            process.wait()
+
+
+def figures_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a log's line about an evaluation, as SET/FIGURE."""
+    return dict(by_path({"validation": entry["validation"], **entry.get("also", {})}, "/"))
