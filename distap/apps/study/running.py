@@ -61,7 +61,7 @@ class StudyRun:
                     if self.results.of(job) is None:
                         self._start(job)
                         continue
-                    told = f"{self._line(job)}, done before"
+                    told = f"{self._done(job)}, done before"
                 else:
                     job, told = self._wait(lines)
                 waiting.extend(self._next(job.point))
@@ -105,8 +105,7 @@ class StudyRun:
         result = self._result(job, usage)
         self.results.add(result)
         lines.write(asdict(result))
-        shutil.rmtree(job.run / "checkpoints", ignore_errors=True)
-        return job, self._line(job)
+        return job, self._done(job)
 
     def _result(self, job: Job, usage: resource.struct_rusage) -> Result:
         log = read_run_log(job.run)
@@ -128,7 +127,9 @@ class StudyRun:
             made=made | {"threads": int(self.threads), "at_once": self.most},
         )
 
-    def _line(self, job: Job) -> str:
+    def _done(self, job: Job) -> str:
+        """Remove the checkpoints of a training whose result is kept, and say what it reached."""
+        shutil.rmtree(job.run / "checkpoints", ignore_errors=True)
         result, by = self.results.of(job), self.grid.study.chosen_by
         assert result is not None
         return f"{job}: {by} {100 * result.figures[f'validation/{by}']:.1f} in {result.seconds:.0f} s"

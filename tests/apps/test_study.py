@@ -1,0 +1,189 @@
+"""Studies: the grid, its equal conditions, what is kept after a kill, and the figures of the table."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from launching import ROOT
+from scipy import stats
+
+from distap.apps.study.grid import Grid
+from distap.apps.study.results import Result, Results, comparison, drawing, interval, markdown, read_results, table
+from distap.errors import DistapError
+
+STUDY = {
+    "title": "Three losses",
+    "recipe": "base.yaml",
+    "changes": {"steps": 2, "evaluation": {"every": None}},
+    "axes": {"loss": {"ap_q": {"loss": "ap_q"}, "own": {"loss": "plug_ins:HardestNegative", "loss.margin": 0.2}}},
+    "search": {"optimizer.learning_rate": [1e-3, 1e-2]},
+    "seeds": 2,
+    "figures": ["validation/mAP@R", "validation/R@1"],
+    "against": "ap_q",
+}
+
+
+@pytest.fixture
+def study(tmp_path, training_shards, monkeypatch):
+    """Write base.yaml and a study with changes beside it; return the study's file."""
+    monkeypatch.chdir(tmp_path)
+    train, test = map(str, training_shards)
+    base = {
+        "run": "runs/any",
+        "steps": 5,
+        "data": {"train": train, "validation": test, "image_size": 32, "workers": 0},
+        "sampling": {"name": "p_by_k", "classes": 8, "images": 3},
+        "model": {"backbone": "test_resnet", "weights": {"name": "random"}},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+
+    def write(**changes):
+        file = tmp_path / "study.yaml"
+        file.write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
+        return file
+
+    return write
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "distap.cli", "study", *map(str, arguments)]
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}", "OMP_NUM_THREADS": "1"}
+
+
+def keys(results):
+    return [(tuple(result.names.values()), *result.searched.values(), result.seed) for result in results]
+
+
+def test_a_killed_study_repeats_nothing_and_an_own_loss_is_a_row(study, tmp_path):
+    file, folder = study(), tmp_path / "out"
+    first = subprocess.Popen(command(file, "--output", folder, "--jobs", 2), env=environment())
+    while not read_results(folder / "results.jsonl"):
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = (folder / "results.jsonl").read_text()
+    done = len(read_results(folder / "results.jsonl"))
+    again = subprocess.run(command(file, "--output", folder, "--jobs", 2), env=environment(), capture_output=True)
+    said = again.stderr.decode()
+    assert again.returncode == 0, said
+    assert (folder / "results.jsonl").read_text().startswith(before)
+    assert len(re.findall("done before", said)) == done
+    results = read_results(folder / "results.jsonl")
+    assert len(results) == len(set(keys(results))) == 6  # two losses, two rates, and a second seed of the better one
+    assert all((r.steps, r.images) == (2, 48) and r.memory_bytes > 1e8 and r.processor_seconds > 0 for r in results)
+    assert sum(bool(result.before) for result in results) == 1
+    headings, cells, _ = table(Results(Grid(file, folder), 2, results))
+    assert [row[0] for row in cells] == ["before training", "ap_q", "own"]
+    assert all(len(row) == len(headings) for row in cells)
+    assert "own" in (folder / "study.html").read_text() and not list(folder.rglob("checkpoints"))
+
+
+def test_a_training_that_fails_is_named_and_the_others_go_on(study, tmp_path):
+    axes = {"classes": {"8": {"sampling.classes": 8}, "many": {"sampling.classes": 500}}}
+    file = study(axes=axes, search={}, seeds=1, against=None, equal=["data"])
+    done = subprocess.run(command(file, "--output", tmp_path / "out"), env=environment(), capture_output=True)
+    assert done.returncode == 2
+    assert re.search(r"many, seed 0: ended with status 2: .*500.* \(\S+output\.log\)", done.stderr.decode())
+    assert [result.names for result in read_results(tmp_path / "out" / "results.jsonl")] == [{"classes": "8"}]
+
+
+def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
+    axes = {"loss": STUDY["axes"]["loss"], "optimizer.layer_decay": [0.5, 0.7]}
+    file = study(axes=axes, leave_out=[{"loss": "own", "optimizer.layer_decay": "0.7"}])
+    grid = Grid(file, tmp_path)
+    assert list(map(str, grid.points)) == ["ap_q, 0.5", "ap_q, 0.7", "own, 0.5"]
+    recipes = [job.recipe for job in grid.jobs(grid.points[1], seed=3)]
+    assert [recipe.optimizer.learning_rate for recipe in recipes] == [1e-3, 1e-2]
+    assert {(recipe.optimizer.layer_decay, recipe.seed, recipe.steps) for recipe in recipes} == {(0.7, 3, 2)}
+    assert list(map(str, Grid(file, tmp_path, ["own"]).points)) == ["own, 0.5"]
+    assert Grid(file, tmp_path, overrides=["steps=7"]).jobs(grid.points[0], 0)[0].recipe.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axes": {"batch": {"a": {"sampling.classes": 4}, "b": {"sampling.classes": 5}}}, "against": None},
+         r'study.yaml: equal: images differs: \[24, "images"\] of a, \[30, "images"\] of b'),
+        ({"axes": {"data.image_size": [32, 64]}, "against": None}, "equal: data differs"),
+        ({"axes": {"loss": {"a": {"loss": "ap_w"}}}, "against": None}, "study.yaml: a: .*did you mean ap_t"),
+        ({"against": "ap"}, "study.yaml: no axis has the name 'ap'; did you mean ap_q?"),
+        ({"seads": 3}, "study.yaml: seads: "),
+        ({"axes": {}}, "study.yaml: axes: "),
+        ({"recipe": "nothing.yaml"}, "nothing.yaml"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_before_anything_is_trained(study, tmp_path, changes, message):
+    with pytest.raises(DistapError, match=message):
+        Grid(study(**changes), tmp_path)
+
+
+def made_results(grid, figures):
+    """Results of all trainings of a grid; `figures` gives the value by the point's text, rate and seed."""
+    results = Results(grid, 3)
+    for point in grid.points:
+        for job in [job for seed in range(3) for job in grid.jobs(point, seed)]:
+            rate, seed = job.searched["optimizer.learning_rate"], job.recipe.seed
+            value = figures(str(point), rate, seed)
+            reached = {"validation/mAP@R": value, "validation/R@1": value / 2}
+            results.add(
+                Result(dict(point.names), dict(job.searched), seed, job.fingerprint, reached, {}, 2, 48, 1, 1, 1)
+            )
+    return results
+
+
+def test_means_intervals_and_paired_differences(study, tmp_path):
+    values = {"ap_q": [0.30, 0.34, 0.35], "own": [0.33, 0.36, 0.39]}
+    grid = Grid(study(), tmp_path)
+    results = made_results(grid, lambda point, rate, seed: values[point][seed] - (0.1 if rate == 1e-3 else 0))
+    for row in results.rows():
+        samples = values[str(row.point)]
+        low, high = stats.t.interval(0.95, 2, loc=sum(samples) / 3, scale=stats.sem(samples))
+        found = row.interval("validation/mAP@R")
+        assert found.mean - found.half == pytest.approx(low, abs=1e-4)
+        assert found.mean + found.half == pytest.approx(high, abs=1e-4)
+    headings, cells, notes = table(results)
+    assert headings[1:5] == ["learning rate", "validation/mAP@R", "validation/R@1", "validation/mAP@R, less ap_q"]
+    assert [row[1] for row in cells] == ["0.01*", "0.01*"]  # the better one is the last that was tried
+    assert cells[1][4] == "+3.0 ± 2.5" and cells[0][4] == ""  # of 3, 2 and 4 points
+    assert any(note.startswith("* ") for note in notes)
+    assert markdown(results).splitlines()[3].startswith("| own | 0.01* | 36.0 ± 7.5 |")
+    assert interval([0.5]).half is None
+
+
+def test_new_results_are_compared_with_the_interval_where_they_are_expected(study, tmp_path):
+    grid = Grid(study(), tmp_path)
+    published = made_results(grid, lambda point, rate, seed: 0.30 + 0.01 * seed)
+    near = made_results(grid, lambda point, rate, seed: 0.32)
+    far = made_results(grid, lambda point, rate, seed: 0.30 if point == "own" else 0.40)
+    assert all(", within 31.0" in line for line in comparison(near, published))
+    assert [line.split(":")[0] for line in comparison(far, published) if "NOT within" in line] == ["ap_q"]
+
+
+def test_drawings_have_every_point_and_both_colour_schemes(study, tmp_path):
+    axes = {"loss": STUDY["axes"]["loss"], "optimizer.layer_decay": [0.5, 0.7]}
+    for of_axes, texts in ((STUDY["axes"], ["ap_q", "own"]), (axes, ["ap_q", "own", "0.5", "0.7"])):
+        grid = Grid(study(axes=of_axes), tmp_path)
+        svg = drawing(made_results(grid, lambda point, rate, seed: 0.3 + 0.01 * seed + 0.1 * ("own" in point)))
+        shown = [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+        assert set(texts) <= set(shown)
+        assert "prefers-color-scheme: dark" in svg
+
+
+def test_a_line_that_was_cut_short_is_left_out_and_a_damaged_one_is_named(tmp_path):
+    path, whole = tmp_path / "results.jsonl", json.dumps({"names": {}})
+    path.write_text('{"names": {"loss"')
+    assert read_results(path) == []
+    path.write_text(f"{whole}\n{whole}\n")
+    with pytest.raises(DistapError, match=r"results.jsonl, line 1: not the result of a training"):
+        read_results(path)
