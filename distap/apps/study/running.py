@@ -64,7 +64,7 @@ class StudyRun:
                     told = f"{self._done(job)}, done before"
                 else:
                     job, told = self._wait(lines)
-                waiting.extend(self._next(job.point))
+                waiting.extendleft(self._next(job.point))  # first, so that rows are whole one after the other
                 yield told
 
     def _next(self, point: Point) -> list[Job]:
