@@ -3,18 +3,14 @@
 import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import httpx
 import pytest
 import typer
 from dataset_trees import photo, sop
 from images import write_images
-from launching import ROOT, started
+from launching import ROOT, Program, output_of, started
 from serving import is_ready
 from torch.distributed.run import get_args_parser
 
@@ -169,11 +165,10 @@ def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
     for printed, small in MADE_SMALL.items():
         script = script.replace(printed, small)
     script, served = re.fullmatch(r"(.*)(distap serve .*)\n", script, re.DOTALL).groups()
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    bash = [shutil.which("bash"), "-eux", "-o", "pipefail", "-c", script]
-    done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for line in script.replace("\\\n", " ").splitlines():
+        program, *rest = shlex.split(line, comments=True)
+        arguments = ["-m", "distap.cli", *rest] if program == "distap" else rest
+        output_of(Program(tuple(arguments), tmp_path), tmp_path)
     for written in (
         "runs/recipe/report.html",
         "runs/mine/report.html",
@@ -183,8 +178,8 @@ def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
         "shards/sop/train/index.npz",
     ):
         assert (tmp_path / written).exists(), written
-    server = [sys.executable, "-m", "distap.cli", *words_of(served)[1:], "--port", "0"]
-    with started(["env", "-C", str(tmp_path), *server], tmp_path / "job") as job:
+    server = Program(("-m", "distap.cli", *words_of(served)[1:], "--port", "0"), tmp_path)
+    with started(server, tmp_path / "job") as job:
         job.wait_until(lambda: "serving on " in job.said)
         url = re.search(r"serving on (\S+)", job.said)[1]
         job.wait_until(lambda: is_ready(url))

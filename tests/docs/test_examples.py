@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from copy import deepcopy
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import timm
 import torch
 from batches import TensorBatch
 from images import write_images
+from launching import Program, output_of
 from nbclient import NotebookClient
 from ranks import skip_if_fast
 from small_trainings import losses, recipe
@@ -35,27 +34,29 @@ def photos(tmp_path_factory):
     return folder
 
 
-def run(*command, folder=None):
-    """Standard output of a command, which has to succeed."""
-    skip_if_fast("a program")
-    path = os.pathsep.join([str(ROOT), str(EXAMPLES)])
-    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path):
+    """Standard output of a program, which has to succeed."""
+
+    def output(*arguments):
+        path = os.pathsep.join([str(ROOT), str(EXAMPLES)])
+        return output_of(Program(tuple(map(str, arguments)), tmp_path), tmp_path, PYTHONPATH=path)
+
+    return output
 
 
-def test_the_plain_loop_goes_from_folders_to_figures(photos):
-    assert "'mAP': '" in run(sys.executable, EXAMPLES / "plain.py", photos / "train", photos / "test")
+def test_the_plain_loop_goes_from_folders_to_figures(run, photos):
+    assert "'mAP': '" in run(EXAMPLES / "plain.py", photos / "train", photos / "test")
 
 
-def test_the_loop_of_ddp_trains_on_two_ranks(photos):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def test_the_loop_of_ddp_trains_on_two_ranks(run, photos):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert "epoch 2: loss 0." in run(*torchrun, EXAMPLES / "ddp.py", photos / "train")
 
 
 @pytest.mark.parametrize("name", ["own_loss", "metric_learning"])
-def test_an_example_of_a_loss_prints_it(name):
-    assert re.fullmatch(r"loss \d\.\d{4}\n", run(sys.executable, EXAMPLES / f"{name}.py"))
+def test_an_example_of_a_loss_prints_it(run, name):
+    assert re.fullmatch(r"loss \d\.\d{4}\n", run(EXAMPLES / f"{name}.py"))
 
 
 class Normalised(torch.nn.Module):
@@ -67,7 +68,7 @@ class Normalised(torch.nn.Module):
         return torch.nn.functional.normalize(self.network(images))
 
 
-def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step():
+def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(run):
     torch.manual_seed(0)
     labels = torch.arange(320) // 4
     images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)
@@ -84,7 +85,7 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step():
         rows = slice(64 * number, 64 * number + 64)
         expected.append(step(TensorBatch(images[rows], labels[rows], World(), number), 3.0).loss)
     assert max(expected) - min(expected) > 1e-3
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for name in ("accelerate_loop", "lightning_loop"):
         printed = re.findall(r"step \d: loss (\S+)", run(*torchrun, EXAMPLES / f"{name}.py"))
         assert [float(loss) for loss in printed] == pytest.approx(expected, abs=1e-5)
@@ -105,8 +106,10 @@ def test_the_notebook_finds_more_after_training(tmp_path):
     assert warnings == []  # they would name paths of the machine that ran it
 
 
-def test_an_own_sampling_chooses_batches_of_a_loop_and_of_a_recipe(tmp_path, photos, training_shards, monkeypatch):
-    assert re.fullmatch(r"loss \d\.\d{4}\n", run(sys.executable, EXAMPLES / "own_sampler.py", photos / "train"))
+def test_an_own_sampling_chooses_batches_of_a_loop_and_of_a_recipe(
+    tmp_path, run, photos, training_shards, monkeypatch
+):
+    assert re.fullmatch(r"loss \d\.\d{4}\n", run(EXAMPLES / "own_sampler.py", photos / "train"))
     monkeypatch.syspath_prepend(EXAMPLES)
     sampling = {"name": "own_sampler:LongTail", "classes": 5, "images": 3}
     Trainer(recipe(tmp_path, training_shards, steps=2, sampling=sampling), World()).train()
@@ -120,10 +123,10 @@ def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch
     Trainer(chosen, World()).train()
 
 
-def test_the_python_of_the_readme_runs_as_it_is_printed(tmp_path, photos, training_shards):
+def test_the_python_of_the_readme_runs_as_it_is_printed(tmp_path, run, photos, training_shards):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 6
     Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
     (tmp_path / "photos").symlink_to(photos)
     blocks.append("assert rank(descriptors, labels, loss=Mine(margin=0.2)).loss > 0")
-    run(sys.executable, "-c", "\n".join(blocks), folder=tmp_path)
+    run("-c", "\n".join(blocks))

@@ -1,8 +1,8 @@
 """Launchers with their ranks as processes of their own: their output, their exit status, and whether any is left.
 
-A `Launch` is forked from a server that has imported distap, and forks its ranks in turn, since a new interpreter
-takes seconds to import torch. Parents, sessions, signals and exit statuses are those of new interpreters. Any other
-command is started as it is; `Launch.command` is such a command.
+A `Launch` or a `Program` is forked from a server that has imported distap, and forks its ranks in turn, since a new
+interpreter takes seconds to import torch. Parents, sessions, signals and exit statuses are those of new interpreters.
+Any other command is started as it is; `Launch.command` is such a command.
 """
 
 import atexit
@@ -55,6 +55,14 @@ class Launch:
         return [sys.executable, "-c", LAUNCH, self.options, self.module, self.arguments, str(self.timeout_seconds)]
 
 
+@dataclass(frozen=True)
+class Program:
+    """`python ARGUMENTS...`, which are `-m MODULE`, `-c CODE` or a file, and what follows."""
+
+    arguments: tuple[str, ...]
+    folder: Path = HELPERS
+
+
 def launcher(options: str, behaviour: str, folder: Path, timeout_seconds: float = 5) -> Launch:
     """Launch ranks of `launched.py`."""
     return Launch(options, "launched", f"{behaviour} {folder} {timeout_seconds}", timeout_seconds)
@@ -94,16 +102,14 @@ class Forked:
 class Job:
     """A launcher, or another command, that was started."""
 
-    def __init__(self, what: Launch | Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, what: Launch | Program | Sequence[str], folder: Path, environment: dict[str, str]) -> None:
         self.folder = folder
         self._said = folder / f"said-{uuid.uuid4().hex}"
         self._said.touch()
         changes = OF_JOBS | environment
         self.process: Forked | subprocess.Popen[bytes]
-        if isinstance(what, Launch):
-            process = server().Process(target=_launch, args=(what, self._said, dict(os.environ) | changes))
-            process.start()
-            self.process = Forked(process)
+        if isinstance(what, Launch | Program):
+            self.process = _forked(what, self._said, self._said, changes)
         else:
             with self._said.open("a") as file:
                 self.process = subprocess.Popen(
@@ -163,7 +169,7 @@ class Job:
 
 
 @contextmanager
-def started(what: Launch | Sequence[str], folder: Path, **environment: str) -> Iterator[Job]:
+def started(what: Launch | Program | Sequence[str], folder: Path, **environment: str) -> Iterator[Job]:
     """Start a job, and kill all that belongs to it at the end."""
     skip_if_fast("launchers")
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,35 +182,52 @@ def started(what: Launch | Sequence[str], folder: Path, **environment: str) -> I
         job.process.wait()
 
 
-def _launch(what: Launch, said: Path, environment: dict[str, str]) -> NoReturn:
-    """Be the launcher: a fork of the server, whose ranks are forks of this process."""
-    with said.open("ab") as file, Path(os.devnull).open("rb") as nothing:
-        for stream, number in ((nothing, 0), (file, 1), (file, 2)):
+def output_of(what: Program, folder: Path, **environment: str) -> str:
+    """Run a program, which has to succeed, and return what it writes to standard output; `folder` is for its logs."""
+    skip_if_fast("a program")
+    answer, said = (folder / f"{name}-{uuid.uuid4().hex}" for name in ("answer", "said"))
+    status = _forked(what, answer, said, OF_JOBS | environment).wait()
+    assert status == 0, f"{what.arguments}: status {status}: {said.read_text()}"
+    return answer.read_text()
+
+
+def _forked(what: Launch | Program, answer: Path, said: Path, changes: dict[str, str]) -> Forked:
+    process = server().Process(target=_launch, args=(what, answer, said, dict(os.environ) | changes))
+    process.start()
+    return Forked(process)
+
+
+def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[str, str]) -> NoReturn:
+    """Be the launcher or the program: a fork of the server, whose ranks are forks of this process."""
+    with answer.open("ab") as output, said.open("ab") as errors, Path(os.devnull).open("rb") as nothing:
+        for stream, number in ((nothing, 0), (output, 1), (errors, 2)):
             os.dup2(stream.fileno(), number)
-    os.chdir(HELPERS)
+    os.chdir(what.folder if isinstance(what, Program) else HELPERS)
     os.environ.clear()
     os.environ |= environment
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
     tempfile.tempdir = None  # the server's, which TMPDIR of this environment may change
     multiprocessing.set_start_method(None, force=True)  # loader workers start as they do outside the tests
     subprocess_handler.Popen = _ForkedRank  # torch's agent starts ranks with it
+    if isinstance(what, Program):
+        _be_python(list(what.arguments), environment)
     given = what.options.split(), what.module, what.arguments.split()
     sys.exit(launch(*given, grace_seconds=20, timeout_seconds=what.timeout_seconds))
 
 
 class _ForkedRank(subprocess.Popen[bytes]):
-    """`python -u -m MODULE ARGUMENTS...` as a fork of this process instead of a new interpreter."""
+    """`python -u ARGUMENTS...` as a fork of this process instead of a new interpreter."""
 
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
         (environment,) = (one for one in given if isinstance(one, dict))
         self.pid = os.fork()
         if self.pid == 0:
-            _be_rank(list(args), environment)
+            _be_python(list(args[2:]), environment)
         self._child_created = True
 
 
-def _be_rank(args: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run the module as a new interpreter would, and leave with its status."""
+def _be_python(args: list[str], environment: dict[str, str]) -> NoReturn:
+    """Run the module, code or file as a new interpreter would, and leave with its status."""
     status: int | str | None = 1
     try:
         os.setsid()
@@ -221,8 +244,14 @@ def _be_rank(args: list[str], environment: dict[str, str]) -> NoReturn:
         os.environ |= environment
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.stdout.reconfigure(line_buffering=True)
-        sys.argv = args[args.index("-m") + 1 :]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+        sys.argv = args[1:] if args[0] == "-m" else args
+        if args[0] == "-m":
+            runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+        elif args[0] == "-c":
+            exec(args[1], {"__name__": "__main__"})
+        else:
+            runpy.run_path(args[0], run_name="__main__")
         status = 0
     except SystemExit as leaving:
         status = leaving.code
@@ -230,4 +259,5 @@ def _be_rank(args: list[str], environment: dict[str, str]) -> NoReturn:
         traceback.print_exc()
     finally:
         atexit._run_exitfuncs()
+        sys.stdout.flush()
         os._exit(status if isinstance(status, int) else int(status is not None))
