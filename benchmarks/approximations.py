@@ -34,6 +34,7 @@ from distap.world import World
 EXACT, BF16 = "exact", "describe in bf16"
 CHECKED = 64  # images of the batch that shows that `exact` is exact
 ROUNDING = 1e-3  # 1 - cos of float32 and float64 at most; a float32 similarity may fall into another bin
+LEAST = 0.1  # cosine between exact gradients of two batches that makes a share of it worth printing
 CAPTION = (
     "cos, norm: of the gradient of all parameters, beside the exact one of the same batch. by descriptors: cos of "
     "the descriptors' gradients. other: cos to the exact gradients of the other batches; of: that over the exact "
@@ -256,7 +257,7 @@ def summary(rows: Sequence[harness.Row]) -> list[harness.Row]:
         row |= {f"{name}_sd": statistics.stdev(one[name] for one in own) for name in names}
         means.append({"method": method} | row)
     exact = next(row for row in means if row["method"] == EXACT)
-    return [
-        exact | {"of_exact": 1.0},
-        *({**row, "of_exact": row["other"] / exact["other"]} for row in means if row is not exact),
-    ]
+    # Where batches have next to nothing in common, a share of that says nothing.
+    known = exact["other"] if exact["other"] > LEAST else None
+    ordered = sorted(means, key=lambda row: row is not exact)
+    return [row | {"of_exact": harness.over(row["other"], known)} for row in ordered]
