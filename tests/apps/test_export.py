@@ -400,12 +400,9 @@ def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backbone", "image_size"),
-    [("vit_tiny_patch16_224", 224), ("mobilenetv3_small_050", 64), ("efficientnet_lite0", 64)],
-)
-def test_other_backbones_are_exported_too(tmp_path, backbone, image_size):
-    held_to_the_network(tmp_path, MultiScaleNetwork(network(backbone), whitening=whitening_tensors()), image_size)
+def test_another_convolutional_backbone_is_exported_too(tmp_path):
+    several = MultiScaleNetwork(network("mobilenetv3_small_050"), whitening=whitening_tensors())
+    held_to_the_network(tmp_path, several, 64)
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import distap
 from extractions import write_photos
-from launching import started
+from launching import Program, started
 from small_trainings import recipe
 
 from distap.errors import RESTART
@@ -72,8 +71,7 @@ def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, 
         for path in photos.rglob("*.png"):
             (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
     options = ["--checkpoint", str(run), "--original", "--workers", "1", "--part-images", "8", str(images), str(out)]
-    command = [sys.executable, "-m", "distap.cli", "extract", "--ranks", "2", *options]
-    with started(command, tmp_path) as job:
+    with started(Program(("-m", "distap.cli", "extract", "--ranks", "2", *options)), tmp_path) as job:
         job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4, seconds=120)
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.status() == RESTART, job.said

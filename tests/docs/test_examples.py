@@ -94,7 +94,10 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(run):
 def test_the_notebook_finds_more_after_training(tmp_path):
     skip_if_fast("a kernel")
     stored = nbformat.read(EXAMPLES / "search_your_images.ipynb", as_version=4)
-    done = NotebookClient(deepcopy(stored), timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shorter = deepcopy(stored)
+    (training,) = (cell for cell in shorter.cells if "epochs = 120, 10" in cell.source)
+    training.source = training.source.replace("epochs = 120, 10", "epochs = 120, 4")
+    done = NotebookClient(shorter, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     for notebook in (stored, done):  # what a reader sees, and what it prints now
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
         assert sum("image/jpeg" in output.get("data", {}) for output in outputs) == 4

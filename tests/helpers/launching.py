@@ -247,6 +247,7 @@ def _be_python(args: list[str], environment: dict[str, str]) -> NoReturn:
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
         sys.argv = args[1:] if args[0] == "-m" else args
         if args[0] == "-m":
+            sys.modules.pop(args[1], None)  # which this file may have imported; runpy would warn
             runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         elif args[0] == "-c":
             exec(args[1], {"__name__": "__main__"})

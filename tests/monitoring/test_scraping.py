@@ -3,14 +3,13 @@
 import json
 import re
 import signal
-import sys
 import time
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from launching import started
+from launching import Program, started
 from monitors import Series, dashboard, names_in, panel_expressions, prometheus, promtool, rules
 from servers import free_ports
 from small_trainings import recipe
@@ -70,10 +69,10 @@ def observed(tmp_path_factory, training_shards) -> Observed:
     )
     (folder / "recipe.yaml").write_text(json.dumps(settings.model_dump(mode="json")))
     targets = [f"127.0.0.1:{port + rank}" for rank in range(2)]
-    launch = [sys.executable, "-m", "distap.launcher", "--standalone", "--nproc-per-node=2"]
+    launch = "-m", "distap.launcher", "--standalone", "--nproc-per-node=2", str(folder / "recipe.yaml")
     with (
         prometheus(folder / "prometheus", port + 2, targets, TRAINING) as server,
-        started([*launch, str(folder / "recipe.yaml")], folder) as training,
+        started(Program(launch), folder) as training,
     ):
         awaited = [one for title, expressions in PANELS.items() if title not in EMPTY for one in expressions]
         training.wait_until(lambda: server.knows(awaited), 180)

@@ -26,7 +26,7 @@ from distap.step import ThreeStageStep
 class Wide(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Conv2d(3 if n == 0 else 48, 48, 1) for n in range(4)))
+        self.layers = nn.Sequential(*(nn.Conv2d(3 if n == 0 else 24, 24, 1) for n in range(4)))
     def forward(self, images):
         return nn.functional.normalize(self.layers(images / 255).mean((2, 3)))
 
@@ -37,7 +37,7 @@ step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(256))
 step(SeededBatch(64, 8, 8, World()), 0.1)  # what is set up once
 batch = SeededBatch(256, 128, 8, World())
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + 700 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (taken + 350 * 2**20,) * 2)
 result = step(batch, 0.1)
 print(json.dumps([result.loss, result.gradient_norm, result.replayed, step.sizes.describe, step.sizes.replay]))
 """

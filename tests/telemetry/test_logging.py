@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launching import started
+from launching import Program, started
 from small_trainings import recipe
 
 from distap.errors import MISTAKE, RESTART
@@ -155,11 +155,11 @@ def test_a_line_is_no_longer_than_a_pipe_takes_in_one_piece_and_keeps_what_happe
     assert long["message"].startswith('"""') and long["message"].endswith('"[...]')
 
 
-LAUNCHER = [sys.executable, "-m", "distap.launcher", "--standalone"]
+LAUNCHER = "-m", "distap.launcher", "--standalone"
 
 
 def test_a_recipe_that_cannot_be_read_is_told_in_the_format_that_the_command_asks_for(tmp_path):
-    with started([*LAUNCHER, str(tmp_path / "nowhere.yaml"), "logs.format=json"], tmp_path) as job:
+    with started(Program((*LAUNCHER, str(tmp_path / "nowhere.yaml"), "logs.format=json")), tmp_path) as job:
         assert job.status() == MISTAKE
         told = json.loads(job.said)
     assert (told["level"], told["rank"]) == ("error", None)
@@ -171,7 +171,7 @@ def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(tmp_pa
     config: Path = tmp_path / "recipe.json"
     settings = {"steps": 10_000, "logs": {"format": "json", "run_id": "mine"}}
     config.write_text(json.dumps(recipe(tmp_path / "run", training_shards, **settings).model_dump(mode="json")))
-    with started([*LAUNCHER, "--nproc-per-node=2", str(config)], tmp_path) as job:
+    with started(Program((*LAUNCHER, "--nproc-per-node=2", str(config))), tmp_path) as job:
         job.wait_until(lambda: "step 3/10000" in job.said, 120)
         job.process.send_signal(signal.SIGTERM)
         assert job.status(120) == RESTART, job.said
