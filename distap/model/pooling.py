@@ -72,8 +72,6 @@ class RMAC(nn.Module):
 
 
 class ClassToken(nn.Module):
-    """The class token of a transformer."""
-
     needs_class_token = True
 
     def forward(self, features: Float[Tensor, "n C t 1"], prefix: Float[Tensor, "n p C"]) -> Float[Tensor, "n C"]:

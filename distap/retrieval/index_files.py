@@ -95,7 +95,6 @@ class SearchIndex:
         ]
 
     def row_of(self, key: str) -> int:
-        """Row of an image by its key."""
         if key not in self.rows:
             raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
         return self.rows[key]

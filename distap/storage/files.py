@@ -62,7 +62,6 @@ class Storage:
         return {**self.__dict__, "_made": None}
 
     def by(self, deadline: float) -> Self:
-        """Return a copy with a deadline."""
         bounded = object.__new__(type(self))
         bounded.__dict__ |= self.__dict__ | {"deadline": deadline}
         return bounded

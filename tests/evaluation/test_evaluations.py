@@ -8,6 +8,7 @@ import torch
 from commands import distap
 from dataset_trees import TREES
 from extractions import encoded
+from launching import Program, output_of
 from PIL import Image
 from ranks import on_ranks
 from retrieval_reference import (
@@ -274,6 +275,25 @@ def test_two_ranks_find_the_same_figures_as_one(converted, training_shards, tmp_
     alone = evaluate_on_ranks(World(), tmp_path, training_shards, converted / "roxford5k")
     for figures in on_ranks(2, evaluate_on_ranks, tmp_path, training_shards, converted / "roxford5k"):
         assert figures == pytest.approx(alone)
+
+
+@pytest.mark.slow
+def test_the_command_gives_the_same_figures_on_two_ranks_as_on_one(training_shards, tmp_path, monkeypatch):
+    train(World(), tmp_path / "run", training_shards, steps=1)
+    command = (
+        "eval",
+        "--checkpoint",
+        f"{tmp_path / 'run'}",
+        "--data",
+        str(training_shards[1]),
+        "--max-side=40",
+        "--output",
+    )
+    assert distap(monkeypatch, *command, tmp_path / "one") == 0
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "distap.cli"
+    output_of(Program((*torchrun, *command, str(tmp_path / "two"))), tmp_path)
+    one, two = (read_evaluation(tmp_path / name).figures for name in ("one", "two"))
+    assert two == pytest.approx(one)
 
 
 def test_training_evaluates_on_other_sets_as_well(converted, training_shards, tmp_path):

@@ -36,8 +36,6 @@ def held_pixels(settings: PixelSettings, count: int, size: int, pinned: bool) ->
 
 
 class PixelsInMemory:
-    """Pixels that stay in memory."""
-
     spool_size_bytes = spool_limit_bytes = 0
 
     def __init__(self, count: int, size: int, pinned: bool) -> None:

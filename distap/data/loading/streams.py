@@ -67,8 +67,6 @@ class StreamedShards:
 
 
 class Cursor(NamedTuple):
-    """The position of a stream."""
-
     turn: int = 0  # passes over all of its shards that are done
     place: int = 0  # shards of the pass that are done
     sample: int = 0  # samples of the shard, in its shuffled order, that are done
