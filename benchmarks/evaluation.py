@@ -22,6 +22,7 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.measuring import peak_bytes
 from distap.errors import DistapError
+from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.ground_truth_metrics import GradedQuery, evaluate_graded
 from distap.retrieval.metrics import evaluate_labelled_set
 from distap.retrieval.nearest import bounded_threads
@@ -40,13 +41,14 @@ GALLERY_HEADINGS = ("", "mAP", "mP@1", "mP@5", "mP@10")
 class EvaluationBenchmark(harness.Benchmark):
     """Print time and memory of evaluating a labelled set, beside pytorch-metric-learning's AccuracyCalculator.
 
-    distap evaluates by the full ranking. With --gallery: Easy, Medium and Hard against a gallery in a file of the
-    temporary folder, of 2 bytes a number.
+    distap evaluates by the full ranking. With --described: descriptors that `distap extract` wrote. With --gallery:
+    Easy, Medium and Hard against a gallery in a file of the temporary folder, of 2 bytes a number.
     """
 
     name: ClassVar[str] = "eval"
     images: Annotated[int, Option(help="Images of the labelled set.", min=20)] = 60_000
     dimensions: Annotated[int, Option(help="Dimensions of the descriptors.", min=2)] = 512
+    described: Annotated[Path | None, Option(help="Folder of descriptors instead of made ones.")] = None
     gallery: Annotated[int | None, Option(help="Rank this many descriptors for 70 queries instead.")] = None
     rounds: harness.Rounds = 3
     threads: harness.Threads = os.cpu_count() or 1
@@ -57,7 +59,13 @@ class EvaluationBenchmark(harness.Benchmark):
         return self._labelled_set() if self.gallery is None else self._gallery(self.gallery)
 
     def _labelled_set(self) -> harness.Report:
-        descriptors, labels = labelled_set(self.images, self.dimensions)
+        if self.described is None:
+            descriptors, labels = labelled_set(self.images, self.dimensions)
+        else:
+            stored = read_descriptors(self.described)
+            descriptors = torch.from_numpy(np.array(stored.descriptors, dtype=np.float32))
+            labels = torch.from_numpy(np.unique(stored.classes, return_inverse=True)[1])
+        images, dimensions = descriptors.shape
         found: dict[str, dict[str, float]] = {}
         candidates: dict[str, Callable[[], None]] = {}
         for name, evaluate in _evaluations(descriptors, labels).items():
@@ -69,7 +77,7 @@ class EvaluationBenchmark(harness.Benchmark):
         for name, of in found.items():
             cells = [f"{100 * of[figure]:.3f}" if figure in of else "-" for figure in names]
             rows.append([name, f"{turns[name].median:,.1f}", f"{peaks[name] / 1e6:,.0f}", *cells])
-        title = f"a labelled set of {self.images:,} descriptors of {self.dimensions} dimensions"
+        title = f"a labelled set of {images:,} descriptors of {dimensions} dimensions"
         caption = f"s: median of {self.rounds} turns on {self.threads} threads. MB: peak beside the descriptors."
         figures = [
             {"name": name, "seconds": turns[name].median, "peak_bytes": peaks[name], "figures": found[name]}

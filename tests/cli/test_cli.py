@@ -8,7 +8,6 @@ from images import write_images
 
 from distap.cli import app
 from distap.config.reading import RECIPES
-from distap.data.converters import emoji
 
 
 @pytest.fixture
@@ -124,11 +123,12 @@ def test_bad_input_gets_one_clear_error_and_a_non_zero_exit(
     assert "Traceback" not in printed
 
 
-def test_a_missing_npm_is_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["emoji", "glyphs"])
+def test_a_missing_npm_is_named(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setenv("PATH", "")
-    assert distap(monkeypatch, "data", "fetch", "emoji", tmp_path / "emoji") == 2
+    assert distap(monkeypatch, "data", "fetch", name, tmp_path / "set") == 2
     assert "npm was not found" in capsys.readouterr().err
-    assert not (tmp_path / "emoji" / emoji.COMPLETE).exists()
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def commands(command, path=()):

@@ -5,20 +5,17 @@ half of the classes (by name) trains and the rest tests.
 """
 
 import json
-import shutil
-import subprocess
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distap.data.converters.drawn import fetch_packages, finish, finished, is_drawn, write_image
 from distap.data.shards.parallel import Track, spread, untracked, usable_cores
 from distap.errors import DistapError
-from distap.storage.atomic import write_whole
 
 VENDORS = {
     "noto": "1.2.9",
@@ -51,17 +48,12 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
 
     Images have `size` x `size` pixels. Returns the contents of output/emoji.json: versions, licences and counts.
     """
-    done = output / COMPLETE
-    if done.exists():
-        record: dict[str, Any] = json.loads(done.read_text())
-        if record["size"] != size:
-            problem = f"holds the emoji set at {record['size']} px, not {size}"
-            raise DistapError(f"{output} {problem}: choose another folder")
-        return record
+    if found := finished(output / COMPLETE, size):
+        return found
     if find_spec("resvg_py") is None:
         raise DistapError("the emoji set is drawn by resvg-py, which is missing: pip install 'distap[emoji]'")
     with tempfile.TemporaryDirectory() as folder:
-        vendors = list(track(download(VENDORS, Path(folder)), "fetching", len(VENDORS)))
+        vendors = download(VENDORS, Path(folder), track)
     names = shared_icons([set(vendor.drawings) for vendor in vendors])
     jobs = [
         (vendor.drawings[name], size, output / part / name / f"{vendor.name}.png")
@@ -78,8 +70,7 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         "images": len(jobs),
         "vendors": {v.name: {"version": VENDORS[v.name], "licence": v.licence} for v in vendors},
     }
-    write_whole(done, json.dumps(record, indent=2) + "\n")
-    return record
+    return finish(output / COMPLETE, record)
 
 
 def shared_icons(vendors: list[set[str]]) -> list[str]:
@@ -88,19 +79,11 @@ def shared_icons(vendors: list[set[str]]) -> list[str]:
     return sorted(name for name, count in counts.items() if count >= MIN_VENDORS and "skin-tone" not in name)
 
 
-def download(vendors: dict[str, str], folder: Path) -> Iterator[Vendor]:
+def download(vendors: dict[str, str], folder: Path, track: Track = untracked) -> list[Vendor]:
     """Fetch each vendor's npm package into `folder` and read its drawings."""
-    npm = shutil.which("npm")
-    if npm is None:
-        raise DistapError("npm was not found: the emoji set comes from the npm registry; install Node.js with npm")
-    for name, version in vendors.items():
-        package = f"@iconify-json/{name}@{version}"
-        command = [npm, "pack", "--silent", "--pack-destination", str(folder), package]
-        result = subprocess.run(command, capture_output=True, text=True)
-        archive = folder / f"iconify-json-{name}-{version}.tgz"
-        if result.returncode != 0 or not archive.exists():
-            raise DistapError(f"npm could not fetch {package}: {(result.stderr or result.stdout).strip()}")
-        yield read_vendor(archive, name, version)
+    packages = [f"@iconify-json/{name}@{version}" for name, version in vendors.items()]
+    archives = fetch_packages(packages, folder, track)
+    return [read_vendor(path, *vendor) for path, vendor in zip(archives, vendors.items(), strict=True)]
 
 
 def read_vendor(archive: Path, name: str, version: str) -> Vendor:
@@ -120,10 +103,10 @@ def read_vendor(archive: Path, name: str, version: str) -> Vendor:
 
 
 def draw(job: tuple[str, int, Path]) -> None:
-    """Draw an SVG on white to a PNG file, atomically; keep a file that is there already."""
+    """Draw an SVG on white to a PNG file; keep a file that is there already."""
     import resvg_py
 
     drawing, size, path = job
-    if not path.exists():
+    if not is_drawn(path):
         png = resvg_py.svg_to_bytes(drawing, width=size, height=size, background="#ffffff", skip_system_fonts=True)
-        write_whole(path, png)
+        write_image(path, png)

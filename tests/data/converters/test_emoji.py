@@ -11,7 +11,7 @@ from distap.errors import DistapError
 
 @pytest.mark.slow
 def test_the_set_from_the_registry_is_the_one_the_figures_are_of(tmp_path):
-    vendors = list(emoji.download(emoji.VENDORS, tmp_path))
+    vendors = emoji.download(emoji.VENDORS, tmp_path)
     classes = emoji.shared_icons([set(vendor.drawings) for vendor in vendors])
     assert len(classes) == 1591
     assert sum(name in vendor.drawings for name in classes for vendor in vendors) == 11290
@@ -77,7 +77,7 @@ def test_training_and_test_classes_are_drawn_into_folders_of_their_own(tmp_path,
     drawing = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
     names = ["ape", "bee", "cat", "dog", "eel"]
     vendors = [emoji.Vendor(v, "MIT", dict.fromkeys(names, drawing)) for v in list(emoji.VENDORS)[:5]]
-    monkeypatch.setattr(emoji, "download", lambda *_: iter(vendors))
+    monkeypatch.setattr(emoji, "download", lambda *_: vendors)
     monkeypatch.setattr(emoji, "TRAIN_CLASSES", 2)
     record = emoji.fetch_emoji(tmp_path, 16)
     folders = {part: sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("train", "test")}

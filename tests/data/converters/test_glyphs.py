@@ -1,0 +1,182 @@
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFont
+
+from distap.data.converters import drawn, glyphs
+from distap.data.converters.glyphs import Font, Task
+from distap.errors import DistapError
+
+AILERON = ImageFont.load_default(10).path.getvalue()  # a TrueType font of Latin that Pillow holds
+RANGES = "U+30-39,U+41-5A,U+61-7a,U+2c,U+4e00"  # with a mark and an ideograph that are not to be drawn
+
+
+def write_package(folder, name, units=1000, data=AILERON):
+    """A package as Fontsource's; the more units an em has, the smaller the font draws."""
+    tables = data.index(b"head")
+    head = int.from_bytes(data[tables + 8 : tables + 12])
+    font = data[: head + 18] + units.to_bytes(2) + data[head + 20 :]
+    files = {
+        "package.json": json.dumps({"license": "OFL-1.1"}).encode(),
+        "unicode.json": json.dumps({"latin": RANGES, "[3]": "U+41-5A,U+416"}).encode(),
+        **{f"files/{name}-{subset}-400-normal.woff2": font for subset in ("latin", "3")},
+    }
+    path = folder / f"{name}.tgz"
+    with tarfile.open(path, "w:gz") as tar:
+        for member, content in files.items():
+            info = tarfile.TarInfo(f"package/{member}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return Font(f"@fontsource/{name}", "1.0.0", 400), path
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """Seven fonts, two of which draw alike."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    return [
+        write_package(folder, f"font-{i}", units) for i, units in enumerate((1000, 1100, 1200, 1200, 1300, 900, 800))
+    ]
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_no_two_images_are_equal_and_classes_are_split(tmp_path, packages):
+    record = glyphs.draw_set(tmp_path / "set", 32, packages)
+    images = sorted((tmp_path / "set").rglob("*.png"))
+    pixels = {Image.open(path).tobytes() for path in images}
+    assert len(pixels) == len(images) == record["images"] > 150
+    assert record["fonts"]["font-2"]["licence"] == "OFL-1.1"
+    assert record["fonts"]["font-3"]["images"] == 0
+    train, test = ({path.name for path in (tmp_path / "set" / part).iterdir()} for part in ("train", "test"))
+    assert not train & test
+    assert train | test <= {
+        f"U+{code:04X}" for code in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0xC4)
+    }
+    assert abs(len(train) - len(test)) <= 1
+
+
+def test_an_interrupted_set_continues_and_has_the_same_bytes_on_any_number_of_cores(tmp_path, packages, monkeypatch):
+    glyphs.draw_set(tmp_path / "whole", 32, packages)
+
+    def stop_while(stage):
+        def track(items, about, total):
+            for number, item in enumerate(items):
+                if about == stage and number == 3:
+                    raise KeyboardInterrupt
+                yield item
+
+        return track
+
+    monkeypatch.setattr(glyphs, "usable_cores", lambda: 1)
+    for stage in ("comparing", "drawing"):
+        with pytest.raises(KeyboardInterrupt):
+            glyphs.draw_set(tmp_path / "resumed", 32, packages, stop_while(stage))
+        assert not (tmp_path / "resumed" / glyphs.COMPLETE).exists()
+    drawn_before = {path: path.stat().st_mtime_ns for path in (tmp_path / "resumed").rglob("*.png")}
+    assert drawn_before
+    for _, archive in packages[:3]:
+        archive.write_bytes(b"not read again")
+    glyphs.draw_set(tmp_path / "resumed", 32, packages)
+    assert {path: path.stat().st_mtime_ns for path in drawn_before} == drawn_before
+    assert contents(tmp_path / "resumed") == contents(tmp_path / "whole")
+
+
+def test_an_image_that_a_crash_left_empty_is_drawn_again(tmp_path, packages):
+    glyphs.draw_set(tmp_path / "set", 32, packages)
+    before = contents(tmp_path / "set")
+    next((tmp_path / "set").rglob("*.png")).write_bytes(b"")
+    (tmp_path / "set" / glyphs.COMPLETE).unlink()
+    glyphs.draw_set(tmp_path / "set", 32, packages)
+    assert contents(tmp_path / "set") == before
+
+
+def test_only_characters_that_the_font_has_are_surveyed(tmp_path, packages):
+    found = glyphs.survey(Task(*packages[0], 32, tmp_path / "survey.json", {}))
+    assert {"A", "z", "7"} <= found.digests.keys()
+    assert not {"一", "Ж", ","} & found.digests.keys()
+    assert glyphs.survey(Task(*packages[0], 32, tmp_path / "survey.json", {})) == found
+
+
+@pytest.mark.parametrize("em", [20, 40, 90])
+def test_a_glyph_is_whole_and_in_the_centre(em):
+    font = ImageFont.truetype(io.BytesIO(AILERON), em, layout_engine=ImageFont.Layout.BASIC)
+    for character in "jWgQl_":
+        ink = 255 - np.asarray(glyphs.glyph(font, character, 64))
+        rows, columns = np.flatnonzero(ink.any(1)), np.flatnonzero(ink.any(0))
+        assert min(rows[0], columns[0]) >= 4
+        assert abs(rows[0] - (63 - rows[-1])) <= 1
+        assert abs(columns[0] - (63 - columns[-1])) <= 1
+    assert glyphs.glyph(font, " ", 64) is None
+
+
+FONTS = [f"font {number}" for number in range(12)]
+DRAWN = st.dictionaries(st.sampled_from("ABCDEFGHIJKLMNOP"), st.sampled_from("0123456789abc"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(DRAWN, min_size=12, max_size=12))
+def test_a_drawing_is_chosen_once(drawings):
+    fonts = dict(zip(FONTS, drawings, strict=True))
+    surveys = {font: {c: d if d < "3" else font + d for c, d in of.items()} for font, of in fonts.items()}
+    parts = glyphs.choose(surveys)
+    assert not parts["train"].keys() & parts["test"].keys()
+    classes = parts["train"] | parts["test"]
+    chosen = [surveys[font][character] for character, fonts in classes.items() for font in fonts]
+    assert len(chosen) == len(set(chosen))
+    assert all(glyphs.LEAST_IMAGES <= len(fonts) <= glyphs.MOST_IMAGES for fonts in classes.values())
+
+
+def test_a_character_that_most_fonts_draw_as_another_is_no_class():
+    same = {font: {"A": f"{font} a", "А": f"{font} a", "Б": f"{font} b", "б": f"{font} small"} for font in FONTS}
+    for font in FONTS[:2]:  # which have capitals alone
+        same[font]["б"] = same[font]["Б"]
+    parts = glyphs.choose(same)
+    classes = parts["train"] | parts["test"]
+    assert sorted(classes) == ["A", "Б", "б"]
+    assert not {*FONTS[:2]} & set(classes["б"])
+
+
+def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
+    record = {"size": 64, "images": 1}
+    (tmp_path / glyphs.COMPLETE).write_text(json.dumps(record))
+    monkeypatch.setenv("PATH", "")  # npm could not be called
+    assert glyphs.fetch_glyphs(tmp_path, 64) == record
+    with pytest.raises(DistapError, match="holds the glyphs set at 64 px, not 32"):
+        glyphs.fetch_glyphs(tmp_path, 32)
+
+
+def test_a_package_that_is_not_there_and_one_without_fonts_are_named(tmp_path, monkeypatch):
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho 404 Not Found >&2\nexit 1\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(DistapError, match=r"npm could not fetch @fontsource/x@1\.0\.0: 404 Not Found"):
+        drawn.fetch_packages(["@fontsource/x@1.0.0"], tmp_path, lambda items, *_: items)
+    font, archive = write_package(tmp_path, "x", data=AILERON)
+    with pytest.raises(DistapError, match=r"@fontsource/x@1\.0\.0, weight 700, cannot be read: .*x-latin-700-normal"):
+        glyphs.survey(Task(font._replace(weight=700), archive, 32, tmp_path / "survey.json", {}))
+
+
+@pytest.mark.slow
+def test_a_font_of_the_registry_is_drawn_in_its_weight(tmp_path):
+    fonts = [font for font in glyphs.listed_fonts() if font.name in ("noto-sans-hebrew", "noto-sans-kr")]
+    assert [font.variable for font in fonts] == [True, False]
+    archives = drawn.fetch_packages([f"{f.package}@{f.version}" for f in fonts], tmp_path, lambda items, *_: items)
+    korean, hebrew = (
+        glyphs.survey(Task(font, archive, 64, tmp_path / f"{font.name}.json", {}))
+        for font, archive in zip(fonts, archives, strict=True)
+    )
+    assert sum("א" <= character <= "ת" for character in hebrew.digests) == 27
+    assert sum("가" <= character <= "힣" for character in korean.digests) == 11_172
+    black = fonts[0]._replace(weight=900)
+    bolder = glyphs.survey(Task(black, archives[0], 64, tmp_path / "black.json", {}))
+    assert bolder.digests["가"] != korean.digests["가"]
