@@ -239,7 +239,7 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
     for kind, of_kind in (("in two classes", pairs[across]), ("twice in a class", pairs[~across])):
         if len(of_kind):
             first, second = index.names[of_kind[0]].tolist()
-            warnings.append(f"{len(of_kind):,} images are {kind}, byte for byte, such as {first} and {second}")
+            warnings.append(f"{len(of_kind):,} images are {kind}, by size and CRC-32, such as {first} and {second}")
     for warning in warnings:
         console.print(f"{source}: {warning}", markup=False, style="yellow")
 

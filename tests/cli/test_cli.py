@@ -83,7 +83,7 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().err
     assert "4 images of 2 classes in 1 shards" in printed
     assert re.search(r"left out: 1 decode_error: not an image of JPEG, .*\(.*a/0\.png\)", printed.replace("\n", ""))
-    twice = "1 images are twice in a class, byte for byte, such as b/1.png and b/copy of 1.png"
+    twice = "1 images are twice in a class, by size and CRC-32, such as b/1.png and b/copy of 1.png"
     assert twice in printed.replace("\n", " ")
     assert distap(monkeypatch, "data", "index", tmp_path / "out") == 0
 
