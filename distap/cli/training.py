@@ -205,8 +205,8 @@ def study_command(
     grid = Grid(file, output or Path("runs") / file.stem, (only or "").split(",") if only else (), overrides or [])
     run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks)
     leave_when_asked()
-    for line in track(run.train(), "trainings", run.total):
-        console.print(line, markup=False)
+    for number, line in enumerate(track(run.train(), "trainings", run.total), 1):
+        console.print(f"{number} of {run.total}  {line}", markup=False)
     if run.results.rows():
         page = write_study(run.results, file)
         headings, cells, notes = table(run.results)

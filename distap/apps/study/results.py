@@ -177,9 +177,8 @@ def _signed(difference: Interval | None) -> str:
 
 def _notes(results: Results, rows: Sequence[Row]) -> Iterable[str]:
     study = results.grid.study
-    counts = sorted({len(row.results) for row in rows})
-    seeds = " to ".join(map(str, {min(counts): 0, max(counts): 0})) if counts else "no"
-    yield f"Percent; means over {seeds} seeds, ± half of the 95% interval of the mean by Student's t."
+    seeds = " or ".join(map(str, sorted({len(row.results) for row in rows})))
+    yield f"Percent; means of {seeds} seeds, ± half of the 95% interval of the mean by Student's t."
     yield f"Equal for all: {', '.join(study.equal)}."
     if study.search:
         keys = ", ".join(f"{key} from {', '.join(f'{v:g}' for v in values)}" for key, values in study.search.items())
@@ -218,10 +217,10 @@ def drawing(results: Results) -> str:
     """Draw the first figure as an SVG file: lines over the last of several axes, or a dot for each point."""
     study, rows = results.grid.study, results.rows()
     figure = study.figures[0]
-    title = f"{study.title}: {figure}, %"
+    before = results.before().get(figure)
+    title = f"{study.title}: {figure}, %" + ("" if before is None else " (dashed: before training)")
     marks = {tuple(row.point.names.values()): _mark(row, figure) for row in rows}
     if len(study.axes) == 1:
-        before = results.before().get(figure)
         return dots_svg(title, list(marks.values()), None if before is None else 100 * before)
     last = list(dict.fromkeys(names[-1] for names in marks))
     lines = dict.fromkeys(names[:-1] for names in marks)
