@@ -23,7 +23,7 @@ RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of dista
 WIDE = 250  # columns, so that a recipe is one line of a file or pipe
 CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090."
 LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
-ONLY = "Names on the axes to train, with commas between them; an axis without one keeps all."
+ONLY = "Name on an axis to train, or several with commas between them; an axis without one keeps all."
 IMAGES = "Folder with a sub-folder a class, shards, or a folder with `train` and `test` of either."
 MEASURE = "Measure this machine and predict for more machines like it."
 
@@ -186,7 +186,7 @@ def study_command(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the study.", show_default="runs/, then the name")
     ] = None,
-    only: Annotated[str | None, typer.Option(help=ONLY, show_default="all")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=ONLY, show_default="all")] = None,
     seeds: Annotated[int | None, typer.Option(help="Seeds.", min=1, show_default="as the study says")] = None,
     jobs: Annotated[int, typer.Option(help="Trainings at once, which share the CPU cores.", min=1)] = 1,
     ranks: Annotated[int, typer.Option(help="Processes of each training.", min=1)] = 1,
@@ -202,7 +202,7 @@ def study_command(
     from distap.telemetry.terminal import console, set_up_logging, text_table, track
 
     set_up_logging(0)
-    grid = Grid(file, output or Path("runs") / file.stem, (only or "").split(",") if only else (), overrides or [])
+    grid = Grid(file, output or Path("runs") / file.stem, only or [], overrides or [])
     run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks)
     leave_when_asked()
     for number, line in enumerate(track(run.train(), "trainings", run.total), 1):

@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -41,6 +42,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
+
+
+@contextmanager
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """Make the folder if need be, and raise a DistapError if another process has locked it, "packing" for example."""
+    make_folder(folder)
+    with (folder / "lock").open("w") as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError as error:
+            remedy = "wait for it or choose another output"
+            raise DistapError(f"{folder}: another process is {doing} there; {remedy}") from error
+        yield
 
 
 def refuse_foreign(folder: Path, own: Collection[str]) -> None:

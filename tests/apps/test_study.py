@@ -16,6 +16,7 @@ from scipy import stats
 
 from distap.apps.study.grid import Grid
 from distap.apps.study.results import Result, Results, comparison, drawing, interval, markdown, read_results, table
+from distap.apps.study.running import StudyRun
 from distap.errors import DistapError
 
 STUDY = {
@@ -70,6 +71,8 @@ def test_a_killed_study_repeats_nothing_and_an_own_loss_is_a_row(study, tmp_path
     while not read_results(folder / "results.jsonl"):
         assert first.poll() is None
         time.sleep(0.05)
+    with pytest.raises(DistapError, match="another process is training a study there"):
+        next(StudyRun(Grid(file, folder), seeds=2, jobs=1, ranks=1).train())
     first.send_signal(signal.SIGKILL)
     first.wait()
     before = (folder / "results.jsonl").read_text()
@@ -108,6 +111,20 @@ def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
     assert {(recipe.optimizer.layer_decay, recipe.seed, recipe.steps) for recipe in recipes} == {(0.7, 3, 2)}
     assert list(map(str, Grid(file, tmp_path, ["own"]).points)) == ["own, 0.5"]
     assert Grid(file, tmp_path, overrides=["steps=7"]).jobs(grid.points[0], 0)[0].recipe.steps == 7
+    # A rate that is given is not searched, and the base recipe may change while others train.
+    given = Grid(file, tmp_path, overrides=["optimizer.learning_rate=0.1"])
+    assert [job.recipe.optimizer.learning_rate for job in given.jobs(given.points[0], 0)] == [0.1]
+    (tmp_path / "base.yaml").write_text("steps: 3")
+    assert [job.recipe for job in grid.jobs(grid.points[1], seed=3)] == recipes
+
+
+def test_names_may_be_numbers_and_have_commas(study, tmp_path):
+    axes = {"classes": {8: {"loss.bins": 8}, "9, of three": {"loss.bins": 9}, 10: {"loss.bins": 10}}}
+    file = study(axes=axes, against=8)
+    assert list(map(str, Grid(file, tmp_path, ["9, of three"]).points)) == ["9, of three"]
+    assert list(map(str, Grid(file, tmp_path, ["8, 10"]).points)) == ["8", "10"]
+    with pytest.raises(DistapError, match="--only: there is no '11'"):
+        Grid(file, tmp_path, ["8,11"])
 
 
 @pytest.mark.parametrize(
@@ -117,9 +134,16 @@ def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
          r'study.yaml: equal: images differs: \[24, "images"\] of a, \[30, "images"\] of b'),
         ({"axes": {"data.image_size": [32, 64]}, "against": None}, "equal: data differs"),
         ({"axes": {"loss": {"a": {"loss": "ap_w"}}}, "against": None}, "study.yaml: a: .*did you mean ap_t"),
-        ({"against": "ap"}, "study.yaml: no axis has the name 'ap'; did you mean ap_q?"),
-        ({"seads": 3}, "study.yaml: seads: "),
+        ({"against": "ap"}, "study.yaml: against: there is no 'ap'; did you mean ap_q?"),
+        ({"seads": 3}, "study.yaml: seads: unknown key; did you mean seeds"),
         ({"axes": {}}, "study.yaml: axes: "),
+        ({"axes": {"loss": []}}, "study.yaml: axes.loss: "),
+        ({"search": {"optimizer.learning_rate": []}}, "study.yaml: search.optimizer.learning_rate: "),
+        ({"leave_out": [{"los": "own"}]}, "study.yaml: leave_out: there is no 'los'; did you mean loss"),
+        ({"leave_out": [{"loss": "one"}]}, "study.yaml: leave_out: loss: there is no 'one'; did you mean own"),
+        ({"leave_out": [{}]}, "study.yaml: leave_out leaves nothing to train"),
+        ({"figures": ["tset/mAP"]}, "study.yaml: figures: ap_q is not evaluated by 'tset/mAP'.* one of validation"),
+        ({"changes": {"evaluation.every": 0}}, "study.yaml: ap_q: a study needs data.validation"),
         ({"recipe": "nothing.yaml"}, "nothing.yaml"),
     ],
 )  # fmt: skip
@@ -128,7 +152,7 @@ def test_mistakes_are_named_before_anything_is_trained(study, tmp_path, changes,
         Grid(study(**changes), tmp_path)
 
 
-def made_results(grid, figures):
+def made_results(grid, figures, before=None):
     """Results of all trainings of a grid; `figures` gives the value by the point's text, rate and seed."""
     results = Results(grid, 3)
     for point in grid.points:
@@ -137,7 +161,19 @@ def made_results(grid, figures):
             value = figures(str(point), rate, seed)
             reached = {"validation/mAP@R": value, "validation/R@1": value / 2}
             results.add(
-                Result(dict(point.names), dict(job.searched), seed, job.fingerprint, reached, {}, 2, 48, 1, 1, 1)
+                Result(
+                    dict(point.names),
+                    dict(job.searched),
+                    seed,
+                    job.fingerprint,
+                    reached,
+                    before or {},
+                    2,
+                    48,
+                    1,
+                    1,
+                    1,
+                )
             )
     return results
 
@@ -159,6 +195,30 @@ def test_means_intervals_and_paired_differences(study, tmp_path):
     assert any(note.startswith("* ") for note in notes)
     assert markdown(results).splitlines()[3].startswith("| own | 0.01* | 36.0 ± 7.5 |")
     assert interval([0.5]).half is None
+
+
+def test_each_row_is_compared_with_the_one_that_differs_on_the_first_axis_alone(study, tmp_path):
+    axes = {"loss": STUDY["axes"]["loss"], "optimizer.layer_decay": [0.5, 0.7]}
+    rates = ["1e-3", "1e-2"]  # which YAML reads as texts
+    grid = Grid(study(axes=axes, search={"optimizer.learning_rate": rates}), tmp_path)
+    values = {"ap_q, 0.5": 0.1, "ap_q, 0.7": 0.2, "own, 0.5": 0.4, "own, 0.7": 0.6}
+    headings, cells, _ = table(made_results(grid, lambda point, rate, seed: values[point] + 0.001 * seed))
+    column = headings.index("validation/mAP@R, less ap_q")
+    assert [row[column].split(" ")[0] for row in cells] == ["", "", "+30.0", "+40.0"]
+    assert {row[2] for row in cells} == {"1e-3*"}
+
+
+def test_results_of_other_settings_or_without_a_figure_are_not_shown(study, tmp_path):
+    before = {"validation/mAP@R": 0.1, "validation/R@1": 0.1}
+    old = made_results(Grid(study(), tmp_path), lambda point, rate, seed: 0.3, before)
+    assert old.before() == before
+    changed = Grid(study(changes={"steps": 3, "evaluation": {"every": None}}), tmp_path)
+    results = Results(changed, 3, old.done)
+    assert results.rows() == [] and results.before() == {}
+    assert "nothing was published" in comparison(results, results)[0]
+    grid = Grid(study(figures=["validation/mAP"]), tmp_path)
+    with pytest.raises(DistapError, match=r"figures: ap_q.* has no validation/mAP; did you mean validation/mAP@R"):
+        Results(grid, 3, old.done).rows()
 
 
 def test_new_results_are_compared_with_the_interval_where_they_are_expected(study, tmp_path):

@@ -4,12 +4,12 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import product
+from itertools import chain, pairwise, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
@@ -25,16 +25,18 @@ Condition = Literal["data", "model", "evaluation", "images", "updates", "seconds
 class Study(Section):
     """The keys of a study's file."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # a name such as 0.1
+
     title: str
     about: str = Field("", description="What is asked, and under which conditions.")
     recipe: str = Field(description="Recipe of all trainings: a name of `distap recipes`, or a file.")
     changes: dict[str, Any] = Field({}, description="Changes to it for all trainings.")
-    axes: dict[str, dict[str, dict[str, Any]]] = Field(
+    axes: dict[str, Annotated[dict[str, dict[str, Any]], Field(min_length=1)]] = Field(
         min_length=1,
         description="What is compared: changes by name. A list of values is an axis over the recipe key of its name.",
     )
     leave_out: list[dict[str, str]] = Field([], description="Combinations that are not trained, a name an axis.")
-    search: dict[str, list[Any]] = Field(
+    search: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
         {}, description="Values by recipe key; each point takes those that are best on data.validation."
     )
     chosen_by: str = Field("mAP@R", description="Figure on data.validation that chooses among them.")
@@ -100,13 +102,20 @@ def read_study(file: Path) -> Study:
     """Read a study's YAML file; a DistapError names each wrong key."""
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, Mapping):
+            raise DistapError(f"{file}: expected keys with values: {', '.join(Study.model_fields)}")
         return Study.model_validate(settings)
     except (OSError, UnicodeDecodeError) as error:
         raise DistapError(f"{file}: the study cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise DistapError(f"{file}: not valid YAML: {error}") from error
     except ValidationError as error:
-        problems = [problem_of(dict(item), list(map(str, item["loc"]))) for item in error.errors()]
+        problems = [
+            f"{item['loc'][0]}: unknown key; {suggestion(str(item['loc'][0]), Study.model_fields)}"
+            if item["type"] == "extra_forbidden"
+            else problem_of(dict(item), list(map(str, item["loc"])))
+            for item in error.errors()
+        ]
         raise DistapError(f"{file}: " + f"\n{file}: ".join(problems)) from error
 
 
@@ -116,23 +125,42 @@ class Grid:
     Args:
         file: the study's file; a recipe beside it is found by its name.
         folder: of the study, where the runs are kept.
-        only: names on the axes; an axis none of whose names is given keeps them all.
-        overrides: changes to all recipes, such as `steps=10`.
+        only: names on the axes, or several with commas between them; an axis without one of them keeps all.
+        overrides: changes to all recipes, such as `steps=10`; a key in them is not searched.
     """
 
-    def __init__(self, file: Path, folder: Path, only: Collection[str] = (), overrides: Sequence[str] = ()) -> None:
+    def __init__(self, file: Path, folder: Path, only: Sequence[str] = (), overrides: Sequence[str] = ()) -> None:
         self.study, self.folder, self._overrides = read_study(file), folder, overrides
+        given = {override.partition("=")[0] for override in overrides}
+        search = {key: values for key, values in self.study.search.items() if key not in given}
+        self.study = self.study.model_copy(update={"search": search})
         beside = file.parent / self.study.recipe
         self._base = beside if beside.is_file() else recipe_file(Path(self.study.recipe))
-        known = {name for names in self.study.axes.values() for name in names}
-        for name in [*only, *([self.study.against] if self.study.against else [])]:
-            if name not in known:
-                raise DistapError(f"{file}: no axis has the name {name!r}; {suggestion(name, sorted(known))}")
-        self.points = list(self._points(only))
+        self._settings = changed_settings(self._base, ())  # read once: the file may change while others train
         try:
-            self._require_equal([(point, self.jobs(point, seed=0)[0].recipe) for point in self.points])
+            self.points = list(self._points(self._names(only)))
+            if not self.points:
+                raise DistapError("leave_out leaves nothing to train")
+            recipes = [(point, self.jobs(point, seed=0)[0].recipe) for point in self.points]
+            for point, recipe in recipes:
+                self._require_evaluated(point, recipe)
+            self._require_equal(recipes)
         except DistapError as error:
             raise DistapError(f"{file}: {error}") from error
+
+    def _names(self, only: Sequence[str]) -> set[str]:
+        """Return the names in `only`, which may have commas themselves; check all names that the study refers to."""
+        axes, against = self.study.axes, self.study.against
+        known = [name for names in axes.values() for name in names]
+        found = {name for text in only for name in ([text] if text in known else map(str.strip, text.split(",")))}
+        for name in found:
+            _require_known("--only", name, known)
+        if against is not None:
+            _require_known("against", against, next(iter(axes.values())))
+        for axis, name in chain.from_iterable(each.items() for each in self.study.leave_out):
+            _require_known("leave_out", axis, axes)
+            _require_known(f"leave_out: {axis}", name, axes[axis])
+        return found
 
     def _points(self, only: Collection[str]) -> Iterator[Point]:
         axes = {
@@ -153,23 +181,39 @@ class Grid:
     def _job(self, point: Point, seed: int, searched: Mapping[str, Any]) -> Job:
         changes: list[str | Changes] = [self.study.changes, *point.changes, searched, *self._overrides]
         try:
-            settings = changed_settings(self._base, [*changes, {"seed": seed}])
+            settings = changed_settings(self._settings, [*changes, {"seed": seed}])
             recipe = recipe_from({**settings, "run": str(self.folder)}, str(self._base))
         except DistapError as error:
             raise DistapError(f"{point}: {error}") from error
         return Job(point, searched, {key: settings[key] for key in settings if key != "run"}, recipe)
 
+    def _require_evaluated(self, point: Point, recipe: Recipe) -> None:
+        """Raise a DistapError if a training would not be evaluated on the sets that the study compares."""
+        if recipe.data.validation is None or recipe.evaluation.every == 0:
+            raise DistapError(f"{point}: a study needs data.validation, and evaluation.every other than 0")
+        sets = ["validation", *recipe.evaluation.also]
+        for figure in self.study.figures:
+            if not any(figure.startswith(f"{name}/") for name in sets):
+                raise DistapError(
+                    f"figures: {point} is not evaluated by {figure!r}: expected SET/FIGURE, where SET is one of "
+                    f"{', '.join(sets)}"
+                )
+
     def _require_equal(self, recipes: Sequence[tuple[Point, Recipe]]) -> None:
         """Raise a DistapError if two points differ in a condition that the study calls equal."""
         for condition in self.study.equal:
             values = [(str(point), condition_of(recipe, condition)) for point, recipe in recipes]
-            (first, expected), *others = values
-            for name, value in others:
+            for (first, expected), (name, value) in pairwise(values):
                 if value != expected:
                     raise DistapError(
                         f"equal: {condition} differs: {json.dumps(expected)} of {first}, {json.dumps(value)} of "
                         f"{name}; mend it, or leave {condition} out of `equal`"
                     )
+
+
+def _require_known(where: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise DistapError(f"{where}: there is no {name!r}; {suggestion(name, known)}")
 
 
 def condition_of(recipe: Recipe, condition: str) -> Any:

@@ -8,10 +8,11 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from distap.apps.study.grid import Grid, Job, Point
+from distap.apps.study.grid import Grid, Job, Point, Study
 from distap.errors import DistapError
 from distap.pages.page import write_page
 from distap.pages.study import Mark, dots_svg, lines_svg
+from distap.registry import suggestion
 from distap.storage.atomic import write_whole
 
 # Student's t for 95% of both sides, by degrees of freedom from 1 on; beyond these the last is a little too large.
@@ -34,7 +35,9 @@ class Result:
     steps: int
     images: int  # seen, with repetitions
     seconds: float  # of all steps
-    processor_seconds: float  # of the whole training, with its start and its evaluations
+    processor_seconds: (
+        float  # of the whole training, with its start and its evaluations; if it was resumed, since then
+    )
     memory_bytes: int  # at most, of a process
     made: dict[str, Any] = field(default_factory=dict)  # date, versions, ranks, threads, trainings at once
 
@@ -80,15 +83,11 @@ class Row:
 
     point: Point
     results: list[Result]
-    is_at_edge: bool  # whether the best value is the first or last of those that were searched
+    at_edge: frozenset[str]  # keys whose best value is the first or last of those that were searched
 
     def values(self, figure: str) -> dict[int, float]:
-        """The values of a figure by seed; a DistapError names a figure that was not evaluated."""
-        try:
-            return {result.seed: result.figures[figure] for result in self.results}
-        except KeyError as error:
-            known = ", ".join(self.results[0].figures)
-            raise DistapError(f"figures: {self.point} was not evaluated by {figure}; there are {known}") from error
+        """Return the values of a figure by seed."""
+        return {result.seed: result.figures[figure] for result in self.results}
 
     def interval(self, figure: str) -> Interval:
         return interval(list(self.values(figure).values()))
@@ -115,8 +114,17 @@ class Results:
         self._done[_names(result.names), result.fingerprint] = result
 
     def of(self, job: Job) -> Result | None:
-        """Return the result of a training that is done."""
-        return self._done.get((_names(job.point.names), job.fingerprint))
+        """Return the result of a training that is done; a DistapError names a figure that it lacks."""
+        result = self._done.get((_names(job.point.names), job.fingerprint))
+        if result is not None:
+            study, known = self.grid.study, [name for name, value in result.figures.items() if value is not None]
+            for key, name in [
+                ("chosen_by", f"validation/{study.chosen_by}"),
+                *(("figures", n) for n in study.figures),
+            ]:
+                if name not in known:
+                    raise DistapError(f"{key}: {job} has no {name}; {suggestion(name, known)}")
+        return result
 
     def best(self, point: Point) -> Result | None:
         """Return the training with the best of the searched values; None until all of them are tried."""
@@ -134,13 +142,20 @@ class Results:
                 continue
             jobs = [self.grid.jobs(point, seed, best.searched)[0] for seed in range(self.seeds)]
             done = [result for job in jobs if (result := self.of(job)) is not None]
-            edges = {key: (values[0], values[-1]) for key, values in self.grid.study.search.items() if values[1:]}
-            rows.append(Row(point, done, any(best.searched[key] in ends for key, ends in edges.items())))
+            search = {key: values for key, values in self.grid.study.search.items() if values[1:]}
+            edges = {key for key, values in search.items() if best.searched[key] in (values[0], values[-1])}
+            rows.append(Row(point, done, frozenset(edges)))
         return rows
 
     def before(self) -> Mapping[str, float]:
-        """Return the figures of the network that all trainings began with, or none."""
-        return next((result.before for result in self._done.values() if result.before), {})
+        """Return the figures of the network that all trainings begin with; none if there is no such network."""
+        jobs = (job for point in self.grid.points for job in self.grid.jobs(point, 0)) if self.share_a_start else ()
+        found = filter(None, map(self.of, jobs))  # not of settings that the study had before
+        return next((result.before for result in found if result.before), {})
+
+    @property
+    def share_a_start(self) -> bool:
+        return {"data", "model", "evaluation"} <= {*self.grid.study.equal}
 
 
 def _names(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -151,24 +166,34 @@ def table(results: Results) -> tuple[list[str], list[list[str]], list[str]]:
     """Return headings, rows of cells and notes: figures in percent with their 95% intervals over seeds."""
     study, rows = results.grid.study, results.rows()
     first, searched = study.figures[0], list(study.search)
-    against = next((row for row in rows if study.against in row.point.names.values()), None)
+    others = [_counterpart(row, rows, study) for row in rows]
     headings = [*study.axes, *(key.rpartition(".")[2].replace("_", " ") for key in searched), *study.figures]
-    headings += [f"{first}, less {against.point}"] if against else []
+    headings += [f"{first}, less {study.against}"] if any(others) else []
     headings += ["updates", "images", "processor s", "GB"]
     cells, before = [], results.before()
     if before:
         blank = [""] * (len(study.axes) - 1 + len(searched))
-        cells.append([BEFORE, *blank, *(f"{100 * before[name]:.1f}" for name in study.figures)])
+        cells.append([BEFORE, *blank, *(str(Interval(before[name], None)) for name in study.figures)])
         cells[0] += [""] * (len(headings) - len(cells[0]))
-    for row in rows:
+    for row, other in zip(rows, others, strict=True):
         one, seconds = row.results[0], median(result.processor_seconds for result in row.results)
-        chosen = [f"{one.searched[key]:g}" + ("*" if row.is_at_edge else "") for key in searched]
-        apart = [_signed(row.difference(against, first))] if against else []
+        chosen = [_short(one.searched[key]) + ("*" if key in row.at_edge else "") for key in searched]
+        apart = [_signed(row.difference(other, first) if other else None)] if any(others) else []
         memory = max(result.memory_bytes for result in row.results) / 1e9
         figures = [str(row.interval(name)) for name in study.figures]
         sizes = [f"{one.steps:,}", f"{one.images:,}", f"{seconds:.0f}", f"{memory:.1f}"]
         cells.append([*row.point.names.values(), *chosen, *figures, *apart, *sizes])
     return headings, cells, list(_notes(results, rows))
+
+
+def _counterpart(row: Row, rows: Sequence[Row], study: Study) -> Row | None:
+    """Return the row that differs from this one in its name on the first axis alone, which is `against`."""
+    names = {**row.point.names, next(iter(study.axes)): study.against}
+    return next((other for other in rows if other.point.names == names), None)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _signed(difference: Interval | None) -> str:
@@ -181,9 +206,9 @@ def _notes(results: Results, rows: Sequence[Row]) -> Iterable[str]:
     yield f"Percent; means of {seeds} seeds, ± half of the 95% interval of the mean by Student's t."
     yield f"Equal for all: {', '.join(study.equal)}."
     if study.search:
-        keys = ", ".join(f"{key} from {', '.join(f'{v:g}' for v in values)}" for key, values in study.search.items())
+        keys = ", ".join(f"{key} from {', '.join(map(_short, values))}" for key, values in study.search.items())
         yield f"Each takes the value of {keys} with the highest {study.chosen_by} on data.validation, with seed 0."
-    if any(row.is_at_edge for row in rows):
+    if any(row.at_edge for row in rows):
         yield "* the best value is the first or the last that was tried."
     seconds = {str(row.point): median(result.processor_seconds for result in row.results) for row in rows}
     if "seconds" in study.equal and seconds:
@@ -199,10 +224,10 @@ def comparison(results: Results, published: Results) -> list[str]:
     A mean of n seeds is expected within t s sqrt(1/m + 1/n) of the published mean of m seeds with deviation s.
     """
     figure = results.grid.study.figures[0]
-    theirs = {str(row.point): row for row in published.rows()}
+    theirs = {_names(row.point.names): row for row in published.rows()}
     lines = []
     for row in results.rows():
-        other = theirs.get(str(row.point))
+        other = theirs.get(_names(row.point.names))
         if other is None or len(other.results) < 2:
             continue
         own, there = list(row.values(figure).values()), list(other.values(figure).values())
@@ -210,6 +235,8 @@ def comparison(results: Results, published: Results) -> list[str]:
         verdict = "within" if abs(fmean(own) - fmean(there)) <= half else "NOT within"
         expected = Interval(fmean(there), half)
         lines.append(f"{row.point}: {figure} {interval(own)}, {verdict} {expected}, which the published runs expect")
+    if published.done and not lines:
+        return ["nothing was published with these settings and two seeds or more: no mean is compared"]
     return lines
 
 

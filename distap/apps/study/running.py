@@ -20,10 +20,10 @@ from distap import __version__
 from distap.apps.study.grid import Grid, Job, Point
 from distap.apps.study.results import Result, Results, read_results
 from distap.data.shards.parallel import usable_cores
-from distap.errors import FINISHED
+from distap.errors import FINISHED, DistapError
 from distap.processes.exit_statuses import die_with_parent
 from distap.registry import by_path
-from distap.storage.atomic import write_whole
+from distap.storage.atomic import locked, write_whole
 from distap.telemetry.runlog import JsonLinesFile, read_run_log
 
 RESULTS = "results.jsonl"
@@ -43,17 +43,21 @@ class StudyRun:
         self.grid, self.most, self.ranks = grid, jobs, ranks
         self.threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // (jobs * ranks))))
         self.file = grid.folder / RESULTS
-        self.results = Results(grid, seeds, read_results(self.file))
+        self.results = Results(grid, seeds)
         self.total = len(grid.points) * (len(grid.jobs(grid.points[0], 0)) + seeds - 1)
         self.problems: list[str] = []
         self._running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}  # by process id
-        self._searched: set[str] = set()  # points whose further seeds wait or are done
+        self._searched: list[Point] = []  # points whose further seeds wait or are done
 
     def train(self) -> Iterator[str]:
         """Train; yield a line about each training that has ended, and each that was done before."""
-        write_whole(self.file, "".join(json.dumps(asdict(result)) + "\n" for result in self.results.done))
         waiting = deque(job for point in self.grid.points for job in self.grid.jobs(point, 0))
-        with closing(JsonLinesFile(self.file)) as lines, ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.grid.folder, "training a study"))
+            for result in read_results(self.file):
+                self.results.add(result)
+            write_whole(self.file, "".join(json.dumps(asdict(result)) + "\n" for result in self.results.done))
+            lines = stack.enter_context(closing(JsonLinesFile(self.file)))
             stack.callback(self._stop)
             while waiting or self._running:
                 if waiting and len(self._running) < self.most:
@@ -70,16 +74,16 @@ class StudyRun:
     def _next(self, point: Point) -> list[Job]:
         """The further seeds of a point, once, as soon as its best values are known."""
         best = self.results.best(point)
-        if best is None or str(point) in self._searched:
+        if best is None or point in self._searched:
             return []
-        self._searched.add(str(point))
+        self._searched.append(point)
         return [self.grid.jobs(point, seed, best.searched)[0] for seed in range(1, self.results.seeds)]
 
     def _start(self, job: Job) -> None:
         folder, recipe = job.run, job.run / "study.yaml"
         settings = {**job.settings, "run": str(folder)}
         # One training also evaluates the network that all begin with.
-        at_start = not self._running and not self.results.done
+        at_start = self.results.share_a_start and not self._running and not self.results.before()
         settings["evaluation"] = {**settings.get("evaluation", {}), "at_start": at_start}
         if not recipe.exists():  # a training that was interrupted goes on as it began
             write_whole(recipe, yaml.safe_dump(settings))
@@ -111,13 +115,16 @@ class StudyRun:
         log = read_run_log(job.run)
         steps = {entry["step"]: entry for entry in log if "loss" in entry}
         evaluations = {entry["step"]: figures_of(entry) for entry in log if "validation" in entry}
+        last = max(steps, default=0)
+        if last not in evaluations:
+            raise DistapError(f"{job.run}: its log has no evaluation after the last step; remove the folder")
         made = {"date": str(date.today()), "distap": __version__, "torch": version("torch"), "ranks": self.ranks}
         return Result(
             names=dict(job.point.names),
             searched=dict(job.searched),
             seed=job.recipe.seed,
             fingerprint=job.fingerprint,
-            figures=evaluations[max(steps)],
+            figures=evaluations[last],
             before=evaluations.get(0, {}),
             steps=len(steps),
             images=sum(entry["images"] for entry in steps.values()),

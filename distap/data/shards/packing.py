@@ -11,8 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
+from contextlib import suppress
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.tar import BLOCK, LABEL_FIELD, DamagedShardError
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.storage.atomic import UnwritableError, replacing, sync_path, write_whole
+from distap.storage.atomic import UnwritableError, locked, replacing, sync_path, write_whole
 from distap.storage.files import storage_of
 from distap.storage.hashing import Hashed
 from distap.storage.locations import parse_source
@@ -112,7 +111,7 @@ def pack_parts(
     aside = output.with_name(f".{output.name}.packing")
     whole, asides = aside / "whole", {name: aside / (name and f"{name}.part") for name in parts}
     try:
-        with _locked(aside):
+        with locked(aside, "packing"):
             shutil.rmtree(whole, ignore_errors=True)
             packed = [
                 _pack_aside(asides[name], part, groups[name], layout, workers, track) for name, part in parts.items()
@@ -282,16 +281,3 @@ def _without(entries: list[Entry], left_out: list[Skipped]) -> list[Entry]:
 
 def _class_names(entries: Iterable[Entry]) -> set[str]:
     return {entry.image.class_name for entry in entries}
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder if need be, and keep other processes from packing there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            flock(file, LOCK_EX | LOCK_NB)
-        except BlockingIOError as error:
-            remedy = "wait for it or choose another output"
-            raise DistapError(f"{folder}: another process is packing there; {remedy}") from error
-        yield
