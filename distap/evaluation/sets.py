@@ -83,7 +83,8 @@ def open_set(
         assert isinstance(images.reader, Reader)
         if gap_batch is not None and gap_batch > len(images):
             raise DistapError(
-                f"{images.name}: a gap over batches of {gap_batch} of its {len(images)} images; take fewer"
+                f"{images.name}: evaluation.gap_batch (--gap) is {gap_batch}, but there are {len(images)} images; "
+                "give fewer"
             )
         return LabelledSet(name, images, images.reader.index, tuple(at), gap_batch)
     if gallery is not None or gallery_draws:

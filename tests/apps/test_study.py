@@ -13,6 +13,7 @@ import pytest
 import yaml
 from launching import ROOT
 from scipy import stats
+from servers import free_ports
 
 from distap.apps.study.grid import Grid
 from distap.apps.study.results import Result, Results, comparison, drawing, interval, markdown, read_results, table
@@ -66,7 +67,8 @@ def keys(results):
 
 
 def test_a_killed_study_repeats_nothing_and_an_own_loss_is_a_row(study, tmp_path):
-    file, folder = study(), tmp_path / "out"
+    # Trainings at once do not all listen on one port.
+    file, folder = study(changes=STUDY["changes"] | {"metrics.port": free_ports(1)}), tmp_path / "out"
     first = subprocess.Popen(command(file, "--output", folder, "--jobs", 2), env=environment())
     while not read_results(folder / "results.jsonl"):
         assert first.poll() is None

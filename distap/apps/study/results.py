@@ -264,7 +264,8 @@ def markdown(results: Results) -> str:
     """The table of `table` in Markdown, with its notes."""
     headings, cells, notes = table(results)
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n".join(notes) + "\n"
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
+    return "\n".join(f"| {row} |" for row in rows) + "\n\n" + "\n".join(notes) + "\n"
 
 
 def write_study(results: Results, file: Path) -> Path:

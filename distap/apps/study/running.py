@@ -85,6 +85,8 @@ class StudyRun:
         # One training also evaluates the network that all begin with.
         at_start = self.results.share_a_start and not self._running and not self.results.before()
         settings["evaluation"] = {**settings.get("evaluation", {}), "at_start": at_start}
+        if self.most > 1:  # they cannot all listen there
+            settings["metrics"] = {**settings.get("metrics", {}), "port": None}
         if not recipe.exists():  # a training that was interrupted goes on as it began
             write_whole(recipe, yaml.safe_dump(settings))
         command = [sys.executable, "-m", "distap.cli", "train", str(recipe), "--ranks", str(self.ranks)]
