@@ -1,5 +1,9 @@
 """docs/results.md: its tables and drawings are those that the committed trainings give."""
 
+import json
+import re
+from statistics import fmean, stdev
+
 import pytest
 from launching import ROOT
 
@@ -17,3 +21,23 @@ def test_a_published_table_and_drawing_are_those_of_the_trainings(file, tmp_path
     assert all(len(row.results) == grid.study.seeds for row in published.rows())
     assert markdown(published) in (ROOT / "docs" / "results.md").read_text()
     assert drawing(published) == file.with_suffix(".svg").read_text()
+
+
+def test_the_table_of_approximations_is_that_of_its_figures():
+    found = {}
+    for line in (ROOT / "docs" / "studies" / "approximations.jsonl").read_text().splitlines():
+        each = json.loads(line)
+        if "method" in each:
+            of = found.setdefault((f"{each['loss']}, {each['network']}", str(each["batch"]), each["method"]), [])
+            of.append((each["cosine"], each["other"]))
+    page = (ROOT / "docs" / "results.md").read_text()
+    rows = re.findall(r"^\| (\w+, (?:start|trained)) \| (\d+) \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    for name, batch, rest in rows:
+        cells = [cell.strip() for cell in rest.split("|")]
+        exact = fmean(other for _, other in found[name, batch, "exact"])
+        for small, to_exact, to_another in (("32", *cells[:2]), ("256", *cells[2:])):
+            if to_exact:
+                cosines, others = zip(*found[name, batch, f"mean of B = {small}"], strict=True)
+                shown = [float(number) for number in re.findall(r"\d\.\d+", f"{to_exact} {to_another}")]
+                assert shown == pytest.approx([fmean(cosines), stdev(cosines), fmean(others), exact], abs=0.0051)
