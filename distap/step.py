@@ -27,7 +27,7 @@ from distap.randomness import seed_for
 from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
+from distap.ranking.rank import Mode, NothingToRankError, Ranking, rank_descriptors, start_gathering
 from distap.stages.device_copies import copied, mover
 from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes
 from distap.stages.replay_drift import drift, drift_error, mixes_images
@@ -50,8 +50,9 @@ class StepResult:
     kept: int  # images with a gradient whose graph was kept instead
     queries: int
     skipped_queries: int  # images without another image of their class
-    skipped: str | None = None  # why the parameters did not move: 'loss' or 'gradient' was not finite
+    skipped: str | None = None  # why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite
     not_finite: list[int] = field(default_factory=list)  # rows of this rank whose descriptor was not finite
+    spread: float = float("nan")  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,15 @@ class ThreeStageStep(ThreeStages):
         """
         described = self.describe(batch)
         gathered, not_finite = self.gather(described, batch)
-        ranking = self.rank(described.gathering, gathered, batch.step)
-        worst, norm, replayed, kept = float("nan"), float("nan"), 0, 0
+        nan = float("nan")
+        rate = nan if learning_rate is None else learning_rate
+        try:
+            ranking = self.rank(described.gathering, gathered, batch.step)
+        except NothingToRankError:
+            if not self.world.sum(torch.tensor(len(not_finite), device=self.world.device)):
+                raise
+            return StepResult(nan, rate, nan, nan, 0, 0, 0, 0, "descriptor", not_finite)
+        worst, norm, replayed, kept = nan, nan, 0, 0
         if ranking.is_finite:
             worst, replayed, kept = self.replay(batch, described, ranking)
             for parameter, gradient in zip(self.loss.parameters, ranking.by_parameters, strict=True):
@@ -244,8 +252,8 @@ class ThreeStageStep(ThreeStages):
             norm = self.update(batch.step, learning_rate)
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.queries, ranking.skipped_queries
-        rate = float("nan") if learning_rate is None else learning_rate
-        return StepResult(float(ranking.loss), rate, norm, worst, *counts, skipped, not_finite)
+        spread = float(gathered.descriptors.var(dim=0, correction=0).sum())
+        return StepResult(float(ranking.loss), rate, norm, worst, *counts, skipped, not_finite, spread)
 
     def update(self, step: int, learning_rate: float | None) -> float:
         """Move the parameters along the gradient of the global loss; return the norm of the network's."""

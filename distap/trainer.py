@@ -43,7 +43,7 @@ from distap.training.checks import checked_data, checked_network, require_same_d
 from distap.training.length import Length
 from distap.training.projection import whiten_projection
 from distap.training.report import RunReport, logger
-from distap.training.state import RunState, is_begun
+from distap.training.state import CAUSES, RunState, is_begun
 from distap.world import World, joined_world
 
 TRACES = "traces"
@@ -231,7 +231,7 @@ class Trainer:
             raise DistapError(
                 f"step {self.done}: the {result.skipped} was not finite in {self.not_finite} steps in a row "
                 f"(step.max_not_finite); their images are listed in {self.recipe.run / NOT_FINITE_LOG}. "
-                "Usual causes: too high a learning rate, or damaged weights"
+                f"Usual causes: {CAUSES}"
             )
 
     def evaluate(self, stop: StopRequest) -> float | None:

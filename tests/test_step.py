@@ -393,6 +393,27 @@ def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_
         assert (got - parameter.grad).norm() <= 1e-9 * parameter.grad.norm()
 
 
+@pytest.mark.parametrize("spoilt", [range(IMAGES), range(IMAGES - 1)], ids=["all", "all but one"])
+def test_a_batch_whose_descriptors_are_not_finite_is_a_step_that_moves_nothing(spoilt):
+    images, labels = small_images(IMAGES)
+    images[list(spoilt)] = 1e6
+    network = small_network()
+    before = [p.detach().clone() for p in network.parameters()]
+    result = step_on(World(), Overflowing(network), None, 4, "sharded")(TensorBatch(images, labels, World()), 1.0)
+    assert result.skipped == "descriptor" and result.not_finite == list(spoilt)
+    assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
+
+
+def test_the_spread_of_a_network_that_tells_no_images_apart_is_zero():
+    network = small_network()
+    step = step_on(World(), network, None, 4, "sharded")
+    batch = TensorBatch(*small_images(IMAGES), World())
+    assert step(batch, 0.0).spread > 1e-3
+    torch.nn.init.zeros_(network.head.weight)
+    torch.nn.init.ones_(network.head.bias)
+    assert step(batch, 0.0).spread < 1e-20
+
+
 def test_a_gradient_that_is_not_finite_moves_nothing():
     network = small_network()
     step = step_on(World(), network, None, 4, "sharded")

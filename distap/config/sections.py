@@ -43,8 +43,10 @@ class RankSection(Section):
     mode: Literal["sharded", "central"] = Field(
         "sharded", description="Rank on all ranks (sharded), or on rank 0 (central)."
     )
-    memory_bytes: PositiveInt | None = Field(
-        None, description="Bytes that ranking may use beside the descriptors; null chooses by the device."
+    memory_bytes: int | None = Field(
+        None,
+        ge=2**20,
+        description="Bytes that ranking may use beside the descriptors, 1 MiB or more; null chooses by the device.",
     )
     overlap: bool = Field(
         True, description="Gather and count descriptors while the network describes further images."

@@ -174,7 +174,7 @@ class Engine(Replica):
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The average of each parameter, and the parameter, as far as this rank holds them."""
         present = dict(self.network.named_parameters()) if self._average else {}
-        return [(_local(mean), _local(present[name])) for name, mean in self._average.items()]
+        return [(local(mean), local(present[name])) for name, mean in self._average.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return tensors `network.*`, `ema.*`, `optimizer.*` and `scaler.*`, named the same by every engine."""
@@ -242,8 +242,9 @@ def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, or all of one that is whole."""
+    return tensor.tolocal() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(present: Any, given: Tensor) -> Any:

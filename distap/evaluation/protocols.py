@@ -224,6 +224,7 @@ class DescribedGroundTruthSet:
         columns = {name: values.tolist() for name, values in result.average_precision.items()}
         about = {
             "data": self.of.name,
+            "queries_without_positive_by_protocol": result.left_out,
             "protocol": self.of.truth.dataset,
             "refinement": refinement.name,
             "fingerprint": self.of.queries.fingerprint,
@@ -233,4 +234,4 @@ class DescribedGroundTruthSet:
                 for place, record in enumerate(self.records)
             },
         }
-        return Evaluation(result.summary, len(self.records), result.left_out, about)
+        return Evaluation(result.summary, len(self.records), max(result.left_out.values()), about)

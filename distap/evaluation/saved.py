@@ -55,7 +55,7 @@ class Evaluation:
 
     figures: dict[str, float]  # means over the queries, from 0 to 1
     queries: int
-    left_out: int  # queries without a positive
+    left_out: int  # queries without a positive, of several protocols in the one with most
     about: dict[str, Any]  # more entries for result.json
     retrieved: Retrieved | None = None  # of LABELLED and QUERIED
 

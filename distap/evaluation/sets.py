@@ -134,7 +134,10 @@ def evaluate_sets(
     for name, one in described.items():
         found = {each.name: one.evaluate(each) for each in (refinement.variants() if compare else [refinement])}
         last = next(reversed(found.values()))
-        console.print(f"{name}: {last.queries} queries, {last.left_out} without a positive left out", markup=False)
+        by_protocol = last.about.get("queries_without_positive_by_protocol", {})
+        each = ", ".join(f"{count} of {protocol}" for protocol, count in by_protocol.items())
+        told = f"{last.queries} queries, {each or last.left_out} without a positive left out"
+        console.print(f"{name}: {told}", markup=False)
         console.print(figures_table({variant: evaluation.figures for variant, evaluation in found.items()}))
         results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
         if output is not None:

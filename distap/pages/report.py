@@ -31,6 +31,7 @@ CURVES = {
     "images_per_second": ("Images a second, all ranks", "images / s"),
     "learning_rate": ("Learning rate", "learning rate"),
     "gradient_norm": ("Norm of the gradient", "norm"),
+    "spread": ("Spread of a batch's descriptors, 0 if all are alike", "squared distance"),
     "replay_drift": ("Replay drift, between an image's two descriptors", "distance"),
 }
 

@@ -29,6 +29,10 @@ from distap.world import World
 Mode = Literal["sharded", "central"]
 
 
+class NothingToRankError(DistapError):
+    """No image of a batch has another of its class."""
+
+
 @dataclass(frozen=True)
 class Ranking:
     """The result of stage two; b are this rank's images."""
@@ -136,8 +140,10 @@ def rank_descriptors(
     batch = len(gathered.images)
     queries = int((gathered.class_sizes[:batch] > 1).sum()) if loss.needs_positives else batch
     # Every rank finds this out for itself: the others would wait if rank 0 alone did.
+    if not batch:
+        raise NothingToRankError("no image of this batch can be ranked: none was read, or no descriptor is finite")
     if not queries:
-        raise DistapError(
+        raise NothingToRankError(
             f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of its class in the "
             "batch, so nothing can be ranked: use `p_by_k` sampling, or a larger batch"
         )

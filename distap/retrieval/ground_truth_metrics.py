@@ -66,9 +66,9 @@ class GroundTruthResult:
     average_precision: dict[str, Float64[Tensor, " Q"]]  # by protocol; NaN for a query without a positive
 
     @property
-    def left_out(self) -> int:
-        """Number of queries without a positive; the greatest of all protocols."""
-        return max(int(values.isnan().sum()) for values in self.average_precision.values())
+    def left_out(self) -> dict[str, int]:
+        """Number of queries without a positive, by protocol."""
+        return {name: int(values.isnan().sum()) for name, values in self.average_precision.items()}
 
 
 def graded_queries(records: Sequence[Mapping[str, Any]], rows: Mapping[str, int]) -> list[GradedQuery]:

@@ -55,6 +55,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     ),
     "learning_rate": (Gauge, "learning_rate", "Learning rate"),
     "gradient_norm": (Gauge, "gradient_norm", "Norm of the gradient before clipping"),
+    "spread": (Gauge, "descriptor_spread_ratio", "Mean squared distance of the batch's descriptors to their mean"),
     "replay_drift": (Gauge, "replay_drift", "Greatest difference between the two descriptors of an image in a step"),
     "replay_drift_limit": (Gauge, "replay_drift_limit", "Replay drift above which training stops"),
     "replayed_share": (Gauge, "replayed_images_ratio", "Share of a batch's images that replay described again"),
@@ -97,7 +98,7 @@ class TrainingMetrics(SimpleNamespace):
             (self.stage_seconds, (*STAGES, *BETWEEN_STEPS)),
             (self.images, ("describe", "replay")),
             (self.skipped, skip_reasons),
-            (self.nonfinite, ("loss", "gradient")),
+            (self.nonfinite, ("descriptor", "loss", "gradient")),
             (self.cache_requests, ("hit", "miss")),
         ):
             for value in values:
@@ -108,7 +109,7 @@ class TrainingMetrics(SimpleNamespace):
     ) -> None:
         """Record a step of this rank: its images, seconds by stage and of the whole `step`, and figures by attribute.
 
-        `skipped` is `loss` or `gradient` if that was not finite, so that the parameters did not move.
+        `skipped` is `descriptor`, `loss` or `gradient` if that was not finite, so that the parameters did not move.
         """
         self.steps.inc()
         self.step.set(step)

@@ -36,6 +36,8 @@ from distap.telemetry.terminal import training_progress
 from distap.training.length import Length
 from distap.world import World
 
+COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts
+NAMED = 10  # images of a step whose descriptor is not finite that are named
 RECENT = 20  # steps whose median says how long the others will take
 DRIVER, TORCH = Path("/proc/driver/nvidia/version"), torch.__version__
 logger = logging.getLogger("distap")
@@ -54,6 +56,7 @@ class RunReport:
         self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
+        self._collapsed = 0  # steps in a row whose descriptors were all alike
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
         if recipe.loggers.chosen:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
@@ -128,8 +131,12 @@ class RunReport:
 
     def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
         """Report a step, counted from 1, and clear the stopwatch that has timed its stages."""
-        for row in result.not_finite:
+        for row in result.not_finite[:NAMED]:
             logger.warning("step %d: the descriptor of %s is not finite; it is left out", step, share.names[row])
+        if len(result.not_finite) > NAMED:
+            more = len(result.not_finite) - NAMED
+            logger.warning("step %d: %d more descriptors of this rank are not finite", step, more)
+        self._warn_if_collapsed(step, result)
         parts = dict(stopwatch.seconds)
         stopwatch.seconds.clear()
         network = parts.pop("network")
@@ -139,6 +146,7 @@ class RunReport:
             "batch_mAP": 1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan,
             "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm,
+            "spread": result.spread,
             "replay_drift": result.replay_drift,
             "replayed_share": result.replayed / self.batch,
             "kept_share": result.kept / self.batch,
@@ -160,6 +168,18 @@ class RunReport:
         left = (self.steps - step) * statistics.median(self._steps)
         told = f"loss {result.loss:.4f}  {speed:.3g} images/s  {timedelta(seconds=round(left))} left"
         self._show(step, told, loss=result.loss, images_per_second=speed)
+
+    def _warn_if_collapsed(self, step: int, result: StepResult) -> None:
+        """Say so once if for some steps all descriptors have been alike, from which no ranking can be learnt."""
+        self._collapsed = self._collapsed + 1 if result.spread < COLLAPSED else 0
+        if self._collapsed == COLLAPSED_STEPS:
+            logger.warning(
+                "step %d: the network gives all images the same descriptor (spread %.1g), in %d steps now: it learns "
+                "nothing. Usual causes: too high a learning rate, or damaged weights; go on from an earlier checkpoint",
+                step,
+                result.spread,
+                COLLAPSED_STEPS,
+            )
 
     def reading(self, step: int, share: ShareOfBatch) -> None:
         """Report the reading of this rank's share of a step: damaged images, traffic, and the bytes of pixels."""

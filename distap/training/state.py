@@ -21,7 +21,7 @@ from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
-from distap.engine.base import Engine, without_prefix
+from distap.engine.base import Engine, local, without_prefix
 from distap.errors import DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
@@ -33,6 +33,7 @@ from distap.world import World
 
 # Files of the run folder that are sent to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
+CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
 logger = logging.getLogger("distap")
@@ -146,16 +147,26 @@ class RunState:
         logger.warning("%s is damaged; %s", where, told)
 
     def save(self, step: int, score: float | None = None) -> Written | None:
-        """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it."""
+        """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it.
+
+        A DistapError on all ranks if the state is not finite, for no training could go on from it.
+        """
         recipe = self._settings
+        parts = {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}
+        tensors = self.engine.state_dict() | parts
+        lost = [name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())]
+        if not self.world.all_agree(not lost):
+            raise DistapError(
+                f"step {step}: {', '.join(lost[:3]) or 'the state of another rank'} is not finite, so no checkpoint is "
+                f"written; the newest one before it stays. Usual causes: {CAUSES}"
+            )
         # The folder is the one that the recipe's paths are relative to.
         state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd())}
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.engine.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint}
-        parts = {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}
-        before = self._noted(self._writer.save(step, self.engine.state_dict() | parts, state, about, score))
+        before = self._noted(self._writer.save(step, tensors, state, about, score))
         # Only now does every rank know whether the one before was written, and they must agree on the best score.
         if not self.world.all_agree(not self._has_failed):
             self.best = self._best_before

@@ -86,8 +86,8 @@ def test_a_ring_over_hosts_is_as_fast_as_the_link_between_them():
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 7])
 def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):
-    machine = MACHINE._replace(memory=50e6)
-    settings = recipe(replay={"size": 2}, rank={"memory_bytes": 1}, engine={"name": engine})
+    machine = MACHINE._replace(memory=51e6)
+    settings = recipe(replay={"size": 2}, rank={"memory_bytes": 2**20}, engine={"name": engine})
 
     def cost(**replay) -> StepCost:
         return StepCost(changed(settings, replay=replay), 20_000, NETWORK, machine, ranks)

@@ -8,6 +8,7 @@ import tomllib
 import httpx
 import pytest
 import typer
+import yaml
 from dataset_trees import photo, sop
 from images import write_images
 from launching import ROOT, Program, output_of, started
@@ -15,6 +16,7 @@ from serving import is_ready
 from torch.distributed.run import get_args_parser
 
 from benchmarks.__main__ import BENCHMARKS
+from distap.apps.study.grid import Study
 from distap.cli import app
 from distap.config.reading import RECIPES, load_recipe
 from distap.config.recipe import Recipe
@@ -143,9 +145,10 @@ def test_the_keys_that_the_readme_names_are_those_of_recipes(tmp_path, monkeypat
         check_overrides([*(streams if "stream" in span else []), *words])
 
 
-def test_the_yaml_of_the_readme_is_of_recipes():
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    for line in block.splitlines():
+def test_the_yaml_of_the_readme_is_a_study_and_parts_of_recipes():
+    study, parts = re.findall(r"^```yaml\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    Study.model_validate(yaml.safe_load(study))
+    for line in parts.splitlines():
         check_overrides([line.replace(": ", "=", 1)])
 
 

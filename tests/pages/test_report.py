@@ -340,7 +340,7 @@ def test_settings_that_only_one_run_has_differ(tmp_path):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_the_contrast_that_wcag_asks_for(dark):
-    styles = page_asset("style.css").decode()
+    styles = page_asset("colours.css").decode()
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", styles.split("@media")[int(dark)]))
     pairs = [(text, paper) for paper in ("paper", "card") for text in ("ink", "soft")]
     for text, paper in (*pairs, ("on-act", "act"), ("ink", "wrong-paper")):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -284,7 +285,8 @@ def test_a_training_on_another_host_is_watched_until_it_renews_its_lease_or_not(
     monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
     renew()
     train(World(), tmp_path, training_shards, steps=1)
-    assert "waiting to see whether host a, pid 7, " in caplog.text and f"not renewed for {behind} s" in caplog.text
+    assert "waiting to see whether host a, pid 7, " in caplog.text
+    assert int(re.search(r"not renewed for (\d+) s", caplog.text)[1]) >= behind
     renew()
     trainer = Trainer(recipe(tmp_path, training_shards, steps=2), World())
     monkeypatch.setattr(time, "sleep", renew)

@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import shutil
@@ -404,3 +405,51 @@ def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shard
             parts = sum(value for name, value in seconds.items() if name not in ("step", "network"))
             assert parts == pytest.approx(seconds["step"], abs=1e-4)
             assert 0 < seconds["network"] < seconds["step"]
+
+
+def spoilt_on_one_rank(world, run, shards, changes):
+    """Train; after the third step a parameter of the last rank is NaN, as an update may leave it."""
+    trainer = Trainer(recipe(run, shards, **changes), world)
+    step = trainer.step
+
+    def spoiling(share, rate):
+        result = step(share, rate)
+        if share.step == 2 and world.rank == world.size - 1:
+            next(trainer.network.parameters()).data[0] = torch.nan
+        return result
+
+    trainer.step = spoiling
+    with pytest.raises(DistapError) as found:
+        trainer.train()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_checkpoint_is_written_from_parameters_that_are_not_finite(tmp_path, training_shards, ranks):
+    changes = {"checkpoint": {"every": 2}, "optimizer": DESCENT}
+    *others, last = on_ranks(ranks, spoilt_on_one_rank, tmp_path, training_shards, changes)
+    assert "step 4: network." in last and "is not finite, so no checkpoint is written" in last
+    assert all("the state of another rank is not finite" in other for other in others)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
+    train(World(), tmp_path, training_shards, **changes)  # goes on from there
+    assert len(losses(tmp_path)) == 10
+
+
+def test_descriptors_that_are_not_finite_stop_a_training_with_the_advice_that_helps(tmp_path, training_shards):
+    trainer = Trainer(recipe(tmp_path, training_shards, step__max_not_finite=3), World())
+    for parameter in trainer.network.parameters():
+        parameter.data.fill_(torch.nan)
+    with pytest.raises(DistapError, match=r"step 3: the descriptor was not finite in 3 steps .* learning rate"):
+        trainer.train()
+    lines = (tmp_path / "not_finite.jsonl").read_text().splitlines()
+    assert [json.loads(line)["what"] for line in lines] == ["descriptor"] * 3
+
+
+def test_a_network_that_tells_no_images_apart_is_told_of_once(tmp_path, training_shards, caplog):
+    trainer = Trainer(recipe(tmp_path, training_shards), World())
+    first, *_ = (module for module in trainer.network.modules() if isinstance(module, torch.nn.Conv2d))
+    first.weight.data.zero_()
+    with caplog.at_level("WARNING"):
+        assert trainer.train() == FINISHED
+    assert caplog.text.count("gives all images the same descriptor") == 1 and "step 5: the network" in caplog.text
+    assert max(entry["spread"] for entry in read_run_log(tmp_path) if "loss" in entry) < 1e-5
