@@ -13,6 +13,7 @@ FINISHED = 0
 FAILED = 1
 MISTAKE = 2
 RESTART = 75
+CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite, and of a collapse
 
 
 class DistapError(Exception):

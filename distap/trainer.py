@@ -16,7 +16,7 @@ import torch
 from distap.checkpoint.agreement import first_on_rank_0, on_all
 from distap.config.recipe import Recipe
 from distap.data.loading.training import ShareOfBatch
-from distap.errors import FINISHED, RESTART, DistapError
+from distap.errors import CAUSES, FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
 from distap.model.backbone import RandomWeights
 from distap.processes.startup import Startup
@@ -43,7 +43,7 @@ from distap.training.checks import checked_data, checked_network, require_same_d
 from distap.training.length import Length
 from distap.training.projection import whiten_projection
 from distap.training.report import RunReport, logger
-from distap.training.state import CAUSES, RunState, is_begun
+from distap.training.state import RunState, is_begun
 from distap.world import World, joined_world
 
 TRACES = "traces"
@@ -61,7 +61,7 @@ def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
     startup.reached("imports")
     with (
         Endpoint(rank).served(recipe.metrics.port_of(local_rank), recipe.metrics.address) as endpoint,
-        joined_world(recipe.timeout_seconds) as world,
+        joined_world(recipe.timeout_seconds, recipe.device) as world,
     ):
         startup.reached("joining")
         yield Trainer(recipe, world, endpoint, startup).train()

@@ -9,12 +9,14 @@ import gc
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ from distap.processes.watchdog import Watchdog
 # The process group waits this much longer than the watchdog, which can say which rank is missing.
 LATER_SECONDS = 15.0
 CPU = torch.device("cpu")
+DRIVER = Path("/proc/driver/nvidia/version")
+DeviceName = Literal["auto", "cuda", "cpu"]
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of <malloc.h>
 LENT_BYTES = 2**20  # a server returns allocations above this to the system as soon as they are freed
 
@@ -183,10 +187,10 @@ def lone_world() -> World:
 
 
 @contextmanager
-def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
+def joined_world(timeout_seconds: float = 600, wanted: DeviceName = "auto") -> Iterator[World]:
     """Join the ranks that torchrun's environment describes, and leave them at the end; without torchrun, be alone.
 
-    All ranks have `timeout_seconds` to join, and for each collective.
+    All ranks have `timeout_seconds` to join, and for each collective. Each takes a device that is `wanted`.
 
     Raises:
         CollectiveError: a rank is missing or lost, or the network is broken, also while the caller uses the world.
@@ -198,7 +202,7 @@ def joined_world(timeout_seconds: float = 600) -> Iterator[World]:
         rank, size, local_rank = (0, 1, 0) if is_alone else [int(os.environ[name]) for name in names]
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
-    device = device_of(local_rank)
+    device = device_of(local_rank, wanted)
     if device.type == "cpu":
         # glibc would return the memory of every large tensor to the system, which fills it with zeros before the next
         # tensor can have it: about 4% of a step that keeps its graphs.
@@ -241,9 +245,14 @@ def _padded(rows: Tensor, length: int) -> Tensor:
     return padded
 
 
-def device_of(local_rank: int) -> torch.device:
-    """Return the device of a rank, by its number on this host; a DistapError if there is a GPU, but not for it."""
-    if not torch.cuda.is_available():
+def device_of(local_rank: int, wanted: DeviceName = "auto") -> torch.device:
+    """Return the device of a rank, by its number on this host; a DistapError if there is a GPU, but not for it.
+
+    `auto` takes a GPU where torch sees one, and the CPU elsewhere; `cuda` raises a DistapError there.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise DistapError(f"device: cuda, but {without_gpu()}; mend that, or set device to cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
         # An untrained network is full of subnormal numbers, which slow a CPU's arithmetic down a hundredfold.
         torch.set_flush_denormal(True)
         return CPU
@@ -251,6 +260,14 @@ def device_of(local_rank: int) -> torch.device:
         problem = f"local rank {local_rank} has no GPU of its own: this host has {torch.cuda.device_count()}"
         raise DistapError(f"{problem}; start that many ranks a host at most")
     return torch.device("cuda", local_rank)
+
+
+def without_gpu() -> str:
+    """Why torch can use no GPU, as far as versions tell."""
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    found = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if DRIVER.is_file() else None
+    driver = f"driver {found[0]}" if found else "no driver"
+    return f"torch {torch.__version__}, built {built}, sees no GPU on this host, which has {driver}"
 
 
 def _mallopt(settings: Mapping[int, int]) -> None:

@@ -9,7 +9,7 @@ import torch
 from ranks import RankFailedError, on_ranks
 
 from distap.errors import CollectiveError, DistapError
-from distap.world import World, joined_world
+from distap.world import World, device_of, joined_world
 
 TOTAL = 11
 
@@ -54,6 +54,22 @@ def test_a_lone_process_is_a_world_of_one(monkeypatch):
     with joined_world() as world:
         assert (world.rank, world.size) == (0, 1)
         assert not torch.distributed.is_initialized()
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_versions_and_one_that_is_named_is_taken(
+    monkeypatch, tmp_path
+):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("distap.world.DRIVER", tmp_path / "version")
+    with pytest.raises(DistapError, match=r"device: cuda, but torch \d.* sees no GPU .* has no driver"):
+        device_of(0, "cuda")
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Thu")
+    with pytest.raises(DistapError, match=r"has driver 570\.86\.10; mend that"), joined_world(wanted="cuda"):
+        pass
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [device_of(0, wanted).type for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
 
 
 def test_importing_the_command_line_does_not_wait_for_torch():

@@ -143,7 +143,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     set_up_logging(0)
     recipe = load_recipe(config, overrides)
     check_start(recipe, ranks)
-    with joined_world(recipe.timeout_seconds) as world:
+    with joined_world(recipe.timeout_seconds, recipe.device) as world:
         trainer = Trainer(recipe, world, only_check=True)
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0

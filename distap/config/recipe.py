@@ -25,6 +25,7 @@ from distap.config.sections import (
 from distap.config.validation import Section
 from distap.engine.settings import PrecisionName
 from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
+from distap.world import DeviceName
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
 RESOLVED_LATE: Any = {}  # the default of sections whose own defaults are names of classes
@@ -46,6 +47,7 @@ class Recipe(NetworkRecipe):
     run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
     steps: PositiveInt | None = Field(None, description="Length of the training; either this or epochs.")
     epochs: PositiveFloat | None = Field(None, allow_inf_nan=False, description="The same as epochs of the images.")
+    device: DeviceName = Field("auto", description="cuda, cpu, or auto: GPUs where torch sees them, else the CPU.")
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
     precision: PrecisionName = Field(
         "float32", description="Precision of the network's computations; parameters stay float32."

@@ -244,7 +244,7 @@ def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, or all of one that is whole."""
-    return tensor.tolocal() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(present: Any, given: Tensor) -> Any:

@@ -7,6 +7,8 @@
 | GET /readyz           | 200 while it trains; 503 before its state is loaded, and once it was asked to stop        |
 | POST /trace?steps=N   | 202: every rank writes a trace of the next N steps; 403 to all but this host              |
 
+A request that a page of another site makes a browser send is answered with 403.
+
 A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy.
 """
 
@@ -30,6 +32,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from distap.errors import DistapError
 from distap.processes.watchdog import Watchdog
+from distap.telemetry.senders import is_foreign, is_own_host
 from distap.telemetry.tracing import MOST_STEPS, STEPS
 
 logger = logging.getLogger("distap")
@@ -77,9 +80,12 @@ class Endpoint:
     def answer(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         """Answer a request, as a WSGI application."""
         path, is_post = request.get("PATH_INFO", "/"), request["REQUEST_METHOD"] == "POST"
-        if path == "/metrics":
+        host = request.get("HTTP_HOST", "localhost")
+        if is_foreign(host, request.get("HTTP_ORIGIN"), request.get("HTTP_SEC_FETCH_SITE")):
+            status, content = HTTPStatus.FORBIDDEN, {"error": "pages of other sites are not answered"}
+        elif path == "/metrics":
             return cast(Iterable[bytes], make_wsgi_app(self.registry)(request, start))
-        if path == "/trace":
+        elif path == "/trace":
             status, content = self._traced(request) if is_post else (HTTPStatus.METHOD_NOT_ALLOWED, {})
         elif path == "/healthz":
             status, content = self._health()
@@ -111,7 +117,7 @@ class Endpoint:
     def _traced(self, request: WSGIEnvironment) -> tuple[HTTPStatus, dict[str, Any]]:
         client = ipaddress.ip_address(request["REMOTE_ADDR"])
         mapped = client.ipv4_mapped if isinstance(client, ipaddress.IPv6Address) else None
-        if not (mapped or client).is_loopback:
+        if not ((mapped or client).is_loopback and is_own_host(request.get("HTTP_HOST", "localhost"))):
             error = "ask for traces from this host; kubectl port-forward counts as this host"
             return HTTPStatus.FORBIDDEN, {"error": error}
         given = parse_qs(request.get("QUERY_STRING", "")).get("steps", [str(STEPS)])[-1]

@@ -77,7 +77,9 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
 class TrainingMetrics(SimpleNamespace):
     """The metrics of one rank, of which the first also exports what is global. Each name above is an attribute."""
 
-    def __init__(self, is_first: bool, skip_reasons: tuple[str, ...], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, is_first: bool, skip_reasons: tuple[str, ...], registry: CollectorRegistry, device: str = "cpu"
+    ) -> None:
         # On the other ranks global metrics go to a registry that nobody reads, so that no caller has to ask its rank.
         elsewhere = registry if is_first else CollectorRegistry()
         for table, where in ((OF_RANK, registry), (GLOBAL, elsewhere)):
@@ -87,7 +89,12 @@ class TrainingMetrics(SimpleNamespace):
                 setattr(self, attribute, metric)
         ProcessCollector(registry=registry)
         Info("build", "Versions", namespace="distap", registry=registry).info(
-            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+            {
+                "version": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "device": device,
+            }
         )
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from distap.checkpoint.agreement import on_all
@@ -34,12 +32,11 @@ from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import log_not_finite, run_log_from
 from distap.telemetry.terminal import training_progress
 from distap.training.length import Length
-from distap.world import World
+from distap.world import DRIVER, World, without_gpu
 
 COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts
 NAMED = 10  # images of a step whose descriptor is not finite that are named
 RECENT = 20  # steps whose median says how long the others will take
-DRIVER, TORCH = Path("/proc/driver/nvidia/version"), torch.__version__
 logger = logging.getLogger("distap")
 
 
@@ -48,7 +45,7 @@ class RunReport:
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
         self.recipe, self.world, self.batch = recipe, world, batch
-        self.metrics = TrainingMetrics(world.rank == 0, REASONS, endpoint.registry)
+        self.metrics = TrainingMetrics(world.rank == 0, REASONS, endpoint.registry, world.device.type)
         self.metrics.ranks.set(world.size)
         self.metrics.batch.set(batch)
         self.metrics.replay_drift_limit.set(recipe.max_drift)
@@ -96,8 +93,9 @@ class RunReport:
             ("run", f"{recipe.run}, {begin}"),
         ):
             logger.info("%-10s  %s", what, told)
-        if device.type == "cpu" and (DRIVER.exists() or shutil.which("nvidia-smi")):
-            logger.warning("this machine has a GPU driver, but torch %s sees no GPU, so it trains on the CPU", TORCH)
+        has_driver = DRIVER.exists() or shutil.which("nvidia-smi") is not None
+        if device.type == "cpu" and recipe.device == "auto" and has_driver:
+            logger.warning("%s, so it trains on the CPU; device=cuda would refuse that", without_gpu())
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
@@ -174,11 +172,12 @@ class RunReport:
         self._collapsed = self._collapsed + 1 if result.spread < COLLAPSED else 0
         if self._collapsed == COLLAPSED_STEPS:
             logger.warning(
-                "step %d: the network gives all images the same descriptor (spread %.1g), in %d steps now: it learns "
-                "nothing. Usual causes: too high a learning rate, or damaged weights; go on from an earlier checkpoint",
+                "step %d: the network has given all images the same descriptor in %d steps (spread %.1g) and learns "
+                "nothing. Usual causes: %s; go on from an earlier checkpoint",
                 step,
-                result.spread,
                 COLLAPSED_STEPS,
+                result.spread,
+                CAUSES,
             )
 
     def reading(self, step: int, share: ShareOfBatch) -> None:

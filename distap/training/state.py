@@ -22,7 +22,7 @@ from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.training import TrainingImages
 from distap.engine.base import Engine, local, without_prefix
-from distap.errors import DistapError
+from distap.errors import CAUSES, DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
@@ -33,7 +33,6 @@ from distap.world import World
 
 # Files of the run folder that are sent to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
-CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
 logger = logging.getLogger("distap")
@@ -157,8 +156,8 @@ class RunState:
         lost = [name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())]
         if not self.world.all_agree(not lost):
             raise DistapError(
-                f"step {step}: {', '.join(lost[:3]) or 'the state of another rank'} is not finite, so no checkpoint is "
-                f"written; the newest one before it stays. Usual causes: {CAUSES}"
+                f"step {step}: {', '.join(lost[:3]) or 'the state of another rank'} is not finite, so no checkpoint "
+                f"is written; the newest one before it stays. Usual causes: {CAUSES}"
             )
         # The folder is the one that the recipe's paths are relative to.
         state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd())}

@@ -292,6 +292,24 @@ def test_a_progressive_jpeg_of_countless_scans_is_refused():
     assert reason(data[:-2] + scan * 100 + data[-2:], max_pixels=301 * 203) == "too_large"
 
 
+def arithmetic_jpeg(width: int, height: int, scans: int) -> bytes:
+    """Coded arithmetically, with scans of ten bytes, for each of which the decoder goes through a whole colour."""
+    table = b"\xff\xdb" + struct.pack(">HB", 67, 0) + bytes([1] * 64)
+    frame = b"\xff\xc9" + struct.pack(">HBHHB", 17, 8, height, width, 3) + b"\x01\x11\0\x02\x11\0\x03\x11\0"
+    colours = (b"\xff\xda" + struct.pack(">HBB", 8, 1, 1 + number % 3) + b"\0\0\x3f\0" for number in range(scans))
+    return b"\xff\xd8" + table + frame + b"".join(colours) + b"\xff\xd9"
+
+
+def test_an_arithmetic_jpeg_of_countless_scans_is_refused_before_it_is_decoded():
+    assert decode(arithmetic_jpeg(64, 48, scans=3)).size == (64, 48)
+    bomb = arithmetic_jpeg(4000, 4000, scans=3600)
+    assert len(bomb) < 37_000
+    assert reason(bomb) == "too_large"
+    with pytest.raises(DamagedImageError, match="3600 scans of 4000 x 4000 pixels"):
+        image_size(bomb)
+    assert reason(arithmetic_jpeg(10_000, 9_000, scans=18)) == "too_large"
+
+
 def test_a_larger_limit_than_pillows_own_is_obeyed(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     data = encoded(Image.new("RGB", (50, 40)), "PNG")

@@ -89,6 +89,29 @@ def test_a_trace_can_be_asked_for_while_there_are_steps(endpoint):
 
 
 @pytest.mark.parametrize(
+    ("headers", "traced", "measured"),
+    [
+        ({"HTTP_HOST": "localhost:9400"}, 202, 200),
+        ({"HTTP_HOST": "[::1]:9400"}, 202, 200),
+        ({"HTTP_HOST": "rank-0.training.ml.svc:9400"}, 403, 200),  # Prometheus may ask by name
+        ({"HTTP_HOST": "rebound.example"}, 403, 200),
+        ({"HTTP_HOST": "localhost", "HTTP_ORIGIN": "https://evil.example"}, 403, 403),
+        ({"HTTP_HOST": "localhost", "HTTP_ORIGIN": "null"}, 403, 403),
+        ({"HTTP_HOST": "localhost", "HTTP_SEC_FETCH_SITE": "cross-site"}, 403, 403),
+        ({"HTTP_HOST": "localhost:9400", "HTTP_SEC_FETCH_SITE": "none"}, 202, 200),  # typed into a browser
+    ],
+)
+def test_pages_of_other_sites_get_neither_traces_nor_metrics(headers, traced, measured):
+    endpoint, said = Endpoint(), []
+    with endpoint.ready(lambda: False):
+        for method, path in (("POST", "/trace"), ("GET", "/metrics")):
+            request = {"REQUEST_METHOD": method, "PATH_INFO": path, "REMOTE_ADDR": "127.0.0.1", **headers}
+            setup_testing_defaults(request)
+            endpoint.answer(request, lambda status, headers: said.append(int(status.split()[0])))
+    assert said == [traced, measured]
+
+
+@pytest.mark.parametrize(
     ("client", "status"),
     [("127.0.0.1", "202"), ("::1", "202"), ("::ffff:127.0.0.1", "202"), ("10.1.2.3", "403"), ("fe80::1", "403")],
 )

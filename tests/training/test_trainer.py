@@ -451,5 +451,5 @@ def test_a_network_that_tells_no_images_apart_is_told_of_once(tmp_path, training
     first.weight.data.zero_()
     with caplog.at_level("WARNING"):
         assert trainer.train() == FINISHED
-    assert caplog.text.count("gives all images the same descriptor") == 1 and "step 5: the network" in caplog.text
+    assert caplog.text.count("has given all images the same descriptor") == 1 and "step 5: the network" in caplog.text
     assert max(entry["spread"] for entry in read_run_log(tmp_path) if "loss" in entry) < 1e-5

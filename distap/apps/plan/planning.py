@@ -45,7 +45,7 @@ def cost_plan(
         machine = machine_of(card, network, recipe, link, gpus_a_host)
         basis = f"{card} by its data sheet, of which nothing was measured; savings such as compilation do not count"
     else:
-        with joined_world(recipe.timeout_seconds) as world:
+        with joined_world(recipe.timeout_seconds, recipe.device) as world:
             trial = Trial(recipe, batch, network, world)
             recipe, machine = trial.recipe, trial.machine(rounds, link, gpus_a_host)
             if world.rank:

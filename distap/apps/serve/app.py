@@ -61,7 +61,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 def build_app(service: Service) -> FastAPI:
     # The documentation pages of FastAPI load scripts from elsewhere.
     app = FastAPI(title="distap search", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, metrics=service.metrics)
+    app.add_middleware(Guard, metrics=service.metrics, allowed_hosts=service.settings.allowed_host or ())
     _add_problems(app)
     _add_searches(app, service)
     _add_operations(app, service)

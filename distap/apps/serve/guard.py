@@ -3,17 +3,19 @@
 import logging
 import platform
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.process_collector import ProcessCollector
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distap import __version__
 from distap.apps.serve.uploads import UPLOAD_PROBLEMS, RefusedError
+from distap.telemetry.senders import is_foreign, is_own_host
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -60,10 +62,13 @@ class ServingMetrics:
 
 
 class Guard:
-    """ASGI middleware around an application, whose requests the metrics count."""
+    """ASGI middleware around an application, whose requests the metrics count.
 
-    def __init__(self, app: ASGIApp, metrics: ServingMetrics) -> None:
-        self._app, self._metrics = app, metrics
+    It refuses names of this server that are not in `allowed_hosts`, and uploads that a page of another site sends.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServingMetrics, allowed_hosts: Collection[str] = ()) -> None:
+        self._app, self._metrics, self._hosts = app, metrics, allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,7 +85,8 @@ class Guard:
 
         with self._metrics.in_flight.track_inprogress():
             try:
-                await self._app(scope, receive, guarded)
+                refused = self._refused(scope)
+                await (self._app if refused is None else refused.answer())(scope, receive, guarded)
             except ClientDisconnect:
                 status = status or CLIENT_GONE
             except Exception:
@@ -92,6 +98,15 @@ class Guard:
                 route = _route(scope)
                 self._metrics.requests.labels(route, str(status or CLIENT_GONE)).inc()
                 self._metrics.seconds.labels(route).observe(time.monotonic() - started)
+
+    def _refused(self, scope: Scope) -> RefusedError | None:
+        headers = Headers(scope=scope)
+        host, sender = headers.get("host", "localhost"), (headers.get("origin"), headers.get("sec-fetch-site"))
+        if not is_own_host(host, self._hosts):
+            return RefusedError(421, "foreign", "this server has no such name: start it with --allowed-host NAME")
+        if scope["method"] == "POST" and is_foreign(host, *sender, self._hosts):
+            return RefusedError(403, "foreign", "a page of another site sent this: use the page of this server")
+        return None
 
 
 def _route(scope: Scope) -> str:

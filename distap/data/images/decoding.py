@@ -26,7 +26,9 @@ Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "
 REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
 MAX_PIXELS = 100_000_000
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
-MAX_SCANS = 100  # of a progressive JPEG of the allowed size, more of smaller ones: each takes a tenth of a second
+# Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest image's. Files in
+# use have up to some twenty scans; a few bytes of a scan can make the decoder go through the whole image.
+MAX_SCANS, MAX_SCANNED = 100, 16
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 UNNAMED = "an image"
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
@@ -36,6 +38,7 @@ Shape = tuple[int, int]  # height and width, pixels
 
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
+SMALL = 1_000_000  # pixels of an image whose scans cost nothing, whatever the limit
 START_OF_SCAN = b"\xff\xda"  # JPEG's marker
 END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by the beginning of a file
 
@@ -202,9 +205,9 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow's own limit must not be lower than ours
     image = Image.open(io.BytesIO(data), formats=readable_formats())
     _refuse_large(*image.size, max_pixels)
-    if image.info.get("progressive"):
+    if image.format in ("JPEG", "MPO"):
         scans = data.count(START_OF_SCAN)
-        if scans * image.width * image.height > MAX_SCANS * max_pixels:
+        if scans > MAX_SCANS or scans * image.width * image.height > MAX_SCANNED * max(max_pixels, SMALL):
             raise DamagedImageError("too_large", f"{scans} scans of {image.width} x {image.height} pixels")
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
         width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))

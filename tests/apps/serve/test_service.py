@@ -36,7 +36,7 @@ def service(searcher, **settings):
 
 def client_of(made: Service) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(build_app(made), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 @contextmanager
@@ -157,6 +157,33 @@ def test_before_it_is_loaded_a_server_is_alive_and_not_ready():
     made = Service(ServeSettings())
     asyncio.run(story(made))
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("GET", {"Host": "rebound.example"}, 421),
+        ("GET", {"Host": "search.example:8000"}, 200),
+        ("GET", {"Host": "192.168.1.5:8000"}, 200),
+        ("GET", {"Host": "LOCALHOST:8000", "Sec-Fetch-Site": "cross-site"}, 200),  # a link from elsewhere
+        ("POST", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ("POST", {"Host": "10.1.2.3", "Origin": "https://search.example"}, 200),  # behind a proxy
+        ("POST", {"Host": "localhost:8000", "Origin": "https://evil.example"}, 403),
+        ("POST", {"Host": "localhost:8000", "Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_other_names_and_pages_of_other_sites_are_refused(searcher, method, headers, status):
+    async def ask() -> httpx.Response:
+        async with client_of(made) as client:
+            content = {"content": body(upload(0)), "headers": MULTIPART | headers} if method == "POST" else {}
+            return await client.request(
+                method, "/api/search" if method == "POST" else "/", **{"headers": headers} | content
+            )
+
+    with service(searcher, allowed_host=["search.example"]) as made:
+        answer = asyncio.run(ask())
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["reason"] == "foreign"
 
 
 def test_a_fault_of_the_server_is_told_without_its_traceback(searcher, monkeypatch, caplog):

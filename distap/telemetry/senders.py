@@ -1,0 +1,33 @@
+"""Tell requests apart that a page of another site makes a browser send; our servers have no password."""
+
+import ipaddress
+import socket
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+
+def is_own_host(host: str, others: Collection[str] = ()) -> bool:
+    """Whether a Host header names an address, this host, or one of `others` (`*` is any name).
+
+    Any other name may be an attacker's, who lets it point here after the browser has loaded a page of that name.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if "*" in others or name in {"localhost", socket.gethostname().lower(), *map(str.lower, others)}:
+        return True
+    try:
+        return ipaddress.ip_address(name) is not None
+    except ValueError:
+        return False
+
+
+def is_foreign(host: str, origin: str | None, site: str | None, others: Collection[str] = ()) -> bool:
+    """Whether a page of another site has sent a request, by its headers Host, Origin and Sec-Fetch-Site.
+
+    `others` are names of this host that a proxy may have replaced.
+    """
+    page = urlsplit(origin or "")
+    is_ours = page.netloc == host or page.hostname in others
+    return site in ("cross-site", "same-site") or (origin is not None and not is_ours)
