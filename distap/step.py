@@ -34,6 +34,7 @@ from distap.stages.replay_drift import drift, drift_error, mixes_images
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
+NAN = float("nan")
 DROPOUT = 1  # first word of the key that seeds dropout
 Forward = Callable[[Any], Tensor]  # images to descriptors
 
@@ -52,7 +53,7 @@ class StepResult:
     skipped_queries: int  # images without another image of their class
     skipped: str | None = None  # why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite
     not_finite: list[int] = field(default_factory=list)  # rows of this rank whose descriptor was not finite
-    spread: float = float("nan")  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
+    spread: float = NAN  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
 
 
 @dataclass(frozen=True)
@@ -236,15 +237,14 @@ class ThreeStageStep(ThreeStages):
         """
         described = self.describe(batch)
         gathered, not_finite = self.gather(described, batch)
-        nan = float("nan")
-        rate = nan if learning_rate is None else learning_rate
+        rate = NAN if learning_rate is None else learning_rate
         try:
             ranking = self.rank(described.gathering, gathered, batch.step)
         except NothingToRankError:
             if not self.world.sum(torch.tensor(len(not_finite), device=self.world.device)):
                 raise
-            return StepResult(nan, rate, nan, nan, 0, 0, 0, 0, "descriptor", not_finite)
-        worst, norm, replayed, kept = nan, nan, 0, 0
+            return StepResult(NAN, rate, NAN, NAN, 0, 0, 0, 0, "descriptor", not_finite)
+        worst, norm, replayed, kept = NAN, NAN, 0, 0
         if ranking.is_finite:
             worst, replayed, kept = self.replay(batch, described, ranking)
             for parameter, gradient in zip(self.loss.parameters, ranking.by_parameters, strict=True):

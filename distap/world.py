@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from distap.processes.watchdog import Watchdog
 LATER_SECONDS = 15.0
 CPU = torch.device("cpu")
 DRIVER = Path("/proc/driver/nvidia/version")
-DeviceName = Literal["auto", "cuda", "cpu"]
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of <malloc.h>
 LENT_BYTES = 2**20  # a server returns allocations above this to the system as soon as they are freed
 
@@ -187,7 +186,7 @@ def lone_world() -> World:
 
 
 @contextmanager
-def joined_world(timeout_seconds: float = 600, wanted: DeviceName = "auto") -> Iterator[World]:
+def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
     """Join the ranks that torchrun's environment describes, and leave them at the end; without torchrun, be alone.
 
     All ranks have `timeout_seconds` to join, and for each collective. Each takes a device that is `wanted`.
@@ -245,7 +244,7 @@ def _padded(rows: Tensor, length: int) -> Tensor:
     return padded
 
 
-def device_of(local_rank: int, wanted: DeviceName = "auto") -> torch.device:
+def device_of(local_rank: int, wanted: str = "auto") -> torch.device:
     """Return the device of a rank, by its number on this host; a DistapError if there is a GPU, but not for it.
 
     `auto` takes a GPU where torch sees one, and the CPU elsewhere; `cuda` raises a DistapError there.

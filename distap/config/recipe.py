@@ -23,9 +23,8 @@ from distap.config.sections import (
     StopSection,
 )
 from distap.config.validation import Section
-from distap.engine.settings import PrecisionName
+from distap.engine.settings import DeviceName, PrecisionName
 from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
-from distap.world import DeviceName
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
 RESOLVED_LATE: Any = {}  # the default of sections whose own defaults are names of classes

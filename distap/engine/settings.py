@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Literal
 
 PrecisionName = Literal["float32", "bf16", "fp16"]
+DeviceName = Literal["auto", "cuda", "cpu"]
 Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
 
 

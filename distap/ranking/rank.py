@@ -140,12 +140,12 @@ def rank_descriptors(
     batch = len(gathered.images)
     queries = int((gathered.class_sizes[:batch] > 1).sum()) if loss.needs_positives else batch
     # Every rank finds this out for itself: the others would wait if rank 0 alone did.
-    if not batch:
-        raise NothingToRankError("no image of this batch can be ranked: none was read, or no descriptor is finite")
     if not queries:
         raise NothingToRankError(
             f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of its class in the "
             "batch, so nothing can be ranked: use `p_by_k` sampling, or a larger batch"
+            if batch
+            else "no image of this batch can be ranked: none was read, or no descriptor is finite"
         )
     if loss.needs_positives and gathered.class_sizes[0] == len(gathered.gallery):
         raise DistapError(
