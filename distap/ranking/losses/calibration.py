@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from distap.ranking.loss import Presets
@@ -69,8 +69,11 @@ class Roadmap(SupAP, Calibration):
     """
 
     lam: Annotated[float, Field(ge=0, le=1)] = 0.5
+    scale: PositiveFloat = 1.0  # of the sum; the authors' configuration adds both losses whole
     is_ap: ClassVar[bool] = False
-    presets: ClassVar[Presets] = {name: {**of, "form": "violating"} for name, of in SupAP.presets.items()}
+    presets: ClassVar[Presets] = {
+        name: {**of, "form": "violating", "scale": 2.0} for name, of in SupAP.presets.items()
+    }
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         return Calibration.totals(self, rows.without_query())
@@ -78,4 +81,5 @@ class Roadmap(SupAP, Calibration):
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
         ranking, by_ranking = SupAP.value_and_slopes(self, rows, totals)
         scores, by_scores = Calibration.value_and_slopes(self, rows.without_query(), totals)
-        return (1 - self.lam) * ranking + self.lam * scores, (1 - self.lam) * by_ranking + self.lam * by_scores
+        first, second = self.scale * (1 - self.lam), self.scale * self.lam
+        return first * ranking + second * scores, first * by_ranking + second * by_scores

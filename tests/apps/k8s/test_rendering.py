@@ -106,6 +106,12 @@ def test_a_changed_recipe_is_another_object(tmp_path, recipe):
     assert configuration() != before
 
 
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_pods_with_gpus_refuse_to_train_on_their_cpus(tmp_path, recipe, gpus):
+    arguments = job_of(rendered_folder(tmp_path, recipe, gpus=gpus))["containers"][0]["args"]
+    assert ("device=cuda" in arguments) == (gpus > 0)
+
+
 def test_overrides_are_arguments_and_checked(tmp_path, recipe):
     folder = rendered_folder(tmp_path / "out", recipe, "steps=7", "stop.grace_seconds=1000")
     assert job_of(folder)["terminationGracePeriodSeconds"] == 1045
