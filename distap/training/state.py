@@ -242,9 +242,15 @@ def _may_change(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that may change within a run; a change is logged, since figures may not compare."""
     optimizer, data = recipe["optimizer"], recipe["data"]
     return {
-        **{name: recipe.get(name) for name in ("steps", "epochs", "schedule", "ema", "precision")},
+        **{
+            name: recipe.get(name)
+            for name in ("steps", "epochs", "schedule", "ema", "precision", "memory", "evaluation")
+        },
         **{f"optimizer.{key}": optimizer.get(key) for key in MAY_CHANGE},
-        **{f"data.{name}": data[name] for name in ("image_size", "augmentation", "scaled_decoding")},
+        **{
+            f"data.{name}": data.get(name)
+            for name in ("validation", "gallery", "image_size", "augmentation", "scaled_decoding")
+        },
     }
 
 

@@ -179,6 +179,18 @@ def of_an_earlier_version(settings):
     del settings["optimizer"]["layer_decay"], settings["optimizer"]["head_only"], settings["checkpoint"]["unit"]
 
 
+def test_a_change_that_makes_figures_differ_is_told_where_a_run_goes_on(tmp_path, training_shards, caplog):
+    train(World(), tmp_path, training_shards, steps=1)
+    changes = {"memory": {"size": 30}, "optimizer": {"clip_norm": 1.0}, "data__validation": str(training_shards[1])}
+    train(World(), tmp_path, training_shards, steps=2, **changes)
+    for line in (
+        "memory.size: was 0, is 30",
+        "optimizer.clip_norm: was null, is 1.0",
+        "data.validation: was null, is /",
+    ):
+        assert f"the recipe has changed since: {line}" in caplog.text
+
+
 def test_a_run_of_an_earlier_version_goes_on_and_no_key_is_said_to_have_changed(tmp_path, training_shards, caplog):
     train(World(), tmp_path, training_shards, steps=1)
     recorded_anew(tmp_path, of_an_earlier_version)
