@@ -12,7 +12,7 @@ from typing import Any
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
-RUN_LOG, NOT_FINITE_LOG = "metrics.jsonl", "not_finite.jsonl"
+RUN_LOG, DAMAGED_LOG, NOT_FINITE_LOG = "metrics.jsonl", "metrics.damaged.jsonl", "not_finite.jsonl"
 logger = logging.getLogger("distap")
 
 
@@ -53,10 +53,18 @@ class JsonLinesFile:
 
 
 def run_log_from(folder: Path, step: int) -> JsonLinesFile:
-    """Open folder/metrics.jsonl of a run that goes on from `step`; lines of later steps are removed."""
-    path = folder / RUN_LOG
-    kept = [line for line in read_run_log(folder) if line["step"] <= step] if path.exists() else []
-    write_whole(path, "".join(map(_line, kept)))
+    """Open folder/metrics.jsonl of a run that goes on from `step`; lines of later steps are removed.
+
+    Lines that cannot be read go to metrics.damaged.jsonl, with a warning.
+    """
+    path, aside = folder / RUN_LOG, folder / DAMAGED_LOG
+    entries, damaged = _entries(path) if path.exists() else ([], {})
+    if damaged:
+        with aside.open("ab") as file:
+            file.writelines(damaged.values())
+        numbers = ", ".join(map(str, list(damaged)[:10]))
+        logger.warning("%s: %d lines are damaged (%s); they are in %s now", path, len(damaged), numbers, aside.name)
+    write_whole(path, "".join(_line(entry) for entry in entries if entry["step"] <= step))
     return JsonLinesFile(path)
 
 
@@ -74,15 +82,25 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
     path = folder / RUN_LOG
     if not path.is_file():
         raise DistapError(f"{path}: no such run log; a training writes it into its run folder")
-    entries = []
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise DistapError(f"{path}, line {number}: damaged: {error}") from error
+    entries, damaged = _entries(path)
+    for number, line in damaged.items():
+        raise DistapError(f"{path}, line {number}: damaged: {line[:60]!r}; remove the line")
     return entries
+
+
+def _entries(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """The entries of a log, and the lines that are none, by number; but not a last one that was cut short."""
+    entries, damaged = list[dict[str, Any]](), dict[int, bytes]()
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:  # of JSON or of UTF-8
+            entry = None
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
+        elif line.endswith(b"\n"):
+            damaged[number] = line
+    return entries, damaged
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -39,6 +39,24 @@ def test_a_damaged_line_is_named(tmp_path):
         read_run_log(tmp_path)
 
 
+def test_going_on_sets_lines_aside_that_cannot_be_read(tmp_path, caplog):
+    lines = [
+        b'{"step": 1}',
+        b"\x80\xff\x00",
+        b"[1, 2]",
+        b'{"loss": 0.5}',
+        b'{"step": "2"}',
+        b"",
+        b'{"step": 2}',
+        b'{"st',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    run_log_from(tmp_path, 2).close()
+    assert [entry["step"] for entry in read_run_log(tmp_path)] == [1, 2]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"\n".join(lines[1:6]) + b"\n"
+    assert "5 lines are damaged (2, 3, 4, 5, 6); they are in metrics.damaged.jsonl now" in caplog.text
+
+
 def test_lines_wait_while_the_disk_is_full(small_disk, caplog):
     folder = small_disk("1m")
     ballast = folder / "ballast"
