@@ -14,20 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, Summary, disable_created_metrics
 from prometheus_client.process_collector import ProcessCollector
 
 from distap import __version__
 
 STAGES = ("data_wait", "describe", "gather", "rank", "replay", "reduce", "optimizer")
 BETWEEN_STEPS = ("evaluation", "checkpoint")
-BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 # Attribute of TrainingMetrics: class, name after `distap_` (Counters get `_total`), help, labels.
 OF_RANK: dict[str, tuple[Any, ...]] = {
     "steps": (Counter, "steps", "Training steps done by this process"),
     "images": (Counter, "images", "Images that this rank took through a stage", "stage"),
-    "stage_seconds": (Histogram, "stage_duration_seconds", "Seconds by stage of a step and between steps", "stage"),
+    "stage_seconds": (Summary, "stage_duration_seconds", "Seconds by stage of a step and between steps", "stage"),
     "images_per_second": (Gauge, "images_per_second", "Images of this rank a second, last step"),
     "skipped": (Counter, "samples_skipped", "Damaged images left out", "reason"),
     "read_bytes": (Counter, "data_read_bytes", "Bytes of shards read by this rank's workers"),
@@ -47,7 +46,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "ranks": (Gauge, "world_size_ranks", "Ranks of the training"),
     "batch": (Gauge, "global_batch_size_images", "Images of a global batch"),
     "planned_steps": (Gauge, "planned_steps", "Steps of the whole training"),
-    "loss": (Gauge, "loss_ratio", "Loss of the global batch"),
+    "loss": (Gauge, "loss", "Loss of the global batch"),
     "batch_mAP": (
         Gauge,
         "batch_mean_average_precision_ratio",
@@ -64,7 +63,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "nonfinite": (Counter, "nonfinite_steps", "Steps skipped because a number was not finite", "what"),
     "validation": (Gauge, "validation_mean_average_precision_ratio", "mAP on a validation set", "dataset"),
     "evaluation": (Gauge, "evaluation_figure_ratio", "A figure of retrieval on a data set", "dataset", "figure"),
-    "checkpoint_seconds": (Histogram, "checkpoint_duration_seconds", "Seconds to write a checkpoint"),
+    "checkpoint_seconds": (Summary, "checkpoint_duration_seconds", "Seconds to write a checkpoint"),
     "checkpoint_bytes": (Gauge, "checkpoint_size_bytes", "Size of the last checkpoint"),
     "checkpoint_time": (Gauge, "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written"),
     "checkpoint_step": (Gauge, "checkpoint_step", "Steps behind the newest checkpoint"),
@@ -82,10 +81,10 @@ class TrainingMetrics(SimpleNamespace):
     ) -> None:
         # On the other ranks global metrics go to a registry that nobody reads, so that no caller has to ask its rank.
         elsewhere = registry if is_first else CollectorRegistry()
+        disable_created_metrics()  # a series more for each counter and summary, which nothing reads
         for table, where in ((OF_RANK, registry), (GLOBAL, elsewhere)):
             for attribute, (kind, name, text, *labels) in table.items():
-                options = {"buckets": BUCKETS} if kind is Histogram else {}
-                metric = kind(name, text, labels, namespace="distap", registry=where, **options)
+                metric = kind(name, text, labels, namespace="distap", registry=where)
                 setattr(self, attribute, metric)
         ProcessCollector(registry=registry)
         Info("build", "Versions", namespace="distap", registry=registry).info(

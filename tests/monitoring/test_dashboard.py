@@ -26,10 +26,10 @@ def panels() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The series of each metric that rank 0 exports, by its name; of a histogram without its buckets."""
+    """The series of each metric that rank 0 exports, by its name; of a summary its sum and count."""
     registry = CollectorRegistry()
     TrainingMetrics(True, REASONS, registry)
-    suffixes = {"counter": ["_total"], "histogram": ["_sum", "_count"], "info": ["_info"], "gauge": [""]}
+    suffixes = {"counter": ["_total"], "summary": ["_sum", "_count"], "info": ["_info"], "gauge": [""]}
     return {family.name: {family.name + suffix for suffix in suffixes[family.type]} for family in registry.collect()}
 
 

@@ -113,7 +113,7 @@ def test_rates_are_taken_of_counters_alone(observed):
     rated = {
         name for asked in ASKED.values() for one in asked for name in re.findall(r"(?:rate|increase)\((\w+)", one)
     }
-    assert {observed.types[re.sub("_(sum|count|total)$", "", name)] for name in rated} == {"counter", "histogram"}
+    assert {observed.types[re.sub("_(sum|count|total)$", "", name)] for name in rated} == {"counter", "summary"}
 
 
 def test_every_panel_of_the_dashboard_shows_a_training_that_is_well(observed):

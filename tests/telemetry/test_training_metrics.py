@@ -3,6 +3,7 @@ import threading
 import urllib.request
 
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import free_ports
 
@@ -47,3 +48,11 @@ def test_a_gpu_that_does_not_tell_its_utilization_costs_no_other_metric(monkeypa
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
     assert math.isnan(scraped_utilization())
+
+
+def test_the_first_rank_exports_few_series_and_none_that_nothing_reads():
+    registry = CollectorRegistry()
+    TrainingMetrics(True, ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"), registry)
+    series = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    assert len(series) < 80
+    assert not any("_bucket{" in line or "_created" in line for line in series)

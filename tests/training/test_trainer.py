@@ -384,9 +384,9 @@ def test_every_rank_answers_with_its_metrics_and_rank_0_with_the_global_ones(tmp
         assert "distap_spool_size_bytes 0.0" in answer
     assert 'distap_images_total{stage="describe"} 26.0' in first[1]
     assert 'distap_images_total{stage="describe"} 24.0' in second[1]
-    assert f"distap_loss_ratio {losses(tmp_path)[1]}" in first[1]
+    assert f"distap_loss {losses(tmp_path)[1]}" in first[1]
     assert "distap_world_size_ranks 2.0" in first[1]
-    assert "distap_loss_ratio" not in second[1]
+    assert "distap_loss" not in second[1]
 
 
 def test_a_start_that_fails_early_has_been_seen(tmp_path):
