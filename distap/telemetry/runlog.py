@@ -83,7 +83,8 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DistapError(f"{path}: no such run log; a training writes it into its run folder")
     entries, damaged = _entries(path)
-    for number, line in damaged.items():
+    if damaged:
+        number, line = next(iter(damaged.items()))
         raise DistapError(f"{path}, line {number}: damaged: {line[:60]!r}; remove the line")
     return entries
 

@@ -28,6 +28,9 @@ def is_foreign(host: str, origin: str | None, site: str | None, others: Collecti
 
     `others` are names of this host that a proxy may have replaced.
     """
-    page = urlsplit(origin or "")
+    try:
+        page = urlsplit(origin or "")
+    except ValueError:
+        return True
     is_ours = page.netloc == host or page.hostname in others
     return site in ("cross-site", "same-site") or (origin is not None and not is_ours)

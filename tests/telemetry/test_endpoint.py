@@ -97,6 +97,7 @@ def test_a_trace_can_be_asked_for_while_there_are_steps(endpoint):
         ({"HTTP_HOST": "rebound.example"}, 403, 200),
         ({"HTTP_HOST": "localhost", "HTTP_ORIGIN": "https://evil.example"}, 403, 403),
         ({"HTTP_HOST": "localhost", "HTTP_ORIGIN": "null"}, 403, 403),
+        ({"HTTP_HOST": "localhost", "HTTP_ORIGIN": "http://["}, 403, 403),
         ({"HTTP_HOST": "localhost", "HTTP_SEC_FETCH_SITE": "cross-site"}, 403, 403),
         ({"HTTP_HOST": "localhost:9400", "HTTP_SEC_FETCH_SITE": "none"}, 202, 200),  # typed into a browser
     ],

@@ -26,9 +26,9 @@ ALL_ADDRESSES = "::"  # of IPv6, for a cluster without IPv4; YAML needs quotes a
 
 def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides: Sequence[str]) -> list[str]:
     """Return the container's arguments: torchrun's options and the recipe, which are `base`, and its overrides."""
-    changes = [_checked_override(override, request) for override in overrides]
+    changes = ["device=cuda"] if request.gpus else []  # pods with broken drivers do not train on their CPUs
+    changes += [_checked_override(override, request) for override in overrides]
     runs = request.run_claim
-    changes = ["device=cuda"] * (request.gpus > 0) + list(changes)
     folder = PurePosixPath("/runs", runs.folder if runs else "", request.name)
     arguments = [f"run={folder}" if argument.startswith("run=") else argument for argument in base] + changes
     for key, (option, text) in request.data_sets.items():
