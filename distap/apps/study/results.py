@@ -245,9 +245,10 @@ def drawing(results: Results) -> str:
     study, rows = results.grid.study, results.rows()
     figure = study.figures[0]
     before = results.before().get(figure)
-    title = f"{study.title}: {figure}, %" + ("" if before is None else " (dashed: before training)")
+    title = f"{study.title}: {figure}, %"
     marks = {tuple(row.point.names.values()): _mark(row, figure) for row in rows}
     if len(study.axes) == 1:
+        title += "" if before is None else " (dashed: before training)"
         return dots_svg(title, list(marks.values()), None if before is None else 100 * before)
     last = list(dict.fromkeys(names[-1] for names in marks))
     lines = dict.fromkeys(names[:-1] for names in marks)
