@@ -35,9 +35,7 @@ class Result:
     steps: int
     images: int  # seen, with repetitions
     seconds: float  # of all steps
-    processor_seconds: (
-        float  # of the whole training, with its start and its evaluations; if it was resumed, since then
-    )
+    processor_seconds: float  # of the training with start and evaluations; if it was resumed, since then
     memory_bytes: int  # at most, of a process
     made: dict[str, Any] = field(default_factory=dict)  # date, versions, ranks, threads, trainings at once
 
