@@ -201,7 +201,8 @@ def _signed(difference: Interval | None) -> str:
 def _notes(results: Results, rows: Sequence[Row]) -> Iterable[str]:
     study = results.grid.study
     seeds = " or ".join(map(str, sorted({len(row.results) for row in rows})))
-    yield f"Percent; means of {seeds} seeds, ± half of the 95% interval of the mean by Student's t."
+    several = f"means of {seeds} seeds, ± half of the 95% interval of the mean by Student's t"
+    yield f"Percent; {'one seed, which has no interval' if seeds == '1' else several}."
     yield f"Equal for all: {', '.join(study.equal)}."
     if study.search:
         keys = ", ".join(f"{key} from {', '.join(map(_short, values))}" for key, values in study.search.items())
