@@ -108,7 +108,7 @@ def test_a_changed_recipe_is_another_object(tmp_path, recipe):
 
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_pods_with_gpus_refuse_to_train_on_their_cpus(tmp_path, recipe, gpus):
-    arguments = job_of(rendered_folder(tmp_path, recipe, gpus=gpus))["containers"][0]["args"]
+    arguments = job_of(rendered_folder(tmp_path / "out", recipe, gpus=gpus))["containers"][0]["args"]
     assert ("device=cuda" in arguments) == (gpus > 0)
 
 
