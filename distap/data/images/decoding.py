@@ -39,7 +39,7 @@ Shape = tuple[int, int]  # height and width, pixels
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
 SMALL = 1_000_000  # pixels of an image whose scans cost nothing, whatever the limit
-START_OF_SCAN = b"\xff\xda"  # JPEG's marker
+START_OF_SCAN = 0xDAFF  # JPEG's marker, as a number of two bytes, the lower one first
 END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by the beginning of a file
 
 
@@ -206,13 +206,19 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=readable_formats())
     _refuse_large(*image.size, max_pixels)
     if image.format in ("JPEG", "MPO"):
-        scans = data.count(START_OF_SCAN)
+        scans = _scans(data)
         if scans > MAX_SCANS or scans * image.width * image.height > MAX_SCANNED * max(max_pixels, SMALL):
             raise DamagedImageError("too_large", f"{scans} scans of {image.width} x {image.height} pixels")
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
         width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))
         _refuse_large(width, height, max_pixels)
     return image
+
+
+def _scans(data: bytes) -> int:
+    """Count the markers of scans in a JPEG; faster than bytes.count, which takes a tenth of decoding a large one."""
+    numbers = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
+    return sum(int(np.count_nonzero(each == START_OF_SCAN)) for each in numbers)
 
 
 def _refuse_large(width: int, height: int, max_pixels: int) -> None:
