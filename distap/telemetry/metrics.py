@@ -87,14 +87,8 @@ class TrainingMetrics(SimpleNamespace):
                 metric = kind(name, text, labels, namespace="distap", registry=where)
                 setattr(self, attribute, metric)
         ProcessCollector(registry=registry)
-        Info("build", "Versions", namespace="distap", registry=registry).info(
-            {
-                "version": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "device": device,
-            }
-        )
+        versions = {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        Info("build", "Versions", namespace="distap", registry=registry).info(versions | {"device": device})
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device_utilization.set_function(lambda: _utilization(gpu))

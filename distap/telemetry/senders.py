@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 def is_own_host(host: str, others: Collection[str] = ()) -> bool:
-    """Whether a Host header names an address, this host, or one of `others` (`*` is any name).
+    """Tell whether a Host header names an address, this host, or one of `others` (`*` is any name).
 
     Any other name may be an attacker's, who lets it point here after the browser has loaded a page of that name.
     """
@@ -24,7 +24,7 @@ def is_own_host(host: str, others: Collection[str] = ()) -> bool:
 
 
 def is_foreign(host: str, origin: str | None, site: str | None, others: Collection[str] = ()) -> bool:
-    """Whether a page of another site has sent a request, by its headers Host, Origin and Sec-Fetch-Site.
+    """Tell whether a page of another site has sent a request, by its headers Host, Origin and Sec-Fetch-Site.
 
     `others` are names of this host that a proxy may have replaced.
     """

@@ -298,7 +298,7 @@ def test_a_training_on_another_host_is_watched_until_it_renews_its_lease_or_not(
     renew()
     train(World(), tmp_path, training_shards, steps=1)
     assert "waiting to see whether host a, pid 7, " in caplog.text
-    assert int(re.search(r"not renewed for (\d+) s", caplog.text)[1]) >= behind
+    assert behind <= int(re.search(r"not renewed for (\d+) s", caplog.text)[1]) < behind + 300
     renew()
     trainer = Trainer(recipe(tmp_path, training_shards, steps=2), World())
     monkeypatch.setattr(time, "sleep", renew)

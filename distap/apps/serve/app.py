@@ -48,10 +48,12 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ProblemAnswer, "description": description}
     for status, description in {
         400: "The image is damaged or empty.",
+        403: "A page of another site sent it.",
         404: "There is no such image.",
         408: "The upload was too slow.",
         413: "Too many bytes or pixels.",
         415: "No multipart form, or no image of a known format.",
+        421: "The server has no such name.",
         422: "A field is missing or out of bounds.",
         503: "Too much to do, or not loaded yet: try again after `Retry-After` seconds.",
     }.items()

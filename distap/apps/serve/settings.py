@@ -17,12 +17,7 @@ PIXELS = "50 million; 4 million where the gallery was described in original size
 class ServeSettings:
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1"
     allowed_host: Annotated[
-        list[str] | None,
-        Option(
-            help="Name by which clients call this server, beside addresses and the machine's own; * for any. Repeat "
-            "for several.",
-            show_default=False,
-        ),
+        list[str] | None, Option(help="Another name of this server, or * for any; repeat for several.")
     ] = None
     port: Annotated[int, Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000
     max_upload_bytes: Annotated[int, Option(help="Largest request body, bytes.", min=1)] = 20_000_000

@@ -88,7 +88,7 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """Of its settings, so that a later version with further keys finds it again."""
+        """Return a digest of its settings, so that a later version with further keys finds it again."""
         return sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

@@ -24,7 +24,7 @@ PAGE = "study.html"
 
 @dataclass(frozen=True)
 class Result:
-    """What one training reached; a line of results.jsonl."""
+    """A line of results.jsonl says what one training reached."""
 
     names: dict[str, str]  # of its point, by axis
     searched: dict[str, Any]
