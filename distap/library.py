@@ -121,6 +121,7 @@ class DescriptorNetwork(
                 "sizing": str(described.sizing),
                 "scales": list(described.network.scales),
                 "scale_power": described.network.power,
+                "antialias": described.antialias,
                 "max_pixels": described.max_pixels,
                 "scaled_decoding": described.scaled,
                 "whitened": described.whitening is not None,
@@ -147,13 +148,15 @@ class DescriptorNetwork(
             sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
             whitening = load_whitening(Path(str(saved.folder))) if about["whitened"] else None
             most, scaled = int(about["max_pixels"]), bool(about["scaled_decoding"])
+            antialias = bool(about.get("antialias", True))  # networks that were saved earlier have none
         except (ValueError, KeyError, TypeError) as error:
             raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
         data = {} if sizing.pixels is None else {"image_size": sizing.pixels}
         recipe = recorded_recipe({"model": about["model"], "data": data}, model_id)
         recipe = with_given(recipe, network, model_id, sizing.pixels)
         whole = network_of(recipe, World(device=torch.device(device)), saved)
-        return cls(ImageDescriber(whole, sizing, scales, power, whitening, most, scaled=scaled), recipe.model)
+        describer = ImageDescriber(whole, sizing, scales, power, whitening, most, scaled=scaled, antialias=antialias)
+        return cls(describer, recipe.model)
 
 
 def train(
@@ -251,6 +254,7 @@ def load(
         whitening=None if whitening is None else load_whitening(Path(whitening)),
         max_pixels=data.max_pixels,
         scaled=data.scaled_decoding,
+        antialias=recipe.evaluation.antialias,
         batch_pixels=recipe.evaluation.batch_size * data.image_size**2,
     )
     return DescriptorNetwork(describer, recipe.model)

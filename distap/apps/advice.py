@@ -130,12 +130,7 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
     yield f"loss: {loss}"
     yield f"optimizer: {{name: adam, learning_rate: {rate}}}"
     if is_careful:
-        yield from _comment(
-            "What is evaluated and saved is the average of the pretrained weights and all later ones: few classes "
-            "teach little about others, and the average keeps what the pretrained weights know. If even the first "
-            "evaluation is the best one, train on more classes."
-        )
-        yield f"ema: {{decay: {1 - 1 / steps:.4g}}}"
+        yield from _comment("If even the first evaluation is the best one, few classes do not help: train on more.")
     yield "schedule: {name: linear, warmup: 20}"
     yield "replay: {size: auto, keep: auto}  # the fastest micro-batch, and all graphs for which there is memory"
     yield ""

@@ -19,6 +19,7 @@ GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
 METHOD = "pca scales the principal components; lw (Radenović) shrinks directions in which matching images differ."
 PAIRS = "With lw: JSON list of {query, positive}, names of matching images, from `distap data convert`."
+CENTRE = "With --pairs, subtract the mean of all images, or of the queries as the authors' code does."
 KIND = "flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; settings follow from the gallery's size."
 FACTORY = "Instead of --kind, any string for faiss.index_factory, such as OPQ64,IVF4096,PQ64."
 RECALL = "Folder of descriptors to measure recall with."
@@ -120,6 +121,7 @@ def whiten_command(
     pairs: Annotated[
         Path | None, typer.Option(help=PAIRS, show_default="each image with all others of its class")
     ] = None,
+    centre: Annotated[Literal["images", "queries"] | None, typer.Option(help=CENTRE, show_default="images")] = None,
     output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="beside the descriptors")] = None,
 ) -> None:
     """Learn a whitening from the extracted descriptors of a training set.
@@ -137,8 +139,8 @@ def whiten_command(
     )
     from distap.telemetry.terminal import console
 
-    if kind == "pca" and pairs is not None:
-        raise DistapError("--pairs are for --kind lw: pca ignores which images match")
+    if kind == "pca" and (pairs is not None or centre is not None):
+        raise DistapError("--pairs and --centre are for --kind lw: pca ignores which images match")
     if kind == "lw" and power is not None:
         raise DistapError("--power is for --kind pca: lw has none")
     learned_from = read_descriptors(descriptors)
@@ -146,7 +148,7 @@ def whiten_command(
         whitening = learn_pca(learned_from, HALF_POWER if power is None else power, dimensions)
     else:
         matching = None if pairs is None else read_pairs(pairs, learned_from)
-        whitening = learn_discriminative(learned_from, dimensions, matching)
+        whitening = learn_discriminative(learned_from, dimensions, matching, centre or "images")
     path = output or descriptors
     if path.is_dir():
         path /= WHITENING_FILE

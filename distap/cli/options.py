@@ -45,6 +45,8 @@ FACTORS = "Describe each image at these scale factors, such as 1,0.7071,0.5."
 SCALES = Annotated[str | None, image(help=FACTORS, show_default="as in the recipe")]
 MEAN = "Power of the generalised mean over the scales."
 SCALE_POWER = Annotated[float | None, image(help=MEAN, show_default="GeM's, or 1 where a projection follows it")]
+SMOOTH = "Smooth images before shrinking them to a scale; the code of earlier papers does not."
+ANTIALIAS = Annotated[bool | None, image("--antialias/--no-antialias", help=SMOOTH, show_default="as in the recipe")]
 WHITENING = Annotated[
     Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
 ]
@@ -81,6 +83,7 @@ class Preparation:
     original: Annotated[bool, image("--original", help="Keep whole images at their original size.")] = False
     scales: SCALES = None
     scale_power: SCALE_POWER = None
+    antialias: ANTIALIAS = None
     whitening: WHITENING = None
 
     def describing(
@@ -101,9 +104,8 @@ class Preparation:
         asked, evaluation = own != SizedSection(), recipe.evaluation
         sizing = (own if asked else evaluation).sizing(evaluation.crop or recipe.data.image_size)
         scales = parse_scales(self.scales)
-        describing = describing_of(
-            recipe, network, world, Sizing.parse(sizing), scales, self.scale_power, shown=True, **settings
-        )
+        how = Sizing.parse(sizing), scales, self.scale_power, self.antialias
+        describing = describing_of(recipe, network, world, *how, shown=True, **settings)
         return describing, None if self.whitening is None else load_whitening(self.whitening)
 
 

@@ -103,6 +103,7 @@ class DescribingSection(SizedSection):
     scales: tuple[PositiveFloat, ...] = Field(
         (1.0,), min_length=1, description="Describe each image at these scales."
     )
+    antialias: bool = Field(True, description="Smooth images before shrinking them to a scale below 1.")
     recall_at: tuple[PositiveInt, ...] = Field(
         (1, 5, 10), min_length=1, description="The k of R@k and mP@k, except where a ground truth says them."
     )

@@ -24,7 +24,17 @@ PLACES = {
 }
 
 # Keys that decide what a network sees; a recorded value that this version cannot read is an error.
-OF_PIXELS = ("image_size", "max_pixels", "scaled_decoding", "resize", "crop", "max_side", "original", "scales")
+OF_PIXELS = (
+    "image_size",
+    "max_pixels",
+    "scaled_decoding",
+    "resize",
+    "crop",
+    "max_side",
+    "original",
+    "scales",
+    "antialias",
+)
 LENGTHS = ("steps", "epochs")  # one of the two is the length of a training, and an override of either replaces it
 R = TypeVar("R", bound=NetworkRecipe)
 logger = logging.getLogger("distap")

@@ -26,6 +26,7 @@ class MultiScaleNetwork(nn.Module):
         power: of the mean over scales; None takes `default_power`. Negative components keep their sign, as in
             Revaud et al.
         whitening: mean (C,) and projection (D, C) of a linear layer at the end.
+        antialias: smooth before shrinking; the code of Radenović et al. and Revaud et al. does not.
     """
 
     mean: Tensor | None
@@ -37,6 +38,7 @@ class MultiScaleNetwork(nn.Module):
         scales: Sequence[float] = (1.0,),
         power: float | None = None,
         whitening: tuple[Tensor, Tensor] | None = None,
+        antialias: bool = True,
     ) -> None:
         super().__init__()
         power = default_power(network) if power is None else float(power)
@@ -46,7 +48,7 @@ class MultiScaleNetwork(nn.Module):
             raise DistapError(f"scales {list(scales)}: one appears twice")
         if not 0 < power < float("inf"):
             raise DistapError(f"scale power {power:g}: expected a number above 0")
-        self.network, self.power = network, power
+        self.network, self.power, self.antialias = network, power, antialias
         self.scales = tuple(float(scale) for scale in scales)
         mean, projection = whitening or (None, None)
         dimensions = network.dimensions
@@ -78,7 +80,7 @@ class MultiScaleNetwork(nn.Module):
         if scale != 1:
             # Python's int and max would write the lengths of the traced example into an export.
             size: list[Any] = [torch.sym_max(torch.sym_int(length * scale), 1) for length in images.shape[-2:]]
-            pixels = interpolate(images.to(self.network.mean.dtype), size, mode="bilinear", antialias=True)
+            pixels = interpolate(images.to(self.network.mean.dtype), size, mode="bilinear", antialias=self.antialias)
         return self.network(pixels)
 
 

@@ -56,6 +56,7 @@ class DescribedBy:
     scales: tuple[float, ...] = (1.0,)
     scale_power: float = 1.0  # of the generalised mean over the scales
     whitening: str | None = None  # hash of the whitening applied after the network, if any
+    antialias: bool = True  # of images at scales below 1
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DescribedBy":

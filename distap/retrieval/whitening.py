@@ -35,6 +35,7 @@ HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whiten
 logger = logging.getLogger("distap")
 
 WhiteningKind = Literal["pca", "lw"]
+Centre = Literal["images", "queries"]
 Covariance = Float64[np.ndarray, "C C"]
 
 
@@ -141,7 +142,10 @@ def learn_pca(descriptors: DescriptorSet, power: float = HALF_POWER, dimensions:
 
 
 def learn_discriminative(
-    descriptors: DescriptorSet, dimensions: int | None = None, pairs: Int64[np.ndarray, "P 2"] | None = None
+    descriptors: DescriptorSet,
+    dimensions: int | None = None,
+    pairs: Int64[np.ndarray, "P 2"] | None = None,
+    centre: Centre = "images",
 ) -> Whitening:
     """Discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in every direction.
 
@@ -153,8 +157,16 @@ def learn_discriminative(
         dimensions: D, the directions of most variance to keep; None keeps all.
         pairs: rows of matching images; None pairs each image with all others of its class. Each image then has the
             same weight, so that large classes do not drown the others.
+        centre: what is subtracted: the mean of all images, or of the queries, the first of each pair, as the authors'
+            code does (filipradenovic/cnnimageretrieval-pytorch, cirtorch/utils/whiten.py).
     """
     mean, covariance = _mean_and_covariance(descriptors)
+    if centre == "queries":
+        if pairs is None or not len(pairs):
+            raise DistapError("whitening: the centre of the queries needs pairs, whose first images they are")
+        of_queries = _mean(descriptors.descriptors, pairs[:, 0])
+        covariance += np.outer(mean - of_queries, mean - of_queries)
+        mean = of_queries
     differences = _covariance_within(descriptors, mean) if pairs is None else _covariance_of_pairs(descriptors, pairs)
     variances, directions = _principal_directions(differences, f"matching images of {descriptors.data}")
     shrinking = directions / np.sqrt(variances)[:, None]
@@ -204,7 +216,7 @@ def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray
     if not total:
         raise DistapError("whitening: there is no descriptor to learn from")
     rows = np.arange(total)
-    mean = sum((block.sum(axis=0) for _, block in _blocks(values, rows)), np.zeros(values.shape[1])) / total
+    mean = _mean(values, rows)
     if not np.isfinite(mean).all():
         raise DistapError("whitening: a descriptor is not finite: the network is broken; extract again")
     covariance = np.zeros((values.shape[1],) * 2)
@@ -212,6 +224,11 @@ def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray
         block -= mean
         covariance += block.T @ block
     return mean, covariance / total
+
+
+def _mean(values: NDArray[Any], rows: NDArray[np.int64]) -> Float64[np.ndarray, " C"]:
+    sums = (block.sum(axis=0) for _, block in _blocks(values, rows))
+    return sum(sums, np.zeros(values.shape[1])) / len(rows)
 
 
 def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C"]) -> Covariance:

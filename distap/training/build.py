@@ -129,13 +129,14 @@ def describing_of(
     sizing: Sizing | None = None,
     scales: Sequence[float] | None = None,
     power: float | None = None,
+    antialias: bool | None = None,
     *,
     kept_in: Path | None = None,
     shown: bool = False,
 ) -> Describing:
     """Return how evaluations describe images with a recipe's network, whose parameters have to be whole.
 
-    `sizing` and `scales` None take those of the recipe; see `ImageDescriber` and `Describing` for the rest.
+    None takes what the recipe says; see `ImageDescriber` and `Describing`.
     """
     data, evaluation = recipe.data, recipe.evaluation
     describer = ImageDescriber(
@@ -145,6 +146,7 @@ def describing_of(
         power,
         max_pixels=data.max_pixels,
         scaled=data.scaled_decoding,
+        antialias=evaluation.antialias if antialias is None else antialias,
         batch_pixels=evaluation.batch_size * data.image_size**2,
     )
     return Describing(describer, world, data.workers, kept_in, shown)

@@ -25,7 +25,9 @@ def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypa
     assert loaded.sampling.classes == (len(train) if len(train) < 100 else min(images // 8, 96) // 3)
     assert loaded.steps * loaded.sampling.size >= 10 * images - loaded.sampling.size
     assert loaded.data.image_size == 64
-    assert (loaded.ema is not None) == (len(train) < 100)  # of pretrained weights, which few classes would spoil
+    assert loaded.optimizer.learning_rate == (
+        1e-4 if len(train) < 100 else 3e-4
+    )  # few classes spoil what is pretrained
     assert distap(monkeypatch, "train", recipe, "--check", *QUICK) == 0
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
     assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "validation" in entry] == [0, 2]
@@ -54,7 +56,7 @@ def test_a_test_set_of_the_same_classes_is_evaluated_and_said_to_be(tmp_path, mo
         write_images(tmp_path / "photos" / name, {"cat": 5, "dog": 5})
     assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe) == 0
     assert "unseen_classes: false  # 2 of its classes are trained on" in recipe.read_text()
-    assert load_recipe(recipe).ema is None
+    assert load_recipe(recipe).optimizer.learning_rate == 3e-4
     assert distap(monkeypatch, "train", recipe, "--check", *QUICK) == 0
 
 

@@ -45,6 +45,10 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
     expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)
+    assert found.described_by.antialias
+    assert distap(monkeypatch, "extract", *options, "--no-antialias", photos, tmp_path / "rough") == 0
+    rough = read_descriptors(tmp_path / "rough")
+    assert not rough.described_by.antialias and not np.array_equal(rough.descriptors, found.descriptors)
 
 
 @pytest.mark.parametrize(

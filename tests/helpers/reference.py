@@ -89,8 +89,22 @@ def soft_histograms(
     return histograms[0], histograms[1]
 
 
-def ap_q(positives: Tensor, negatives: Tensor, bins: int = 20, low: float = -1.0, high: float = 1.0) -> Tensor:
+def one_less_distance(similarities: Tensor) -> Tensor:
+    """Of dirtorch's APLoss_dist and TAPLoss_dist."""
+    return 1 - torch.sqrt(2.001 - 2 * similarities)
+
+
+def ap_q(
+    positives: Tensor,
+    negatives: Tensor,
+    bins: int = 20,
+    low: float = -1.0,
+    high: float = 1.0,
+    bins_of: str = "similarity",
+) -> Tensor:
     """Revaud et al. 2019, eq. 10 to 12."""
+    if bins_of == "distance":
+        positives, negatives = one_less_distance(positives), one_less_distance(negatives)
     right, everything = soft_histograms(positives, negatives, bins, low, high)
     seen = everything.cumsum(0)
     precision = right.cumsum(0) / torch.where(seen > 0, seen, 1)
@@ -104,8 +118,11 @@ def ap_t(
     low: float = -1.0,
     high: float = 1.0,
     form: str = "simplified",
+    bins_of: str = "similarity",
 ) -> Tensor:
     """Revaud et al. 2019, eq. 13, or the integral of He et al. 2018, with the bounds of the published code."""
+    if bins_of == "distance":
+        positives, negatives = one_less_distance(positives), one_less_distance(negatives)
     right, everything = soft_histograms(positives, negatives, bins, low, high)
     total = right.new_zeros(())
     right_before, before = right.new_zeros(()), right.new_zeros(())

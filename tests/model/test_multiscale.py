@@ -60,6 +60,8 @@ def test_one_other_scale_is_the_scaled_image_alone():
     inner = network()
     expected = inner(interpolate(images().float(), (32, 40), mode="bilinear", antialias=True))
     assert torch.equal(MultiScaleNetwork(inner, (0.5,))(images()), expected)
+    expected = inner(interpolate(images().float(), (32, 40), mode="bilinear"))
+    assert torch.equal(MultiScaleNetwork(inner, (0.5,), antialias=False)(images()), expected)
 
 
 @pytest.mark.parametrize("scales", [(1.0,), (1.0, 0.5)])

@@ -321,6 +321,9 @@ def test_matching_pairs_are_found_by_their_names(tmp_path, gallery):
     arguments = ("whiten", tmp_path / "d", "--kind", "lw", "--pairs", tmp_path / "pairs.json", "--output", path)
     assert run(*arguments).exit_code == 0
     assert load_whitening(path).fingerprint == learn_discriminative(named, pairs=pairs).fingerprint
+    assert run(*arguments, "--centre", "queries").exit_code == 0
+    whitening = learn_discriminative(named, pairs=pairs, centre="queries")
+    assert load_whitening(path).fingerprint == whitening.fingerprint
     (tmp_path / "pairs.json").write_text(json.dumps([{"query": "name-1", "positive": "strange"}]))
     assert "1 of its images are not among the 700" in str(run(*arguments).exception)
     (tmp_path / "pairs.json").write_text("{}")
@@ -333,7 +336,7 @@ def test_matching_pairs_are_found_by_their_names(tmp_path, gallery):
     ("arguments", "text"),
     [
         (["whiten", "--kind", "lw", "--power", "0.5"], "--power is for --kind pca"),
-        (["whiten", "--pairs", "x"], "--pairs are for --kind lw"),
+        (["whiten", "--pairs", "x"], "--pairs and --centre are for --kind lw"),
         (["index", "out", "--kind", "flat", "--factory", "Flat"], "give one of --kind and --factory"),
     ],
 )

@@ -41,6 +41,7 @@ class ImageDescriber:
     max_pixels: int = MAX_PIXELS  # an image with more (width times height) is refused without decoding
     precision: PrecisionName = "float32"  # of convolutions and matrix products
     scaled: bool = True  # whether JPEG may be decoded at reduced scale
+    antialias: bool = True  # smooth before shrinking to a scale below 1
     batch_pixels: int = BATCH_PIXELS  # most to describe at once: height times width, summed over the images
 
     def __post_init__(self) -> None:
@@ -60,14 +61,15 @@ class ImageDescriber:
     def network(self) -> MultiScaleNetwork:
         """Pixels to descriptors at all scales, whitened."""
         whitening = None if self.whitening is None else self.whitening.tensors
-        return MultiScaleNetwork(self.retrieval_network, self.scales, self.power, whitening)
+        return MultiScaleNetwork(self.retrieval_network, self.scales, self.power, whitening, self.antialias)
 
     @cached_property
     def described_by(self) -> DescribedBy:
         """The record to store with its descriptors. The network is hashed on first use."""
         whitening = None if self.whitening is None else self.whitening.fingerprint
         hashed = fingerprint(self.retrieval_network)
-        return DescribedBy(hashed, str(self.sizing), self.network.scales, self.network.power, whitening)
+        scales, power = self.network.scales, self.network.power
+        return DescribedBy(hashed, str(self.sizing), scales, power, whitening, self.antialias)
 
     @property
     def dimensions(self) -> int:
@@ -137,9 +139,11 @@ def describer_like(
 
     The network is put into evaluation mode.
     """
-    scales, power = described_by.scales, described_by.scale_power
+    scales, power, antialias = described_by.scales, described_by.scale_power, described_by.antialias
     sizing = Sizing.parse(described_by.sizing)
-    describer = ImageDescriber(network, sizing, scales, power, whitening, max_pixels, scaled=scaled)
+    describer = ImageDescriber(
+        network, sizing, scales, power, whitening, max_pixels, scaled=scaled, antialias=antialias
+    )
     for part in ("network", "whitening"):
         wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
         if wanted != given:

@@ -16,7 +16,10 @@ class QuantizedAP(HistogramLoss):
     """AP_Q (Revaud et al. 2019, eq. 7 to 12)."""
 
     # naver/deep-image-retrieval, dirtorch/loss.py at commit 11171a8; it counts an image alone in its class as AP 1.
-    presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0}}
+    presets: ClassVar[Presets] = {
+        "dirtorch": {"bins": 25, "low": 0.0, "high": 1.0},
+        "dirtorch_dist": {"bins": 25, "low": 0.0, "high": 1.0, "bins_of": "distance"},
+    }
 
     def average_precision(
         self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
@@ -47,7 +50,10 @@ class TieAwareAP(HistogramLoss):
     # `simplified` (Revaud et al. 2019, eq. 13), or `full`, the integral over a bin, with the bounds of their code for
     # bins of less than one image.
     form: Literal["simplified", "full"] = "simplified"
-    presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full"}}
+    presets: ClassVar[Presets] = {
+        "dirtorch": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full"},
+        "dirtorch_dist": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full", "bins_of": "distance"},
+    }
 
     def average_precision(
         self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
