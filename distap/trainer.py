@@ -92,6 +92,7 @@ class Trainer:
         # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
+        self.stopwatch.begins = self.tracer.stage_begins
         self.images, sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)
         self.length = first_on_rank_0(world, partial(Length, recipe, self.images.index, self.images.size))
@@ -170,6 +171,7 @@ class Trainer:
                 self.tracer.begin(self.done)
             lap = time.perf_counter()
         self.tracer.close(self.done)
+        self.tracer.finish()
         self._finish_checkpoint()
         if stopping and (self.done < steps or self._owes_evaluation()):
             logger.warning("stopped after step %d of %d, with a checkpoint", self.done, steps)

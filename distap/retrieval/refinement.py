@@ -25,8 +25,8 @@ BLOCK_NUMBERS = 2**24  # numbers of the neighbours held in float32 at once: 64 M
 class Expansion:
     """Move descriptors towards their neighbours (αQE, Radenović et al. 2018): `normalise(q + Σ_k max(s_k, 0)^α d_k)`.
 
-    With α = 0 all neighbours weigh alike, which is average query expansion (Chum et al. 2007). A neighbour of negative
-    similarity adds nothing; the code of Revaud et al. weighs it by s^α as well, which is above 0 for an even α.
+    With α = 0 all neighbours weigh alike, which is average query expansion (Chum et al. 2007). A neighbour of
+    negative similarity adds nothing; the code of Revaud et al. weighs it by s^α too, which is above 0 for an even α.
     """
 
     neighbours: int = 10  # K, searched in the whole gallery

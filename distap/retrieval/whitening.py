@@ -164,9 +164,8 @@ def learn_discriminative(
     if centre == "queries":
         if pairs is None or not len(pairs):
             raise DistapError("whitening: the centre of the queries needs pairs, whose first images they are")
-        of_queries = _mean(descriptors.descriptors, pairs[:, 0])
-        covariance += np.outer(mean - of_queries, mean - of_queries)
-        mean = of_queries
+        offset = _mean(descriptors.descriptors, pairs[:, 0]) - mean
+        mean, covariance = mean + offset, covariance + np.outer(offset, offset)
     differences = _covariance_within(descriptors, mean) if pairs is None else _covariance_of_pairs(descriptors, pairs)
     variances, directions = _principal_directions(differences, f"matching images of {descriptors.data}")
     shrinking = directions / np.sqrt(variances)[:, None]
@@ -194,9 +193,7 @@ def read_pairs(path: Path, descriptors: DescriptorSet) -> Int64[np.ndarray, "P 2
     return np.array([(rows[query], rows[positive]) for query, positive in named], np.int64).reshape(-1, 2)
 
 
-def _first(
-    projection: NDArray[np.float64], dimensions: int | None, descriptors: DescriptorSet
-) -> NDArray[np.float64]:
+def _first(projection: NDArray[Any], dimensions: int | None, descriptors: DescriptorSet) -> NDArray[Any]:
     found, among = projection.shape
     if dimensions is not None and not 1 <= dimensions <= found:
         raise DistapError(

@@ -1,7 +1,9 @@
 """Trace the next steps on demand with torch's profiler.
 
 Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing show. The stages
-appear in it under their names. Errors of the profiler never end the training.
+appear in it under their names. Of a stage's many micro-batches it has the first and the last, so that memory, the
+file and the time to write it, beside the training, do not grow with the batch. Errors of the profiler never end the
+training.
 """
 
 import json
@@ -9,10 +11,13 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
-from torch.profiler import profile
+import torch
+from torch.profiler import ProfilerActivity, profile
 
-STEPS, MOST_STEPS = 1, 20  # one step of thousands of images makes a large file already
+STEPS, MOST_STEPS = 1, 5
+FIRST, LAST = 6, 2  # parts of a stage that are traced: a micro-batch has two or three, such as a forward pass
 QUIET = "99"
 logger = logging.getLogger("distap")
 
@@ -25,6 +30,12 @@ class Tracer:
         self._asked = self._agreed = 0  # numbers of steps: asked of this rank, agreed on by all
         self._profiler: profile | None = None
         self._first = self._last = 0  # step of the trace, the same on all ranks
+        self._stage, self._parts = "", 0  # the present stage, and how many of its parts have begun
+        self._parts_of: dict[str, int] = {}  # of each stage when it was done last
+        self._collects = True
+        self._writing: Thread | None = None
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._activities = [ProfilerActivity.CPU, *gpu]
 
     def ask(self, steps: int = STEPS) -> None:
         """Ask for a trace of the next `steps` steps, from any thread; the ranks then agree on it."""
@@ -47,14 +58,28 @@ class Tracer:
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         self._first, self._last, self._agreed = done + 1, done + self._agreed, 0
         try:
-            profiler = profile(acc_events=True)
+            profiler = profile(activities=self._activities, acc_events=True)
             profiler.start()
         except Exception as error:
             logger.warning("rank %d does not trace step %d to %d: %s", self._rank, self._first, self._last, error)
             return
-        self._profiler = profiler
+        self._profiler, self._collects = profiler, True
         if self._rank == 0:
             logger.info("tracing step %d to %d", self._first, self._last)
+
+    def stage_begins(self, name: str, is_inner: bool) -> None:
+        """Trace a stage, and of its parts the first and the last, of which there are as many as the time before."""
+        if is_inner:
+            self._parts += 1
+        else:
+            self._parts_of[self._stage] = self._parts
+            self._stage, self._parts = name, 0
+        collects = self._parts <= FIRST or self._parts > self._parts_of.get(self._stage, 0) - LAST
+        if self._profiler is not None and collects != self._collects:
+            self._collects = collects
+            torch.autograd._enable_record_function(collects)
+            if ProfilerActivity.CUDA in self._activities:
+                self._profiler.toggle_collection_dynamic(collects, [ProfilerActivity.CUDA])
 
     def step_done(self, done: int) -> None:
         """Write the trace if its last step is done."""
@@ -69,16 +94,31 @@ class Tracer:
         self.close(done)
 
     def close(self, done: int) -> None:
-        """Write a trace if one is under way, such as at the end of training."""
+        """Write a trace if one is under way, beside the training."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        path = self._folder / f"step-{self._first}.rank-{self._rank}.json.gz"
+        torch.autograd._enable_record_function(True)
+        try:
+            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, done]}))
+            profiler.stop()
+        except Exception as error:
+            logger.warning("rank %d has no trace of step %d to %d: %s", self._rank, self._first, done, error)
+            return
+        self.finish()
+        self._writing = Thread(target=self._write, args=(profiler, done, self._first), name="distap-trace")
+        self._writing.start()
+
+    def finish(self) -> None:
+        """Wait for the trace that is being written, such as at the end of training."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _write(self, profiler: profile, done: int, first: int) -> None:
+        path = self._folder / f"step-{first}.rank-{self._rank}.json.gz"
         draft = path.with_name(f".{os.getpid()}.{path.name}")
         try:
-            profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, done]}))
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
         except Exception as error:  # the profiler's errors, or a full disk
@@ -87,4 +127,4 @@ class Tracer:
             logger.warning("%s: the trace cannot be written: %s", path, error)
             return
         if self._rank == 0:
-            logger.info("traced step %d to %d: %s, and a file beside it for each other rank", self._first, done, path)
+            logger.info("traced step %d to %d: %s, and a file beside it for each other rank", first, done, path)

@@ -134,10 +134,7 @@ def describing_of(
     kept_in: Path | None = None,
     shown: bool = False,
 ) -> Describing:
-    """Return how evaluations describe images with a recipe's network, whose parameters have to be whole.
-
-    None takes what the recipe says; see `ImageDescriber` and `Describing`.
-    """
+    """Return how evaluations describe images with a network of whole parameters; None is as the recipe says."""
     data, evaluation = recipe.data, recipe.evaluation
     describer = ImageDescriber(
         network,

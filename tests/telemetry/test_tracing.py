@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
+from distap.stopwatch import Stopwatch
 from distap.telemetry.tracing import Tracer
 
 
@@ -28,6 +29,7 @@ def train(tracer, steps, asked, evaluated=()):
         if done < steps:
             tracer.begin(done)
     tracer.close(steps)
+    tracer.finish()
 
 
 def traced(tmp_path):
@@ -54,6 +56,31 @@ def test_an_evaluation_between_traced_steps_is_in_no_trace(tmp_path, tracer):
 def test_an_evaluation_after_the_last_traced_step_asks_for_no_further_one(tmp_path, tracer):
     train(tracer, 4, asked={1: 1}, evaluated=[1, 2, 3])
     assert traced(tmp_path) == {2: {"step 2"}}
+
+
+def test_a_trace_does_not_grow_with_the_micro_batches_of_a_step(tmp_path, tracer):
+    stopwatch = Stopwatch()
+    stopwatch.begins = tracer.stage_begins
+    for done in (1, 2):
+        for stage, parts in {"describe": 40, "replay": 100, "optimizer": 0}.items():
+            with stopwatch.stage(stage):
+                for part in range(1, parts + 1):
+                    with stopwatch.stage("network", part_of_outer=True), record_function(f"{stage} {part}"):
+                        torch.ones(2).sum()
+        if done == 1:
+            tracer.agreed(1)
+            tracer.begin(done)
+    tracer.close(2)
+    tracer.finish()
+    [path] = (tmp_path / "traces").glob("step-2.*")
+    with gzip.open(path, "rt") as file:
+        trace = json.load(file)
+    assert trace["distap"] == {"rank": 0, "steps": [2, 2]}
+    names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    few = [*range(1, 7)]
+    expected = ["describe", *(f"describe {part}" for part in (*few, 39, 40))]
+    expected += ["replay", *(f"replay {part}" for part in (*few, 99, 100)), "optimizer"]
+    assert [name for name in names if name != "network"] == expected
 
 
 @pytest.mark.parametrize("method", ["start", "stop"])
