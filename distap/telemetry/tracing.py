@@ -77,7 +77,7 @@ class Tracer:
         collects = self._parts <= FIRST or self._parts > self._parts_of.get(self._stage, 0) - LAST
         if self._profiler is not None and collects != self._collects:
             self._collects = collects
-            torch.autograd._enable_record_function(collects)
+            torch._C._autograd._enable_record_function(collects)
             if ProfilerActivity.CUDA in self._activities:
                 self._profiler.toggle_collection_dynamic(collects, [ProfilerActivity.CUDA])
 
@@ -98,7 +98,7 @@ class Tracer:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        torch.autograd._enable_record_function(True)
+        torch._C._autograd._enable_record_function(True)
         try:
             profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, done]}))
             profiler.stop()

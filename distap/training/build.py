@@ -54,6 +54,7 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
         chunk=recipe.loader_chunk,
         workers=data.workers,
         prefetch=data.prefetch,
+        longest_wait=recipe.timeout_seconds,
         pixels=data.pixels,
         max_pixels=data.max_pixels,
         remote=data.remote,

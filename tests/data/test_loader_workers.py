@@ -1,6 +1,7 @@
 import gc
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from images import indexed_images, started
 
+from distap.data.loading.workers import LostWorkerError
 from distap.data.settings import PixelSettings
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
 # A rank with two workers, which tells their process ids and waits.
@@ -134,3 +137,48 @@ def test_a_worker_that_is_stuck_does_not_keep_its_rank(shards):
 def test_a_worker_that_is_stuck_is_gone_when_its_loader_is(shards):
     with python(STUCK + "chunks.close()\nprint(active_children())", shards) as rank:
         assert rank.stdout.readline() == b"[]\n"
+
+
+def test_workers_that_hand_nothing_over_are_lost_after_a_while_and_what_they_read_is_named(shards):
+    index = load_index(shards)
+    shard = shards / str(index.shard_name[1])
+    images = indexed_images(shards, workers=2, longest_wait=2.0)
+    shard.unlink()
+    os.mkfifo(shard)  # a pipe that no one writes to, as storage that hangs
+    shares = images.shares(range(20))
+    with pytest.raises(LostWorkerError, match=r"nothing over for 2(\.0)? s.* such as") as raised:
+        for share in shares:
+            share.images(slice(0, 6))
+    assert shard.name in str(raised.value)
+    assert active_children() == []
+
+
+AT_ONCE = """
+import sys
+from pathlib import Path
+from images import started
+from distap.errors import DistapError
+
+try:
+    started(Path(sys.argv[1]))
+except DistapError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare, to have an own /dev/shm"
+)
+def test_shared_memory_that_is_too_small_is_said_at_once(shards, tmp_path):
+    (tmp_path / "rank.py").write_text(AT_ONCE)
+    small = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
+    rank = [sys.executable, tmp_path / "rank.py", shards]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", small, "sh", *rank],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "/dev/shm has 0.0 MB free" in found.stdout and "--shm-size" in found.stdout, found

@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,8 @@ class IndexedImages:
 
         def chunks(readings: int) -> Generator[Chunk]:
             images, asked = SlotImages(job, self._reader, self.plan), requests(readings)
-            return handed_over(images, job.workers, job.prefetch, batch_sampler=asked, collate_fn=images.collated)
+            options: dict[str, Any] = {"batch_sampler": asked, "collate_fn": images.collated, "where": images.where}
+            return handed_over(images, job.workers, job.prefetch, **job.handing_over, **options)
 
         return shares_of(job, self._world, self._stopwatch, steps, chunks)
 
@@ -169,6 +171,9 @@ class SlotImages(Dataset[tuple[Tensor, Loaded]]):
                 return pixels, Loaded(candidate, int(self.plan.classes.labels[candidate]), name, failures)
         blank = torch.zeros(3, self.job.image_size, self.job.image_size, dtype=torch.uint8)
         return blank, Loaded(NO_SAMPLE, -1, self.reader.where(sample), failures)
+
+    def where(self, request: tuple[int, int, int]) -> str:
+        return self.reader.where(request[2])
 
     def _candidates(self, step: int, slot: int, sample: int) -> Iterator[int]:
         yield sample

@@ -151,7 +151,8 @@ class StreamedImages:
         workers = max((number for number in range(1, job.workers + 1) if streams % number == 0), default=0)
         images = StreamImages(self._source, job, self._shards, self._world.slots(self.size), self._cursors, first)
         # The chunks of a worker are smaller by the number of workers, so more of them are read ahead.
-        handed = handed_over(images, workers, job.prefetch * workers, batch_size=None, collate_fn=identity)
+        options: dict[str, Any] = {"batch_size": None, "collate_fn": identity}
+        handed = handed_over(images, workers, job.prefetch * workers, **job.handing_over, **options)
         try:
             while parts := list(islice(handed, max(workers, 1))):
                 chunk = _interleaved(parts)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import InitVar, dataclass, field
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,10 +39,17 @@ class LoadingJob:
     chunk: int = 16  # images that a worker hands over at once; best as many as the network asks for at once
     workers: int = 0  # processes that read; 0 reads in the rank itself
     prefetch: int = 2  # chunks that each worker reads ahead
+    longest_wait: float = 600.0  # seconds for the next chunk
     pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
     max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
     remote: RemoteSettings | None = None
     cache: CacheSettings | None = None  # of shards on this host's disk
+
+    @property
+    def handing_over(self) -> dict[str, Any]:
+        """Options of `handed_over`."""
+        ahead = self.workers * self.prefetch * self.chunk * 3 * self.image_size**2
+        return {"longest_wait": self.longest_wait, "bytes_ahead": ahead}
 
     def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
         """(3, size, size) uint8: the image as a slot of a step gets it, a function of seed, step and slot alone."""

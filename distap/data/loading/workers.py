@@ -2,12 +2,15 @@
 
 import gc
 import os
+import shutil
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
@@ -19,24 +22,47 @@ from distap.errors import FAILED, DistapError
 from distap.processes.exit_statuses import die_with_parent
 from distap.processes.stopping import go_deaf
 
+SHARED_MEMORY = "/dev/shm"  # through which workers hand images over
+LONGEST_WAIT = 600.0  # seconds for the next chunk
+
 
 class LostWorkerError(DistapError):
-    """A process that reads images has ended unasked."""
+    """A process that reads images has ended unasked, or hangs."""
 
     status = FAILED
 
 
-def handed_over(images: Dataset[Any], workers: int, prefetch: int, **options: Any) -> Generator[Any]:
+def handed_over(
+    images: Dataset[Any],
+    workers: int,
+    prefetch: int,
+    *,
+    longest_wait: float = LONGEST_WAIT,
+    bytes_ahead: int = 0,
+    where: Callable[[Any], str] = str,
+    batch_sampler: Iterable[list[Any]] | None = None,
+    **options: Any,
+) -> Generator[Any]:
     """Run torch's DataLoader over `images` in processes that end with this generator; 0 workers read in this one.
 
+    Args:
+        longest_wait: seconds after which workers that hand nothing over count as lost.
+        bytes_ahead: what they hand over before it is used, which shared memory has to hold.
+        where: names a request of `batch_sampler`, for a message.
+
     Raises:
-        DistapError: a worker raised it.
+        DistapError: a worker raised it, or shared memory is too small.
         LostWorkerError: a worker was lost.
     """
+    asked = deque[Any]()
+    if batch_sampler is not None:
+        options["batch_sampler"] = batch_sampler if not workers else _noted(batch_sampler, asked)
     if workers:
+        _require_shared_memory(bytes_ahead)
         options |= {
             "num_workers": workers,
             "prefetch_factor": prefetch,
+            "timeout": longest_wait,
             "worker_init_fn": partial(_begin, os.getpid()),
             "multiprocessing_context": forking_context(),
         }
@@ -51,7 +77,11 @@ def handed_over(images: Dataset[Any], workers: int, prefetch: int, **options: An
             signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
     failure: DistapError | None = None
     try:
-        while (chunk := _awaited(chunks, started)) is not None:
+        while (
+            chunk := _awaited(chunks, started, lambda: f", such as {where(asked[0])}" if asked else "")
+        ) is not None:
+            if asked:
+                asked.popleft()
             yield chunk
     except DistapError as error:
         # The loader has put the worker's traceback before the message that is meant for the user.
@@ -75,7 +105,25 @@ def _begin(rank: int, _: int) -> None:
         os._exit(FAILED)
 
 
-def _awaited(chunks: Iterator[Any], workers: list[BaseProcess]) -> Any:
+def _noted(requests: Iterable[list[Any]], asked: deque[Any]) -> Iterator[list[Any]]:
+    """The requests, of each of which the first image is noted."""
+    for request in requests:
+        asked.append(request[0])
+        yield request
+
+
+def _require_shared_memory(size: int) -> None:
+    if not Path(SHARED_MEMORY).is_dir():
+        return  # another system than Linux
+    if (free := shutil.disk_usage(SHARED_MEMORY).free) < size:
+        raise DistapError(
+            f"{SHARED_MEMORY} has {free / 1e6:,.1f} MB free, but the processes that read images hand over "
+            f"{size / 1e6:,.1f} MB ahead: give the container more (--shm-size, or a volume of medium Memory), or set "
+            "data.prefetch or data.workers lower"
+        )
+
+
+def _awaited(chunks: Iterator[Any], workers: list[BaseProcess], next_image: Callable[[], str]) -> Any:
     """Return the next chunk, None at the end; raise LostWorkerError if a worker is lost, now or before."""
     for worker in workers:
         if not worker.is_alive():
@@ -86,6 +134,11 @@ def _awaited(chunks: Iterator[Any], workers: list[BaseProcess]) -> Any:
     try:
         return next(chunks, None)
     except RuntimeError as error:
+        if str(error).startswith("DataLoader timed out"):
+            raise LostWorkerError(
+                f"the processes that read images have handed nothing over for {str(error).split()[-2]} s: the "
+                f"storage hangs, or reading takes longer{next_image()}"
+            ) from None
         if not str(error).startswith("DataLoader worker"):
             raise
         raise _lost(str(error).removeprefix("DataLoader ").partition(". ")[0]) from None
