@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from distap.errors import FINISHED, MISTAKE, RESTART, DistapError
 from distap.processes.exit_statuses import recorded_outcomes, status_of
-from distap.processes.rendezvous import C10D_PORT, answers, await_meeting_point
+from distap.processes.rendezvous import C10D_PORT, answers, await_meeting_point, who_came
 from distap.processes.startup import STARTED
 from distap.processes.stopping import TRACE_SIGNAL, go_deaf
 
@@ -82,7 +82,7 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int
         if not recorded_outcomes(outcomes):
             return RESTART  # ranks that were still starting die of the signal: there was nothing to save
     except RendezvousError as error:
-        logger.error("the hosts did not meet: %s", str(error) or "one of them has ended the meeting of all")
+        logger.error("the hosts did not meet: %s", error)
     finally:
         returned.set()
     return status_of(recorded_outcomes(outcomes))
@@ -119,7 +119,10 @@ class Agent(LocalElasticAgent):
         self._outcomes.mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
         for file in self._outcomes.iterdir():
             file.unlink()
-        super()._rendezvous(worker_group)
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousError as error:
+            raise RendezvousError(who_came(handler)) from error
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._has_started:

@@ -10,6 +10,7 @@ import socket
 import time
 from argparse import Namespace
 from contextlib import suppress
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import utils as rendezvous
 
@@ -50,6 +51,16 @@ def await_meeting_point(settings: Namespace) -> None:
         if probe == 0:
             logger.warning("nobody answers at %s:%d yet: waiting for it, %d s at most", host, port, join_seconds)
         time.sleep(PROBE_SECONDS)
+
+
+def who_came(handler: Any) -> str:
+    """Say how many hosts came to a rendezvous of torch that has failed, within what time, and who."""
+    state, settings = handler._state_holder.state, handler._settings
+    if state.closed:
+        return "another host has given up, and says who came"
+    came = sorted({host.addr for host in (handler._this_node, *state.participants, *state.wait_list)})  # it has left
+    seconds = settings.timeout.join.total_seconds()
+    return f"{len(came)} of {settings.min_nodes} came within {seconds:g} s: {', '.join(came)}"
 
 
 def answers(host: str, port: int) -> bool:

@@ -106,6 +106,14 @@ def test_the_check_goes_on_after_missing_and_cut_shards(shards):
     assert listed(check(shards))[-1] == ("000002.tar", "shard_unreadable")
 
 
+def test_shards_that_the_index_does_not_have_are_named(shards):
+    shutil.copy(shards / "000000.tar", shards / "new.tar")
+    assert listed(check(shards)) == [("new.tar", "shard_not_indexed")]
+    for shard in shards.glob("*.tar"):
+        shard.unlink()
+    assert reasons(check(shards)) == {"shard_missing": 3}
+
+
 def test_images_that_were_packed_damaged_are_listed_by_reason(tmp_path, image_folder):
     whole = (image_folder / "car" / "0.png").read_bytes()
     for name, data in {

@@ -21,7 +21,7 @@ from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
 from distap.storage.hashing import Hashed
-from distap.storage.locations import Source, parse_source
+from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
 PIECE = 2**20  # bytes that are read at once between images
@@ -32,7 +32,8 @@ class Damage(NamedTuple):
 
     shard: str
     key: str  # its name in the index; "" for the shard as a whole
-    reason: str  # shard_missing, shard_unreadable, shard_size, shard_sha256, or that of a DamagedImageError
+    # shard_missing, shard_unreadable, shard_size, shard_sha256, shard_not_indexed, or that of a DamagedImageError
+    reason: str
     detail: str
 
     @property
@@ -62,7 +63,20 @@ def check(
     index = load_index(source, settings, compare=False)
     jobs = list(_jobs(index))
     found = spread(partial(_check_shard, source.base, settings), jobs, workers, "checking shards", track)
-    return index, [damage for shard in found for damage in shard]
+    return index, [damage for shard in found for damage in shard] + _not_indexed(source, settings, index)
+
+
+def _not_indexed(source: Source, remote: RemoteSettings, index: Index) -> list[Damage]:
+    """Shards in the data set's folder that its index does not have, so that nothing reads their images."""
+    if source.kind != "shards" or source.scheme not in LISTABLE:
+        return []
+    try:
+        there = set(shard_names(source, storage_of(source.base, remote)))
+    except DistapError:  # not one shard is left, which is said of each
+        return []
+    unknown = sorted(there - set(index.shard_name.tolist()))
+    detail = "the index does not have it, so its images are not read: `distap data index` reads it"
+    return [Damage(name, "", "shard_not_indexed", detail) for name in unknown]
 
 
 def same_bytes(index: Index) -> NDArray[np.int64]:
