@@ -1,0 +1,103 @@
+"""The private names of other packages that we use, and why. Such a name may go with any release.
+
+When one goes, a test here fails with the reason for it; then look for a public way, and raise the bound of torch in
+pyproject.toml to what CI has seen.
+"""
+
+import ast
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "distap"
+C10D = "torch._C._distributed_c10d"
+MEETING = "torch.distributed.elastic.rendezvous"
+# Module, name in it, and what we need it for.
+NAMES = {
+    ("torch._C._autograd", "_enable_record_function"): "to trace some micro-batches of a stage and not all",
+    (C10D, "GradBucket"): "the type that a communication hook of DDP is given",
+    (C10D, "HashStore"): "DeepSpeed alone on one rank, without a port",
+    (C10D, "PrefixStore"): "keys of our own in the ranks' store",
+    (C10D, "Store"): "the type of the ranks' store",
+    (C10D, "TCPStore"): "a roll call before the process group",
+    ("torch._dynamo", "config"): "how ranking and the backbone are compiled",
+    ("torch._foreach_add_", ""): "gradients of an own network's parameters, added at once",
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"): "the cost of a network without running it",
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): "where a tensor lies in a file of a checkpoint",
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): "the index of a checkpoint that we write",
+    (MEETING + ".utils", "_matches_machine_hostname"): "whether torch takes a host for this machine",
+    (MEETING + ".utils", "_parse_rendezvous_config"): "join_timeout and is_host as torch reads them",
+    ("torch.fx.experimental._config", ""): "sizes that ranking's compiled functions take as unknown",
+    ("torch.nn.modules.batchnorm", "_BatchNorm"): "every kind of BatchNorm",
+    ("torch.serialization", "_get_layout"): "the layout of a tensor in a checkpoint's index",
+    ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting operations, and naming them in an export",
+    ("torch.utils._pytree", "tree_leaves"): "tensors in a batch of any shape",
+    ("torch.utils._pytree", "tree_map"): "tensors in a batch of any shape",
+    ("torch.utils._pytree", "tree_map_only"): "tensors in a batch of any shape",
+    ("timm.models._hub", "load_model_config_from_hf"): "the configuration of a network on the hub",
+    ("timm.models._hub", "load_model_config_from_path"): "the same of a folder",
+}
+# Attributes of objects of other packages, and what we need them for; tests of their places run them.
+ATTRIBUTES = {
+    "_backward_active_depth": "DeepSpeed ZeRO: whether a backward pass is under way",
+    "_bootstrap_store_info": "torchrun's rendezvous: the ranks' store of the round before",
+    "_buffers": "torch.nn.Module: buffers by name, without those of its parts",
+    "_cdata": "torch's storage: which tensors share memory",
+    "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
+    "_config": "DeepSpeed: the settings that it has read",
+    "_PartitionedParameterCoordinator__params_to_release": "DeepSpeed ZeRO 3: parameters to give back",
+    "_get_fsdp_state": "FSDP2: the state of a unit",
+    "_hp_optimizer_states_linked": "DeepSpeed ZeRO: where the optimiser's state is",
+    "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
+    "_parameters": "torch.nn.Module: parameters by name, without those of its parts",
+    "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
+    "_request": "fsspec over HTTP: one request with the settings of the session",
+    "_root_post_backward_final_callback": "FSDP2: the end of the last backward pass",
+    "_settings": "torchrun's rendezvous: how many hosts, and how long they wait",
+    "_state_ctx": "FSDP2: what the units share",
+    "_state_holder": "torchrun's rendezvous: which hosts came",
+    "_strip_protocol": "fsspec: a path without its scheme",
+    "_this_node": "torchrun's rendezvous: this host as the others see it",
+    "_version": "torch.Tensor: whether a tensor was changed in place",
+    "_waitpid_lock": "subprocess.Popen: a lock that a signal may have left held",
+    "_asdict": "a named tuple",
+    "_fields": "a named tuple",
+    "_replace": "a named tuple",
+    "_exit": "os: end without cleaning up",
+    "_current_frames": "sys: where each thread is",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=".".join)
+def test_a_private_name_that_we_use_is_there(module, name):
+    try:
+        home, *rest = (module, name) if name else module.rsplit(".", 1)
+        reduce(getattr, rest, import_module(home))
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{module}.{name} is gone, which we use for: {NAMES[module, name]} ({error})")
+
+
+def test_every_private_name_that_we_use_stands_here():
+    known = {part for names in NAMES for name in names for part in name.split(".")} | set(ATTRIBUTES)
+    used = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                own.add(node.attr)
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("distap"):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            for name in names:
+                if name.startswith("_") and not name.startswith("__") and name not in own:
+                    used[name] = path.relative_to(PACKAGE)
+    assert {name: place for name, place in used.items() if name not in known} == {}
+    assert {name for name in ATTRIBUTES if name not in used} == set()
