@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ OF_RANK: dict[str, tuple[Any, ...]] = {
     "restarts": (Gauge, "restarts", "Times that the launcher has started the ranks again"),
     "startup_seconds": (Gauge, "startup_duration_seconds", "Seconds from cold process to first step", "phase"),
     "host_memory": (Gauge, "host_memory_peak_bytes", "Greatest resident memory so far"),
+    "memory_used": (Gauge, "host_memory_used_ratio", "Used share of the container's memory limit, NaN without one"),
     "device_memory": (Gauge, "device_memory_peak_bytes", "Greatest GPU memory so far"),
     "device_utilization": (Gauge, "device_utilization_ratio", "GPU's busy share of the last second, NaN without one"),
 }
@@ -92,6 +94,7 @@ class TrainingMetrics(SimpleNamespace):
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device_utilization.set_function(lambda: _utilization(gpu))
+        self.memory_used.set_function(memory_used)
         self.restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         # Series that exist from the start can be alerted on before their first event.
         for metric, values in (
@@ -136,6 +139,16 @@ def _utilization(gpu: int | None) -> float:
     try:
         return torch.cuda.utilization(gpu) / 100
     except Exception:  # NVML has errors of its own, and none of them may cost the other metrics
+        return math.nan
+
+
+def memory_used(control_group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the share of a container's memory limit that is in use, without caches of files; NaN without a limit."""
+    try:
+        limit = int((control_group / "memory.max").read_text())  # `max` is no number
+        used = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
+        return (int(used["anon"]) + int(used["shmem"])) / limit
+    except (OSError, ValueError, KeyError, ZeroDivisionError):
         return math.nan
 
 

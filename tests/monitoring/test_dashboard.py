@@ -108,6 +108,7 @@ def test_every_figure_that_distap_exports_is_shown(exported, panels):
         "distap_build",  # versions
         "distap_last_step_timestamp_seconds",  # of alerts
         "distap_checkpoint_last_success_timestamp_seconds",
+        "distap_host_memory_used_ratio",
     }
 
 

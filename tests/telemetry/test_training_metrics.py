@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import free_ports
 
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.metrics import TrainingMetrics
+from distap.telemetry.metrics import TrainingMetrics, memory_used
 
 
 def scraped_utilization() -> float:
@@ -56,3 +56,12 @@ def test_the_first_rank_exports_few_series_and_none_that_nothing_reads():
     series = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
     assert len(series) < 80
     assert not any("_bucket{" in line or "_created" in line for line in series)
+
+
+def test_memory_in_use_is_that_of_the_container_without_caches(tmp_path):
+    assert math.isnan(memory_used(tmp_path))  # no control group
+    (tmp_path / "memory.stat").write_text("anon 600\nfile 9000\nshmem 200\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert math.isnan(memory_used(tmp_path))
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory_used(tmp_path) == 0.8
