@@ -76,7 +76,11 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int
             f"rank {rank} (pid {one.pid}): {one.signal_name() if one.exitcode < 0 else f'status {one.exitcode}'}"
             for rank, one in error.failures.items()
         ]
-        logger.error("not all ranks finished: %s", ", ".join(failures))
+        on_request = all(one.exitcode == RESTART for one in error.failures.values())
+        level, told = (
+            (logging.WARNING, "stopped on request") if on_request else (logging.ERROR, "not all ranks finished")
+        )
+        logger.log(level, "%s: %s", told, ", ".join(failures))
     except SignalException as error:
         logger.warning("stopped by %s", error.sigval.name)
         if not recorded_outcomes(outcomes):

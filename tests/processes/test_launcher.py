@@ -152,6 +152,7 @@ def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path
             with suppress(subprocess.TimeoutExpired):
                 status = job.process.wait(0.2)
         assert status == RESTART, job.said
+        assert "not all ranks finished" not in job.said  # an ordinary pre-emption is no error
 
 
 def test_a_trace_is_asked_for_though_numpy_has_threads_that_could_take_the_signal(tmp_path):
