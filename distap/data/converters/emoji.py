@@ -13,20 +13,32 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.drawn import fetch_packages, finish, finished, is_drawn, write_image
+from distap.data.converters.drawn import fetch_packages, finish, finished, is_drawn, require_sha512, write_image
 from distap.data.shards.parallel import Track, spread, untracked, usable_cores
 from distap.errors import DistapError
 
-VENDORS = {
-    "noto": "1.2.9",
-    "noto-v1": "1.2.5",
-    "twemoji": "1.2.5",
-    "openmoji": "1.2.29",
-    "fluent-emoji": "1.2.7",
-    "fluent-emoji-flat": "1.2.6",
-    "emojione": "1.2.3",
-    "emojione-v1": "1.2.3",
-    "fxemoji": "1.2.2",
+VENDORS = {  # version of each npm package, and its SHA-512 in base64
+    "noto": ("1.2.9", "DQiuXENbun41ch+XPSV55H9FaWKpHTyz46YIKtSaKYD4fIDDzL1tR6H4np/T38jfrTAeI3rcKF0mqHYeZVAuaw=="),
+    "noto-v1": ("1.2.5", "/DsVMius69Q0fRS53z7QK1TROSuar606jiIx+laXtdsYGMXpf6LtHBx6CGfoo3UHHb/XpBsw+1L1x3eyPqMuVA=="),
+    "twemoji": ("1.2.5", "uKpuIEV0v6K5BW3Mjdyl+XKFVAbbcPxAgifKvEMtZoUZB5+YiY5zaMm2uNNCxyXzAWU9yNLlj41WU6/mvgALsw=="),
+    "openmoji": (
+        "1.2.29",
+        "vXdhkqcXVSO6suy+m9LbcUM3OdVyuNOtpV8/als/WqfkQIRxevL5Geb/g+6GH/Qwnq1OqksEmaDGTCmZ5nFKJQ==",
+    ),
+    "fluent-emoji": (
+        "1.2.7",
+        "D8G6bKAyIsyxP1rzZtIWr/gg/fO4Rg1+DyCWlfqKK4h8W+4Em/Y0P6QYgJUQTlUcagzJvSyg+9OBv4hz4Hc/QA==",
+    ),
+    "fluent-emoji-flat": (
+        "1.2.6",
+        "RY47RgPb47fYUiyrA64sIOL0+UU02s29sXpNBbIQRBUlPlfNFTKUmZDERGuxDs/7yNGWqQYvuaSYM1M4fRXlUw==",
+    ),
+    "emojione": ("1.2.3", "T9+T3HIbJNLKKsmxYKlaYhvnHYkz/HNYTV7SHCXVZPfeUi4FqskY70YeN8yYAZT8cCv7w5vJxS4Q1m8zb9CMMg=="),
+    "emojione-v1": (
+        "1.2.3",
+        "UjI2VQEXVtGlPBvQuxEizro7QCgBcJDOYwKUupquvvZ8UV4xOlvm45IU82JYWegiAWLerY79gFLMZ26U6Ms+ww==",
+    ),
+    "fxemoji": ("1.2.2", "UAasRaxzFUKfIGSmLwnoarsssA4LX0VLLuEmplIqM6ZNQqIQRtav8tZ4H1neTlBreXuMQyAifr5jP4kn78DpiQ=="),
 }
 MIN_VENDORS = 5
 TRAIN_CLASSES = 795
@@ -68,7 +80,7 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         "size": size,
         "classes": {"train": train, "test": len(names) - train},
         "images": len(jobs),
-        "vendors": {v.name: {"version": VENDORS[v.name], "licence": v.licence} for v in vendors},
+        "vendors": {v.name: {"version": VENDORS[v.name][0], "licence": v.licence} for v in vendors},
     }
     return finish(output / COMPLETE, record)
 
@@ -79,11 +91,13 @@ def shared_icons(vendors: list[set[str]]) -> list[str]:
     return sorted(name for name, count in counts.items() if count >= MIN_VENDORS and "skin-tone" not in name)
 
 
-def download(vendors: dict[str, str], folder: Path, track: Track = untracked) -> list[Vendor]:
+def download(vendors: dict[str, tuple[str, str]], folder: Path, track: Track = untracked) -> list[Vendor]:
     """Fetch each vendor's npm package into `folder` and read its drawings."""
-    packages = [f"@iconify-json/{name}@{version}" for name, version in vendors.items()]
-    archives = fetch_packages(packages, folder, track)
-    return [read_vendor(path, *vendor) for path, vendor in zip(archives, vendors.items(), strict=True)]
+    packages = [f"@iconify-json/{name}@{version}" for name, (version, _) in vendors.items()]
+    archives = dict(zip(vendors, fetch_packages(packages, folder, track), strict=True))
+    for name, archive in archives.items():
+        require_sha512(archive, vendors[name][1])
+    return [read_vendor(archives[name], name, version) for name, (version, _) in vendors.items()]
 
 
 def read_vendor(archive: Path, name: str, version: str) -> Vendor:

@@ -17,6 +17,9 @@ def test_the_set_from_the_registry_is_the_one_the_figures_are_of(tmp_path):
     assert sum(name in vendor.drawings for name in classes for vendor in vendors) == 11290
     assert len(classes) - emoji.TRAIN_CLASSES == 796
     assert not any("skin-tone" in name for name in classes)
+    one = {"fxemoji": (emoji.VENDORS["fxemoji"][0], emoji.VENDORS["noto"][1])}
+    with pytest.raises(DistapError, match=r"fxemoji-1\.2\.2\.tgz is not the archive that this distap knows"):
+        emoji.download(one, tmp_path)
 
 
 def write_package(path, version="1.0.0"):
