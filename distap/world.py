@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from distap.errors import DistapError
 from distap.processes.exit_statuses import end_with_launcher
-from distap.processes.roll_call import join
+from distap.processes.roll_call import join, warn_of_loopback
 from distap.processes.watchdog import Watchdog
 
 # The process group waits this much longer than the watchdog, which can say which rank is missing.
@@ -214,6 +214,8 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
     if device.type == "cuda":
         torch.cuda.set_device(device)
     party = join(rank, size, timeout_seconds)
+    if device.type == "cpu":
+        warn_of_loopback(party.members)
     watchdog = Watchdog(party, timeout_seconds)
     farewell = "finished"
     try:

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -76,6 +77,19 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
         late = f"did not answer within {timeout_seconds:g} s: the network to it is broken"
         raise CollectiveError(f"the store at {address} {late}")
     return party.result()
+
+
+def warn_of_loopback(members: Sequence[RankProcess]) -> None:
+    """Warn if other hosts' ranks would connect to themselves: gloo gives them the address of this host's name."""
+    if len({member.host for member in members}) < 2 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError):  # a name that nobody knows; gloo will say so
+        name = socket.gethostname()
+        if (address := socket.gethostbyname(name)).startswith("127."):
+            hint = "set GLOO_SOCKET_IFNAME to the network card that leads to them (`ip route`)"
+            logger.warning(
+                "this host calls itself %s, which is %s: other hosts cannot reach it; %s", name, address, hint
+            )
 
 
 def _answer_roll_call(

@@ -2,6 +2,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from distap.errors import FINISHED, MISTAKE, RESTART, DistapError
 from distap.processes.rendezvous import await_meeting_point
+from distap.processes.roll_call import RankProcess, warn_of_loopback
 
 # A pod's own /etc/hosts knows its full name; the one that the others use comes from the name server.
 HOSTS = """127.0.0.1 localhost
@@ -136,3 +138,17 @@ def test_hosts_meet_as_an_operator_tells_them_by_the_environment(tmp_path):
     ):
         assert (first.status(), second.status()) == (FINISHED, FINISHED)
     assert {path.name for path in tmp_path.glob("?.?")} == {"0.0", "1.0"}
+
+
+def test_a_host_that_calls_itself_a_loopback_address_gets_a_hint_if_there_are_others(monkeypatch, caplog):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    here, there = RankProcess(0, "here"), RankProcess(1, "there")
+    warn_of_loopback([here, RankProcess(1, "here")])
+    assert not caplog.text
+    warn_of_loopback([here, there])
+    assert "which is 127.0.1.1: other hosts cannot reach it; set GLOO_SOCKET_IFNAME" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    warn_of_loopback([here, there])
+    assert not caplog.text
