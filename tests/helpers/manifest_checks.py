@@ -236,6 +236,16 @@ def pods_may_do_little(parts: Parts) -> None:
     assert source["secretRef"]["optional"] is True
 
 
+def others_leave_the_pods_alone(parts: Parts) -> None:
+    """Neither an autoscaler that wants the node empty, nor a mesh that adds a container."""
+    expected = {
+        "karpenter.sh/do-not-disrupt": "true",
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "sidecar.istio.io/inject": "false",
+    }
+    assert expected.items() <= parts.template["metadata"]["annotations"].items()
+
+
 def resources_add_up(parts: Parts) -> None:
     requests, limits = parts.container["resources"]["requests"], parts.container["resources"]["limits"]
     assert requests["memory"] == limits["memory"]
@@ -305,6 +315,7 @@ CHECKS: list[Check] = [
     the_signal_reaches_the_ranks,
     exit_codes_are_read,
     pods_may_do_little,
+    others_leave_the_pods_alone,
     resources_add_up,
     the_network_is_closed,
     runtimes_are_what_the_operator_expects,

@@ -8,6 +8,7 @@ from distap.config.recipe import Recipe
 
 GIB = 2**30
 RANK_BYTES = 6 * GIB  # torch with its libraries, a network and its micro-batches on a CPU
+NCCL_BYTES = 2 * GIB  # in /dev/shm, through which NCCL joins GPUs of a host that do not reach each other directly
 GPU_RANK_BYTES = 10 * GIB  # page-locked buffers, and what CUDA keeps on the host
 WORKER_BYTES = GIB  # a loader process, with the images that it decodes
 SPARE = 1.1
@@ -32,7 +33,7 @@ def sizes_of(recipe: Recipe, request: Request) -> Sizes:
     share = ceil(recipe.sampling.size / request.world)
     share_bytes = share * 3 * data.image_size**2
     way = data.pixels.way(share_bytes)
-    shared = _gib(ranks * handed_over_bytes(recipe, share))
+    shared = _gib(ranks * handed_over_bytes(recipe, share) + (NCCL_BYTES if request.gpus > 1 else 0))
     rank_bytes = GPU_RANK_BYTES if request.gpus else RANK_BYTES
     rank_bytes += data.workers * WORKER_BYTES + (share_bytes if way == "memory" else 0)
     spooled = ranks * share_bytes if way == "spool" else 0

@@ -170,6 +170,11 @@ BROKEN: list[tuple[checks.Check, str, Breaking]] = [
     (checks.pods_may_do_little, JOB, of_container(False, "securityContext", "readOnlyRootFilesystem")),
     (checks.pods_may_do_little, JOB, of_pod(True, "automountServiceAccountToken")),
     (checks.pods_may_do_little, JOB, of_container(["python"], "command")),
+    (
+        checks.others_leave_the_pods_alone,
+        TRAIN_JOB,
+        of_job("true", "template", "metadata", "annotations", "sidecar.istio.io/inject"),
+    ),
     (checks.resources_add_up, JOB, variable("OMP_NUM_THREADS", "16")),
     (checks.resources_add_up, JOB, of_container("1Gi", "resources", "requests", "ephemeral-storage")),
     (checks.resources_add_up, JOB_SET, of_container("1Gi", "resources", "limits", "memory")),

@@ -82,3 +82,10 @@ def test_describing_more_images_at_once_than_are_replayed_takes_as_much_more_sha
     )
     assert many * GIB > 8 * 4 * 5 * 256 * 3 * 224**2
     assert many > 3 * few
+
+
+def test_several_gpus_of_a_host_have_shared_memory_for_nccl_beside_what_loaders_hand_over(tmp_path, training_shards):
+    settings = recipe(tmp_path, training_shards, sampling__batch_size=48)
+    sizes = [sizes_of(settings, request(gpus=gpus, **STORAGE["claims"])).shared_memory for gpus in (1, 8)]
+    assert sizes[0] == 1
+    assert sizes[1] * GIB >= 8 * handed_over_bytes(settings, 2) + 2 * GIB
