@@ -213,7 +213,7 @@ def exit_codes_are_read(parts: Parts) -> None:
     # JobSet starts all again as soon as one pod has failed for good, but not after a mistake.
     assert parts.job["backoffLimit"] == 0 and "backoffLimitPerIndex" not in parts.job
     policy = parts.job_set["failurePolicy"]
-    assert policy["restartStrategy"] == "BlockingRecreate" and policy["maxRestarts"] > 0
+    assert policy["restartStrategy"] == "BlockingRecreate" and policy["maxRestarts"] >= 0
     (rule,) = policy["rules"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 

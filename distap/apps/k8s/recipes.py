@@ -30,7 +30,8 @@ def arguments_of(base: Sequence[str], request: Request, recipe: Path, overrides:
     changes += [_checked_override(override, request) for override in overrides]
     runs = request.run_claim
     folder = PurePosixPath("/runs", runs.folder if runs else "", request.name)
-    arguments = [f"run={folder}" if argument.startswith("run=") else argument for argument in base] + changes
+    replaced = {"run": f"run={folder}", "--rdzv-conf": f"--rdzv-conf=join_timeout={request.join_timeout}"}
+    arguments = [replaced.get(argument.partition("=")[0], argument) for argument in base] + changes
     for key, (option, text) in request.data_sets.items():
         if text is not None:
             claim = claim_of(text, option)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from distap.apps.k8s.pod_patch import read_pod_patch
 from distap.apps.k8s.recipes import arguments_of, cautions, checked_recipe
 from distap.apps.k8s.request import Request, parsed_image, quantity_bytes
 from distap.apps.k8s.sizes import GIB, OWN_RUN, TEMPORARY, sizes_of
@@ -25,6 +26,7 @@ from distap.storage.atomic import refuse_foreign, replacing_folder
 
 RUNBOOK = "k8s/monitoring/RUNBOOK.md"
 WRITTEN = ("kustomization.yaml", "base", "components", "training")
+JOIN_SPARE = 600  # seconds that probes wait longer than hosts wait for each other
 KILL_SECONDS = 30  # for the container to end after the launcher has killed late ranks
 HEAD = "# Written by `distap k8s render`"  # of the templates
 _TEMPLATES = Environment(
@@ -58,8 +60,8 @@ def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str
     (container,) = base["spec"]["template"]["spec"]["containers"]
     arguments = arguments_of(container["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
-    head = output / "kustomization.yaml"
-    refuse_foreign(output, WRITTEN if head.is_file() and head.read_text().startswith(HEAD) else ())
+    patch = request.patch and read_pod_patch(request.patch, container["name"])
+    require_own(output)
     values = _values(request, checked) | {"base_name": base["metadata"]["name"], "container": container["name"]}
     with replacing_folder(output.resolve()) as folder:
         for part in ("base", *values["components"]):
@@ -74,7 +76,17 @@ def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str
         ):
             text = _TEMPLATES.get_template(template).render(values, arguments=arguments)
             (folder / file).write_text(text, encoding="utf-8")
+        if patch is not None:
+            head = {key: base[key] for key in ("apiVersion", "kind", "metadata")}
+            text = yaml.safe_dump(head | {"spec": {"template": patch}})
+            (folder / "training" / "patch.yaml").write_text(text, encoding="utf-8")
     return list(cautions(checked, request))
+
+
+def require_own(output: Path) -> None:
+    """Refuse a folder that no earlier call wrote, or to which somebody has added files."""
+    head = output / "kustomization.yaml"
+    refuse_foreign(output, WRITTEN if head.is_file() and head.read_text().startswith(HEAD) else ())
 
 
 def built(folder: Path) -> str:
@@ -119,4 +131,5 @@ def _values(request: Request, recipe: Recipe) -> dict[str, Any]:
         "own_run": OWN_RUN,
         "grace_seconds": ceil(recipe.stop.grace_seconds) + MARGIN_SECONDS + KILL_SECONDS,
         "rendezvous_port": C10D_PORT,
+        "join_spare": JOIN_SPARE,
     }

@@ -1,8 +1,8 @@
-"""The options of `distap k8s render`, and their checks."""
+"""The options of `distap k8s render` and `distap k8s task`, and their checks."""
 
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
 from typer import Option
@@ -19,6 +19,8 @@ _STORE = re.compile(r"(s3|gs)://[^\s/?#]+(/[^\s?#]*)?")
 _QUANTITY = re.compile(r"([1-9][0-9]*)(Ki|Mi|Gi|Ti|k|M|G|T)?")
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BYTES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
+_RESOURCE = re.compile(rf"(?P<name>{_SUBDOMAIN.pattern}/[\w.-]*\w)(=(?P<count>[1-9]\d*))?", re.ASCII)
 _IMAGE = re.compile(
     r"(?P<name>([^\s:@/]+(:\d+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*)(:(?P<tag>[\w][\w.-]{0,127}))?(@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
@@ -31,12 +33,69 @@ class Claim(NamedTuple):
     folder: str  # "" for all of it
 
 
-@dataclass(frozen=True)
-class Request:
+@dataclass(frozen=True, kw_only=True)
+class PodRequest:
+    """Options of all pods; a DistapError names a wrong one."""
+
+    name: Annotated[str, Option(help="Name of the training or task and its objects, and of the run of a training.")]
+    image: Annotated[str, Option(help="Container image, best by digest: NAME@sha256:DIGEST.")]
+    gpus: Annotated[int, Option(help="GPUs of a pod; a training has one rank on each, and 0 is on CPUs.", min=0)] = 0
+    namespace: Annotated[str | None, Option(help="Namespace of all objects.", show_default="kubectl's")] = None
+    secret: Annotated[str, Option(help="Secret whose keys become environment variables; it may be missing.")] = (
+        "distap-credentials"
+    )
+    env: Annotated[list[str] | None, Option(help="Environment variable, NAME=VALUE; repeat for several.")] = None
+    monitoring: Annotated[str, Option(help="Namespace whose Prometheus may read the metrics.")] = "monitoring"
+    priority: Annotated[
+        str | None, Option(help="PriorityClass of the pods.", show_default="the cluster's default")
+    ] = None
+    patch: Annotated[
+        Path | None, Option(help="YAML file with changes of the pod template; k8s/README.md has examples.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        parsed_image(self.image)
+        for text in self.env or ():
+            name, _ = _variable(text)
+            if name.startswith("PET_") or name == "OMP_NUM_THREADS":
+                raise DistapError(f"--env {text}: {name} follows from other options; leave it out")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(_variable(text) for text in self.env or ())
+
+    @property
+    def longest_pod(self) -> str:
+        return f"{self.name}-0123456789-abcde"  # Kubernetes appends such suffixes
+
+    @property
+    def devices(self) -> dict[str, int]:
+        """Number of devices of a pod by their extended resource."""
+        return {"nvidia.com/gpu": self.gpus} if self.gpus else {}
+
+    def _check_names(self) -> None:
+        if not _LABEL.fullmatch(self.name):
+            wanted = "lower-case letters, digits and dashes, beginning with a letter and not ending with a dash"
+            raise DistapError(f"--name {self.name!r}: expected {wanted}")
+        if len(self.longest_pod) > LONGEST_NAME:
+            shorter = f"make it {len(self.longest_pod) - LONGEST_NAME} shorter"
+            raise DistapError(
+                f"--name {self.name}: its pods' name, {self.longest_pod}, has over {LONGEST_NAME} characters; "
+                f"{shorter}"
+            )
+        for option in ("namespace", "monitoring", "queue", "secret", "priority"):
+            text, has_dots = getattr(self, option, None), option not in ("namespace", "monitoring")
+            form = _SUBDOMAIN if has_dots else _NAMESPACE
+            if text is not None and not (form.fullmatch(text) and len(text) <= LONGEST_NAME):
+                allowed = f"lower-case letters, digits{', dashes and dots' if has_dots else ' and dashes'}"
+                raise DistapError(f"--{option} {text!r}: expected {allowed}, {LONGEST_NAME} characters at most")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(PodRequest):
     """The options of `distap k8s render`; a DistapError names a wrong one."""
 
-    name: Annotated[str, Option(help="Name of the training, its objects, and the folder of its run.")]
-    image: Annotated[str, Option(help="Container image, best by digest: NAME@sha256:DIGEST.")]
     checkpoints: Annotated[
         str, Option(help="Place of checkpoints: pvc://CLAIM/FOLDER that all pods can write to, or s3:// or gs://.")
     ]
@@ -44,7 +103,6 @@ class Request:
         "indexed-job"
     )
     nodes: Annotated[int, Option(help="Number of hosts.", min=1)] = 1
-    gpus: Annotated[int, Option(help="GPUs of a host, with one rank on each; 0 trains on CPUs.", min=0)] = 0
     ranks: Annotated[int | None, Option(help="Ranks of a host without GPUs.", min=1, show_default="1")] = None
     data: Annotated[
         str | None,
@@ -53,12 +111,7 @@ class Request:
     validation: Annotated[
         str | None, Option(help="Validation data, likewise.", show_default="data.validation of the recipe")
     ] = None
-    namespace: Annotated[str | None, Option(help="Namespace of all objects.", show_default="kubectl's")] = None
     queue: Annotated[str | None, Option(help="LocalQueue of Kueue.", show_default="not queued")] = None
-    secret: Annotated[str, Option(help="Secret whose keys become environment variables; it may be missing.")] = (
-        "distap-credentials"
-    )
-    monitoring: Annotated[str, Option(help="Namespace whose Prometheus may read the metrics.")] = "monitoring"
     cpu: Annotated[int | None, Option(help="Cores of a pod.", show_default="2 a rank, and 1 a loader worker")] = None
     memory: Annotated[
         str | None, Option(help="Memory of a pod, such as 64Gi.", show_default="estimated from the recipe")
@@ -67,21 +120,30 @@ class Request:
         str | None,
         Option(help="Disk of a pod for pixels and cache.", show_default="computed from the recipe"),
     ] = None
-    priority: Annotated[
-        str | None, Option(help="PriorityClass of the pods.", show_default="the cluster's default")
+    rdma: Annotated[
+        str | None,
+        Option(help="RDMA devices of a pod, RESOURCE or RESOURCE=COUNT, such as rdma/ib.", show_default="none"),
     ] = None
+    restarts: Annotated[
+        int | None,
+        Option(help="New pods after failures before giving up.", min=0, show_default="6 a host, or 10 times all"),
+    ] = None
+    join_timeout: Annotated[
+        int, Option(help="Seconds that hosts wait for each other, at first and after each failure.", min=1)
+    ] = 1800
     runtime: Annotated[
         Literal["namespace", "cluster"],
         Option(help="With --kind trainjob: a TrainingRuntime, or a ClusterTrainingRuntime, which needs more rights."),
     ] = "namespace"
 
     def __post_init__(self) -> None:
-        self._check_names()
+        super().__post_init__()
         self._check_counts()
-        parsed_image(self.image)
         for option, text in (("--memory", self.memory), ("--spool", self.spool)):
             if text is not None:
                 quantity_bytes(text, option)
+        if self.rdma is not None and not _RESOURCE.fullmatch(self.rdma):
+            raise DistapError(f"--rdma {self.rdma!r}: expected an extended resource, such as rdma/ib or rdma/ib=8")
         self._check_places()
         if self.runtime == "cluster" and self.kind != "trainjob":
             raise DistapError(f"--runtime cluster: needs --kind trainjob, {self.kind} has no runtime")
@@ -90,6 +152,16 @@ class Request:
                 "--runtime cluster makes a ClusterTrainingRuntime, which is in no namespace: leave --namespace out "
                 f"and apply with `kubectl apply --namespace {self.namespace} -k FOLDER`"
             )
+
+    @property
+    def longest_pod(self) -> str:
+        job = self.name if self.kind == "indexed-job" else f"{self.name}-node-0"
+        return f"{job}-{self.nodes - 1}-abcde"
+
+    @property
+    def devices(self) -> dict[str, int]:
+        match = _RESOURCE.fullmatch(self.rdma or "")
+        return super().devices | ({match["name"]: int(match["count"] or 1)} if match else {})
 
     @property
     def ranks_a_host(self) -> int:
@@ -111,24 +183,6 @@ class Request:
     @property
     def run_claim(self) -> Claim | None:
         return claim_of(self.checkpoints, "--checkpoints")
-
-    def _check_names(self) -> None:
-        job = self.name if self.kind == "indexed-job" else f"{self.name}-node-0"
-        pod = f"{job}-{self.nodes - 1}-abcde"  # Kubernetes appends such a suffix
-        if not _LABEL.fullmatch(self.name):
-            wanted = "lower-case letters, digits and dashes, beginning with a letter and not ending with a dash"
-            raise DistapError(f"--name {self.name!r}: expected {wanted}")
-        if len(pod) > LONGEST_NAME:
-            shorter = f"make it {len(pod) - LONGEST_NAME} shorter"
-            raise DistapError(
-                f"--name {self.name}: its pods' name, {pod}, has over {LONGEST_NAME} characters; {shorter}"
-            )
-        for option in ("namespace", "monitoring", "queue", "secret", "priority"):
-            text, has_dots = getattr(self, option), option not in ("namespace", "monitoring")
-            form = _SUBDOMAIN if has_dots else _NAMESPACE
-            if text is not None and not (form.fullmatch(text) and len(text) <= LONGEST_NAME):
-                allowed = f"lower-case letters, digits{', dashes and dots' if has_dots else ' and dashes'}"
-                raise DistapError(f"--{option} {text!r}: expected {allowed}, {LONGEST_NAME} characters at most")
 
     def _check_counts(self) -> None:
         if self.gpus and self.ranks not in (None, self.gpus):
@@ -159,6 +213,13 @@ def claim_of(text: str | None, option: str) -> Claim | None:
     if not _SUBDOMAIN.fullmatch(name) or ".." in PurePosixPath(folder).parts or folder.startswith("/"):
         raise DistapError(f"{option} {text}: expected pvc://CLAIM, or pvc://CLAIM/FOLDER with a folder of the claim")
     return Claim(name, folder.rstrip("/"))
+
+
+def _variable(text: str) -> tuple[str, str]:
+    match = _VARIABLE.fullmatch(text)
+    if match is None:
+        raise DistapError(f"--env {text!r}: expected NAME=VALUE, the name of letters, digits and underscores")
+    return match[1], match[2]
 
 
 def parsed_image(text: str) -> dict[str, str | None]:

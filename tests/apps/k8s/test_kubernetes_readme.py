@@ -12,6 +12,7 @@ from manifest_parts import parts_of
 from distap.cli import main
 
 README = (K8S / "README.md").read_text()
+PATCH, PATCHED_CONTAINER, TRAIN_JOB = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_command_of_the_readme_writes_a_training(tmp_path, monkeypatch):
@@ -26,16 +27,14 @@ def test_the_command_of_the_readme_writes_a_training(tmp_path, monkeypatch):
 
 
 def test_the_train_job_of_the_readme_is_valid():
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    job = yaml.safe_load(text)
+    job = yaml.safe_load(TRAIN_JOB)
     lost = set(leaves(job)) - set(leaves(OPERATOR_MODELS["TrainJob"].from_dict(job).to_dict()))
     assert not lost
 
 
 @needs_kubectl
 def test_the_train_job_of_the_readme_fits_the_runtime():
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    ours, runtime = yaml.safe_load(text)["spec"], parts_of(objects_of("trainjob-gpu"))
+    ours, runtime = yaml.safe_load(TRAIN_JOB)["spec"], parts_of(objects_of("trainjob-gpu"))
     assert ours["runtimeRef"] == runtime.outer["spec"]["runtimeRef"]
     assert ours["trainer"]["numProcPerNode"] == len(runtime.metrics_ports)
     given = [one.replace("/etc/emoji", "/etc/distap").replace("emoji", "distap") for one in ours["trainer"]["args"]]
@@ -50,8 +49,7 @@ def test_the_network_policy_of_the_readme_selects_the_pods_of_its_train_job():
     (command,) = re.findall(r"    (sed .*) \\\n +\| kubectl apply", README)
     words = shlex.split(command.replace("k8s/base", str(K8S / "base")))
     policy = yaml.safe_load(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    (patch,) = yaml.safe_load(text)["spec"]["runtimePatches"]
+    (patch,) = yaml.safe_load(TRAIN_JOB)["spec"]["runtimePatches"]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["metadata"]["labels"]
     shared = {"app.kubernetes.io/name": "distap", "app.kubernetes.io/component": "trainer"}

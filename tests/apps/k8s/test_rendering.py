@@ -69,6 +69,13 @@ def test_what_was_asked_for_is_in_the_manifests(build):
     assert asked.cpu in (None, int(requests["cpu"]))
     assert asked.memory in (None, requests["memory"])
     assert asked.spool in (None, parts.mounts["/spool"]["emptyDir"]["sizeLimit"])
+    assert asked.environment.items() <= parts.environment.items()
+    for name, count in asked.devices.items():
+        assert requests[name] == parts.container["resources"]["limits"][name] == str(count)
+    assert f"--rdzv-conf=join_timeout={asked.join_timeout}" in parts.arguments
+    policy = parts.job_set["failurePolicy"] if parts.job_set else parts.job
+    of_kind = ("backoffLimitPerIndex", 6) if parts.job_set is None else ("maxRestarts", 10)
+    assert policy[of_kind[0]] == (of_kind[1] if asked.restarts is None else asked.restarts)
 
 
 @needs_kubectl
@@ -184,6 +191,9 @@ REFUSED = [
     ({"checkpoints": "https://example.org/runs"}, "--checkpoints https"),
     ({"checkpoints": "s3://"}, "--checkpoints s3://: expected"),
     ({"checkpoints": "s3://bucket/runs?region=here"}, "--checkpoints s3://bucket/runs?region=here: expected"),
+    ({"env": ["NCCL_DEBUG"]}, "--env 'NCCL_DEBUG': expected NAME=VALUE"),
+    ({"env": ["PET_NNODES=3"]}, "--env PET_NNODES=3: PET_NNODES follows from other options"),
+    ({"rdma": "ib"}, "--rdma 'ib': expected an extended resource"),
     ({"runtime": "cluster"}, "--runtime cluster: needs --kind trainjob"),
     ({"runtime": "cluster", "kind": "trainjob", "namespace": "research"}, "leave --namespace out"),
 ]
