@@ -269,16 +269,16 @@ def the_network_is_closed(parts: Parts) -> None:
     policy = parts.one("NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     for address in METADATA:
-        assert not _lets_out(policy, address, 443) and not _lets_out(policy, address, 80), address
+        assert not lets_out(policy, address, 443) and not lets_out(policy, address, 80), address
     for address in OUTSIDE:
-        assert _lets_out(policy, address, 443) and not _lets_out(policy, address, 80), address
+        assert lets_out(policy, address, 443) and not lets_out(policy, address, 80), address
     among, scraping = policy["ingress"]
     assert "ports" not in among and set(among["from"][0]) == {"podSelector"}
     assert set(scraping["from"][0]) == {"namespaceSelector"}
     for address in NAME_SERVERS:
         for protocol in ("UDP", "TCP"):
-            assert _lets_out(policy, address, 53, protocol), f"{address} {protocol}"
-    assert not _lets_out(policy, OUTSIDE[0], 443, "UDP")
+            assert lets_out(policy, address, 53, protocol), f"{address} {protocol}"
+    assert not lets_out(policy, OUTSIDE[0], 443, "UDP")
 
 
 def runtimes_are_what_the_operator_expects(parts: Parts) -> None:
@@ -353,7 +353,7 @@ def _mount(parts: Parts, path: str) -> dict[str, Any] | None:
     return parts.mounts[max(below, key=len)] if below else None
 
 
-def _lets_out(policy: dict[str, Any], address: str, port: int, protocol: str = "TCP") -> bool:
+def lets_out(policy: dict[str, Any], address: str, port: int, protocol: str = "TCP") -> bool:
     """Whether a pod may connect there, wherever that is."""
     for rule in policy["egress"]:
         if "ports" in rule and {"protocol": protocol, "port": port} not in rule["ports"]:

@@ -60,6 +60,7 @@ def test_the_pod_monitor_finds_every_rank_of_a_training_and_the_network_lets_it(
         of_ranks = [name for name in named if name.startswith("metrics-")]
         assert of_ranks
         assert set(of_ranks) <= set(watched)
+    assert watched.pop() == "http"
     [policy] = [manifest for manifest in manifests if manifest["kind"] == "NetworkPolicy"]
     [ports] = [rule["ports"] for rule in policy["spec"]["ingress"] if "ports" in rule]
     assert [(one["port"], one["endPort"]) for one in ports] == [(9400, 9400 + len(watched) - 1)]

@@ -25,15 +25,15 @@ from distap.processes.stopping import MARGIN_SECONDS
 from distap.storage.atomic import refuse_foreign, replacing_folder
 
 RUNBOOK = "k8s/monitoring/RUNBOOK.md"
-WRITTEN = ("kustomization.yaml", "base", "components", "training")
+WRITTEN = ("kustomization.yaml", "base", "components", "training", "task")
 JOIN_SPARE = 600  # seconds that probes wait longer than hosts wait for each other
 KILL_SECONDS = 30  # for the container to end after the launcher has killed late ranks
-HEAD = "# Written by `distap k8s render`"  # of the templates
-_TEMPLATES = Environment(
+HEAD = "# Written by `distap k8s "  # of the templates
+TEMPLATES = Environment(
     loader=PackageLoader("distap.apps.k8s"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
 # The templates quote every text with it, so that YAML takes none for another type.
-_TEMPLATES.filters["json"] = partial(json.dumps, ensure_ascii=False)
+TEMPLATES.filters["json"] = partial(json.dumps, ensure_ascii=False, default=str)
 
 
 def manifests_folder() -> Path:
@@ -60,9 +60,12 @@ def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str
     (container,) = base["spec"]["template"]["spec"]["containers"]
     arguments = arguments_of(container["args"], request, recipe, overrides)
     checked = checked_recipe(recipe, arguments, request)
-    patch = request.patch and read_pod_patch(request.patch, container["name"])
     require_own(output)
-    values = _values(request, checked) | {"base_name": base["metadata"]["name"], "container": container["name"]}
+    values = _values(request, checked) | {
+        "base_name": base["metadata"]["name"],
+        "container": container["name"],
+        "patch": request.patch and read_pod_patch(request.patch, container["name"]),
+    }
     with replacing_folder(output.resolve()) as folder:
         for part in ("base", *values["components"]):
             if part != "training":
@@ -74,12 +77,8 @@ def render(output: Path, request: Request, recipe: Path, overrides: Sequence[str
             ("training/kustomization.yaml", "training.yaml"),
             ("training/job.yaml", "job.yaml"),
         ):
-            text = _TEMPLATES.get_template(template).render(values, arguments=arguments)
+            text = TEMPLATES.get_template(template).render(values, arguments=arguments)
             (folder / file).write_text(text, encoding="utf-8")
-        if patch is not None:
-            head = {key: base[key] for key in ("apiVersion", "kind", "metadata")}
-            text = yaml.safe_dump(head | {"spec": {"template": patch}})
-            (folder / "training" / "patch.yaml").write_text(text, encoding="utf-8")
     return list(cautions(checked, request))
 
 

@@ -206,6 +206,39 @@ class Request(PodRequest):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskRequest(PodRequest):
+    """The options of `distap k8s task`; a DistapError names a wrong one."""
+
+    data: Annotated[
+        str | None, Option(help="Claim to mount at /data, pvc://CLAIM; only `data` commands may write to it.")
+    ] = None
+    runs: Annotated[str | None, Option(help="Claim to mount at /runs, pvc://CLAIM; `serve` only reads it.")] = None
+    cpu: Annotated[int, Option(help="Cores of a pod.", min=1)] = 4
+    memory: Annotated[str, Option(help="Memory of a pod.")] = "16Gi"
+    restarts: Annotated[int, Option(help="New pods after failures before giving up.", min=0)] = 6
+    replicas: Annotated[int, Option(help="Pods of `serve`.", min=1)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        quantity_bytes(self.memory, "--memory")
+        _ = self.claims
+
+    @property
+    def claims(self) -> dict[str, str]:
+        """Names of claims by the volumes that mount them."""
+        found = {}
+        for volume, text in (("data", self.data), ("runs", self.runs)):
+            if text is not None:
+                claim = claim_of(text, f"--{volume}")
+                if claim is None or claim.folder:
+                    raise DistapError(
+                        f"--{volume} {text}: expected pvc://CLAIM; the commands name folders of /{volume}"
+                    )
+                found[volume] = claim.name
+        return found
+
+
 def claim_of(text: str | None, option: str) -> Claim | None:
     if text is None or not text.startswith("pvc://"):
         return None

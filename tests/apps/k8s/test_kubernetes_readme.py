@@ -5,14 +5,11 @@ import sys
 
 import pytest
 import yaml
-from built_manifests import K8S, OVERLAYS, RECIPE, needs_kubectl, objects_of
+from built_manifests import K8S, OVERLAYS, README, RECIPE, TRAIN_JOB, needs_kubectl, objects_of
 from manifest_checks import OPERATOR_MODELS, leaves
 from manifest_parts import parts_of
 
 from distap.cli import main
-
-README = (K8S / "README.md").read_text()
-PATCH, PATCHED_CONTAINER, TRAIN_JOB = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_command_of_the_readme_writes_a_training(tmp_path, monkeypatch):

@@ -7,9 +7,8 @@ import kubernetes_validate
 import manifest_checks as checks
 import pytest
 import yaml
-from built_manifests import RECIPE, STORAGE, needs_kubectl, request
+from built_manifests import PATCH, PATCHED_CONTAINER, RECIPE, STORAGE, needs_kubectl, request
 from manifest_parts import parts_of
-from test_kubernetes_readme import PATCH, PATCHED_CONTAINER
 
 from distap.apps.k8s.pod_patch import FIELDS, read_pod_patch
 from distap.apps.k8s.rendering import built, render
