@@ -41,6 +41,11 @@ def rules(kind: str) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 
 
+def is_of_server(rule: dict[str, Any]) -> bool:
+    """Whether an alert is about a search server, and not about trainings."""
+    return "distap_search_" in rule["expr"]
+
+
 def names_in(expression: str) -> set[str]:
     """The metrics that an expression asks for, recorded ones included."""
     without_texts = re.sub(r'"[^"]*"', "", expression)

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
-from monitors import MONITORING, dashboard, rules
+from monitors import MONITORING, dashboard, is_of_server, names_in, rules
+from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from distap.apps.k8s.rendering import manifests_folder, plain_rules
+from distap.apps.serve.app import build_app
+from distap.apps.serve.service import Service
+from distap.apps.serve.settings import ServeSettings
 from distap.cli import app
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()
@@ -88,3 +92,25 @@ def test_the_runbook_names_panels_of_the_dashboard():
 def test_the_command_prints_the_rules():
     done = CliRunner().invoke(app, ["k8s", "rules"])
     assert (done.exit_code, done.output) == (0, plain_rules())
+
+
+def test_alerts_of_servers_ask_for_routes_counters_and_labels_that_servers_have():
+    service = Service(ServeSettings())
+    service.metrics.requests.labels("/api/search", "200").inc()
+    service.metrics.seconds.labels("/api/search").observe(1)
+    families = list(text_string_to_metric_families(service.metrics.text().decode()))
+    labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    counted = {sample.name for one in families if one.type in ("counter", "histogram") for sample in one.samples}
+    routes = {route.path for route in build_app(service).routes}
+    asked = [rule["expr"] for rule in rules("alert") if is_of_server(rule)]
+    assert len(asked) == 4
+    for expression in asked:
+        assert names_in(expression) <= set(labels)
+        assert set(re.findall(r"rate\((\w+)", expression)) <= counted
+        for name, matchers in re.findall(r"(distap_search_\w+){([^}]*)}", expression):
+            assert set(re.findall(r"(\w+)[=!]", matchers)) <= labels[name]
+        for route in re.findall(r'route="([^"]*)"', expression):
+            assert route in routes
+        for pattern in re.findall(r'route!~"([^"]*)"', expression):
+            assert {route for route in routes if re.fullmatch(pattern, route)} == {"/healthz", "/readyz", "/metrics"}
+    service.close()
