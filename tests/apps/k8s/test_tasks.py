@@ -4,12 +4,16 @@ import re
 import shlex
 import sys
 
+import httpx
 import kubernetes_validate
 import pytest
 import typer
 import yaml
 from built_manifests import COPY, DIGEST, K8S, PATCH, README, needs_kubectl
+from galleries import make_gallery
+from launching import Program, output_of, started
 from manifest_checks import KUBERNETES, METADATA, OUTSIDE, lets_out
+from serving import is_ready
 
 from distap.cli import app, main
 from distap.errors import MISTAKE, RESTART
@@ -248,3 +252,29 @@ def test_a_folder_is_written_anew_but_no_other_files_are_lost(monkeypatch, capsy
     (folder / "notes.md").write_text("mine")
     status, told = run(monkeypatch, capsys, SERVE, "--output", str(folder))
     assert status == MISTAKE and "notes.md would be lost" in " ".join(told.err.split())
+
+
+@needs_kubectl
+@pytest.mark.slow
+def test_what_pods_run_makes_an_index_and_a_server_that_answers_by_the_name_of_its_service(
+    objects, tmp_path, training_shards
+):
+    gallery = make_gallery(tmp_path / "made", training_shards)
+    places = {"/data/train": gallery.shards, "/runs/emoji": gallery.run}
+    places |= {path: tmp_path / path.lstrip("/") for path in ("/runs/found", "/runs/index")}
+
+    def program(container, *more):
+        words = [str(places.get(word, word)).replace("$(NAMESPACE)", "research") for word in container["args"]]
+        return Program(("-m", "distap.cli", *words, *more), tmp_path)
+
+    describe, index = containers_of(objects(*TASKS["descriptors and an index"]))
+    for container in (describe, describe, index):  # a new pod begins with the first command, which is done already
+        output_of(program(container), tmp_path)
+    (container,) = containers_of(objects(SERVE.replace("found", "index"), *CLAIMS))
+    with started(program(container, "--port", "0"), tmp_path / "server") as job:
+        job.wait_until(lambda: "serving on " in job.said)
+        url = re.search(r"serving on http://[^:]+(:\d+)", job.said)[1]
+        url = f"http://127.0.0.1{url}"
+        job.wait_until(lambda: is_ready(url))
+        for host, status in (("search.research.svc.cluster.local", 200), ("search.other.svc", 421)):
+            assert httpx.get(f"{url}/healthz", headers={"Host": host}).status_code == status
