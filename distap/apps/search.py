@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.images.image_sets import list_folder, open_images
@@ -50,6 +51,7 @@ class Searcher:
     index: SearchIndex
     describer: ImageDescriber | None = None  # of the images that are searched for; None: search by key alone
     remote: RemoteSettings | None = None  # how a remote data set is reached, from the network's recipe
+    pixels_of: Callable[[bytes], Tensor] | None = None  # decodes elsewhere, as the describer would
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
         """The at most k images of the gallery that are most similar to an image file, best first.
@@ -59,7 +61,11 @@ class Searcher:
         """
         if self.describer is None:
             raise DistapError("images are described by the network of the index: name its run with --checkpoint")
-        return self.index.search(self.describer.describe([image]).numpy(), k)[0]
+        if self.pixels_of is None:
+            descriptors = self.describer.describe([image])
+        else:
+            descriptors = self.describer.describe_pixels([self.pixels_of(image)], 1)
+        return self.index.search(descriptors.numpy(), k)[0]
 
     def by_key(self, key: str, k: int) -> list[Hit]:
         """The k images of the gallery that are most similar to the one with this key, without itself."""

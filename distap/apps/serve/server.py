@@ -20,6 +20,7 @@ try:
     import uvicorn
 
     from distap.apps.serve.app import build_app
+    from distap.apps.serve.decoders import prepare_decoders
     from distap.apps.serve.service import Service
 except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
@@ -46,6 +47,7 @@ def serve(
         service = Service(settings)
 
         def load() -> None:
+            prepare_decoders()
             searcher = open_searcher(
                 index, checkpoint, whitening, world=world, best=best, max_pixels=settings.pixels_of
             )
@@ -109,6 +111,10 @@ class _Server(uvicorn.Server):
         drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
         self.should_exit |= self._service.draining and drained
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.hurry()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start to drain at the first signal; close at the second."""

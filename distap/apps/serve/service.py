@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from distap.apps.search import Searcher
+from distap.apps.serve.decoders import Decoders, DecodingJob
 from distap.apps.serve.guard import ServingMetrics
 from distap.apps.serve.settings import ServeSettings
 from distap.apps.serve.uploads import RefusedError, busy, refused_image
@@ -77,13 +79,18 @@ class Service:
         self.searches = Pool("search", settings.threads, settings.queue, settings.timeout_seconds)
         self.draining = False  # asked to stop
         self._pictures = Pool("pictures", PICTURE_THREADS, PICTURE_QUEUE, settings.timeout_seconds)
+        self._decoders: Decoders | None = None
         self._loaded: tuple[Searcher, Thumbnails] | None = None
 
     def load(self, searcher: Searcher, thumbnails: Thumbnails) -> None:
         """Answer searches from now on."""
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // self.settings.threads, 1))
-        self._loaded = searcher, thumbnails
+        if (describer := searcher.describer) is not None:
+            limits = describer.max_pixels, self.settings.decode_seconds, self.settings.decode_bytes
+            job = DecodingJob(describer.sizing, describer.scaled, *limits)
+            self._decoders = Decoders(job, self.settings.threads)
+        self._loaded = replace(searcher, pixels_of=self._decoders), thumbnails
         self.metrics.images.set(len(searcher.index))
 
     def require_ready(self) -> None:
@@ -112,9 +119,16 @@ class Service:
             raise RefusedError(404, "not_found", f"there is no picture of row {row}")
         return jpeg
 
+    def hurry(self) -> None:
+        """Soon end whatever is being decoded, since the server stops."""
+        if self._decoders is not None:
+            self._decoders.hurry()
+
     def close(self) -> None:
         self.searches.close()
         self._pictures.close()
+        if self._decoders is not None:
+            self._decoders.close()
 
     def _require_loaded(self) -> tuple[Searcher, Thumbnails]:
         if self._loaded is None:

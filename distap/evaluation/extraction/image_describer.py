@@ -1,7 +1,7 @@
 """Turn the bytes of images into descriptors, in the same way for a data set and for a single image."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,9 +88,13 @@ class ImageDescriber:
             DamagedImageError: an image cannot be decoded or is too large.
         """
         pixels = (self.sizing(EncodedImage(data, self.max_pixels), None, self.scaled) for data in images)
-        descriptors = torch.empty(len(images), self.dimensions)
+        return self.describe_pixels(pixels, len(images))
+
+    def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
+        """Descriptors as of `describe`, of `count` images (3, height, width) uint8 that are brought to size."""
+        descriptors = torch.empty(count, self.dimensions)
         with self.evaluating():
-            for rows, batch in batches_of_one_shape(enumerate(pixels), self.batch_pixels):
+            for rows, batch in batches_of_one_shape(enumerate(images), self.batch_pixels):
                 descriptors[rows] = self(batch).to("cpu", torch.float32)
         return descriptors
 
