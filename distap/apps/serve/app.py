@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from distap import __version__
 from distap.apps.serve.guard import Guard
 from distap.apps.serve.service import Service
+from distap.apps.serve.settings import ServeSettings
 from distap.apps.serve.uploads import EXPECTED, RefusedError, read_upload
 from distap.data.images.formats import readable_formats
 from distap.pages.page import page_asset, page_text
@@ -62,17 +63,22 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 def build_app(service: Service) -> FastAPI:
     # The documentation pages of FastAPI load scripts from elsewhere.
-    app = FastAPI(title="distap search", version=__version__, docs_url=None, redoc_url=None)
+    root = service.settings.root
+    app = FastAPI(title="distap search", version=__version__, root_path=root, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, metrics=service.metrics, allowed_hosts=service.settings.allowed_host or ())
     _add_problems(app)
     _add_searches(app, service)
     _add_operations(app, service)
-    _add_page(app, service.settings.max_k)
+    _add_page(app, service.settings)
     return app
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
-    most = service.settings.max_k
+    most, pictures = service.settings.max_k, f"{service.settings.root}/images"
+
+    def answer(hits: list[Hit]) -> SearchAnswer:
+        ranked = enumerate(hits, 1)
+        return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"{pictures}/{h.row}") for n, h in ranked])
 
     @app.post("/api/search", responses=PROBLEMS, openapi_extra=UPLOAD)
     async def search_by_image(request: Request) -> SearchAnswer:
@@ -80,7 +86,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         try:
             with service.uploads:
                 image, k = await read_upload(request, service.settings)
-            return _answer(await service.by_image(image, k))
+            return answer(await service.by_image(image, k))
         except RefusedError as problem:
             service.metrics.refused.labels(problem.reason).inc()
             raise
@@ -91,18 +97,13 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         k: Annotated[int, Query(ge=1, le=most, description="Images to find.")] = min(10, most),
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
-        return _answer(await service.by_key(key, k))
+        return answer(await service.by_key(key, k))
 
     @app.get("/images/{row}", responses={200: {"content": {"image/jpeg": {}}}, **PROBLEMS}, response_class=Response)
     async def thumbnail(row: int) -> Response:
         """A thumbnail of an image of the index, by its row."""
         headers = {"Cache-Control": "private, max-age=300"}
         return Response(await service.picture(row), media_type="image/jpeg", headers=headers)
-
-
-def _answer(hits: list[Hit]) -> SearchAnswer:
-    ranked = enumerate(hits, 1)
-    return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"/images/{h.row}") for n, h in ranked])
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
@@ -123,7 +124,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_page(app: FastAPI, max_k: int) -> None:
+def _add_page(app: FastAPI, settings: ServeSettings) -> None:
     *others, last = readable_formats()
     formats = f"{', '.join(others)} or {last}"
 
@@ -133,7 +134,8 @@ def _add_page(app: FastAPI, max_k: int) -> None:
 
         app.add_api_route(path, asset, include_in_schema=False)
 
-    add("/", page_text("serve.html", title="Search by image", formats=formats, max_k=max_k), "text/html")
+    values = {"title": "Search by image", "formats": formats, "max_k": settings.max_k, "root": settings.root}
+    add("/", page_text("serve.html", **values), "text/html")
     add("/style.css", page_text("style.css"), "text/css")
     add("/search.js", page_asset("serve.js"), "text/javascript")
     add("/icon.svg", page_asset("serve.svg"), "image/svg+xml")

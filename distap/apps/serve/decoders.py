@@ -1,6 +1,7 @@
 """Decode uploads in processes of their own, which are ended if an image takes too much time or memory."""
 
 import multiprocessing
+import os
 import re
 import resource
 import signal
@@ -8,7 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,13 +26,21 @@ from distap.data.images.whole_images import Sizing
 
 LOOK_SECONDS = 0.1  # between looks at the clock while a decoder works
 STOPPING_SECONDS = 2.0  # that an image may take once the server stops
+OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)  # as libraries say it
+STOPS = (signal.SIGINT, signal.SIGTERM)
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def prepare_decoders() -> None:
     """Start the process that decoders are forked from, which imports what they need and holds no network."""
     CONTEXT.set_forkserver_preload([__name__])
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # which would unblock the signals
+    # The server decides when decoders end, also if a signal goes to all its processes; they inherit this.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,9 @@ class Decoders:
             if self._stopping:
                 raise busy("the server is stopping") from error
             is_late = isinstance(error, TimeoutError)
-            raise _too_costly(f"{self._seconds:g} s" if is_late else _memory(self._job)) from error
+            what = f"{self._seconds:g} s" if is_late else f"{self._job.memory_bytes:,} bytes of memory"
+            large = DamagedImageError("too_large", f"decoding it takes more than {what}")
+            raise refused_image(large) from error
         finally:
             self._idle.put((process, connection))
         if isinstance(answer, tuple):
@@ -114,14 +125,16 @@ class Decoders:
 
 
 def _serve_images(connection: Connection, job: DecodingJob) -> None:
-    """Answer each image file with an array, or with the arguments of a RefusedError, until the server is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when it ends, also if all are told to
-        signal.signal(number, signal.SIG_IGN)
+    """Answer each image file with an array, or with the arguments of a RefusedError, until the server is gone.
+
+    An image for which there is not enough memory ends the process, since some decoders keep what they have then.
+    """
     torch.set_num_threads(1)
     readable_formats()
     job(image_file(torch.zeros(3, 9, 9, dtype=torch.uint8)))  # the first takes longer
     _limit_memory(job.memory_bytes)
     connection.send("ready")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries write there about bad images
     with suppress(EOFError):
         while True:
             connection.send(_decoded(connection.recv_bytes(), job))
@@ -131,18 +144,10 @@ def _decoded(data: bytes, job: DecodingJob) -> Any:
     try:
         return job(data).numpy()
     except DamagedImageError as error:
+        if OUT_OF_MEMORY.search(str(error)):
+            raise OutOfMemoryError from error
         refused = refused_image(error)
-    except (OutOfMemoryError, MemoryError, RuntimeError):  # the last is torch's
-        refused = _too_costly(_memory(job))
-    return refused.status, refused.reason, str(refused)
-
-
-def _too_costly(what: str) -> RefusedError:
-    return refused_image(DamagedImageError("too_large", f"decoding it takes more than {what}"))
-
-
-def _memory(job: DecodingJob) -> str:
-    return f"{job.memory_bytes:,} bytes of memory"
+        return refused.status, refused.reason, str(refused)
 
 
 def _limit_memory(more: int) -> None:

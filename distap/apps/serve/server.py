@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +21,7 @@ try:
     import uvicorn
 
     from distap.apps.serve.app import build_app
+    from distap.apps.serve.connections import ACCEPTED_AT_ONCE, Connection, Connections
     from distap.apps.serve.decoders import prepare_decoders
     from distap.apps.serve.service import Service
 except ImportError as error:
@@ -58,11 +60,13 @@ def serve(
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         console.print(f"serving on http://{shown}:{port}", markup=False)
-        server.run([listener])
-        service.close()
-        if wait([server.loading], LOADING_SECONDS).not_done:
-            # Python would crash at its end while a thread is inside a library, and there is nothing to save.
-            os._exit(FINISHED)
+        try:
+            server.run([listener])
+            if wait([server.loading], LOADING_SECONDS).not_done:
+                # Python would crash at its end while a thread is inside a library, and there is nothing to save.
+                os._exit(FINISHED)
+        finally:
+            service.close()
         server.loading.result()
 
 
@@ -83,7 +87,7 @@ class _Server(uvicorn.Server):
     """uvicorn's server, which also calls `load` in a thread while it listens, and drains before it closes."""
 
     def __init__(self, service: Service, load: Callable[[], None]) -> None:
-        settings = service.settings
+        settings, connections = service.settings, Connections(service.settings.uploads)
         super().__init__(
             uvicorn.Config(
                 build_app(service),
@@ -93,16 +97,19 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                backlog=BACKLOG,
+                http=partial(Connection, connections),  # type: ignore[arg-type]
+                backlog=ACCEPTED_AT_ONCE,
                 timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
             )
         )
         self.loading: Future[None] = Future()
-        self._service, self._load = service, load
+        self._service, self._load, self._connections = service, load, connections
         self._asked = 0.0  # to stop, by time.monotonic
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)  # uvicorn has lowered it to what asyncio accepts at once
         self.loading = ThreadPoolExecutor(1, "loading").submit(self._load)
         self.loading.add_done_callback(self._end_if_failed)
 
@@ -110,6 +117,7 @@ class _Server(uvicorn.Server):
         """Tell whether to close; uvicorn asks ten times a second."""
         drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
         self.should_exit |= self._service.draining and drained
+        self._connections.close_idle()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -48,6 +48,11 @@ class ServeSettings:
         return DECODED_PIXELS
 
     @property
+    def root(self) -> str:
+        """What addresses of this server begin with at a proxy: empty, or with a slash at the start only."""
+        return f"/{self.root_path.strip('/')}".rstrip("/")
+
+    @property
     def uploads(self) -> int:
         """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
         return 2 * (self.threads + self.queue)

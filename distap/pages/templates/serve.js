@@ -76,7 +76,7 @@ function card(hit) {
   more.onclick = () => {
     let k;
     try { k = wanted(); } catch (error) { return tell(error.message); }
-    ask(`/api/search?${new URLSearchParams({ key: hit.key, k })}`, {}, `Most similar to ${hit.key}`);
+    ask(`${at("form").action}?${new URLSearchParams({ key: hit.key, k })}`, {}, `Most similar to ${hit.key}`);
   };
   return item;
 }
@@ -94,7 +94,7 @@ at("form").addEventListener("submit", event => {
   const form = new FormData();
   try { form.append("k", wanted()); } catch (error) { return tell(error.message); }
   form.append("image", file, "image");
-  ask("/api/search", { method: "POST", body: form }, "Most similar to your image");
+  ask(at("form").action, { method: "POST", body: form }, "Most similar to your image");
 });
 
 for (const name of ["dragenter", "dragover"]) {
