@@ -16,8 +16,9 @@ import ipaddress
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from socketserver import TCPServer
@@ -35,6 +36,8 @@ from distap.processes.watchdog import Watchdog
 from distap.telemetry.senders import is_foreign, is_own_host
 from distap.telemetry.tracing import MOST_STEPS, STEPS
 
+MOST_CONNECTIONS = 32
+REQUEST_SECONDS = 10.0  # in which a client has to send its request and take the answer
 logger = logging.getLogger("distap")
 
 
@@ -133,7 +136,33 @@ class Endpoint:
 
 
 class _Server(ThreadingWSGIServer):
-    """Runs a thread for each request, so that a slow client delays no probe."""
+    """Runs a thread for each connection, so that a slow client delays no probe, and bounds their number and age."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._since: dict[socket.socket, float] = {}  # of open connections, the oldest first
+        super().__init__(*arguments, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        # The oldest one gives way, so that a probe is answered whatever others leave open.
+        if len(self._since) >= MOST_CONNECTIONS:
+            self._end(next(iter(list(self._since))))
+        self._since[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:  # twice a second
+        oldest = time.monotonic() - REQUEST_SECONDS
+        for request in [request for request, since in list(self._since.items()) if since < oldest]:
+            self._end(request)
+
+    def close_request(self, request: Any) -> None:
+        self._since.pop(request, None)
+        super().close_request(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Wake the thread of a connection, which then closes it."""
+        self._since.pop(request, None)
+        with suppress(OSError):  # it has just closed it
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a request of %s was broken off", client_address, exc_info=True)
@@ -150,7 +179,5 @@ class _IPv6Server(_Server):
 
 
 class _SilentHandler(WSGIRequestHandler):
-    timeout = 30  # seconds in which a client has to send its request
-
     def log_message(self, format: str, *arguments: Any) -> None:
         pass  # probes come every few seconds

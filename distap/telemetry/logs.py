@@ -15,6 +15,7 @@ warnings and uncaught exceptions become such lines too. C++ code prints what TOR
 import json
 import logging
 import math
+import re
 import select
 import sys
 import threading
@@ -28,6 +29,7 @@ LogFormat = Literal["text", "json"]
 # Ranks share a pipe, which takes no more than this in one piece.
 LONGEST_LINE = select.PIPE_BUF
 CUT = "[...]"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 logger = logging.getLogger("distap")
 
 
@@ -83,6 +85,11 @@ def take_over_loggers() -> None:
                 one.propagate = True
 
 
+def printable(text: str) -> str:
+    """Write control characters as escapes, so that a name in a data set cannot command a terminal."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 class _Formatter(logging.Formatter):
     converter = staticmethod(time.gmtime)
     default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
@@ -93,7 +100,7 @@ class TextLines(_Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         where = f"run={_word(origin.run)} rank={_word(origin.rank)} step={_word(origin.step)}"
-        return f"{self.formatTime(record)} {record.levelname} {where} {record.message}"
+        return printable(f"{self.formatTime(record)} {record.levelname} {where} {record.message}")
 
 
 class JsonLines(_Formatter):

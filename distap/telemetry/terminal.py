@@ -5,20 +5,28 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
+from rich.text import Text
 
-from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines
+from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines, printable
 
 T = TypeVar("T")
 
 logger = logging.getLogger("distap")
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class _Console(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+console = _Console(stderr=True, highlight=False, soft_wrap=True)
 if not console.is_terminal:
     console.width = 140  # a log has no width of its own
 
@@ -26,7 +34,7 @@ if not console.is_terminal:
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
     """Yield the items and show a progress bar; without a terminal, print one line at the end."""
     with _progress() as progress:
-        yield from progress.track(items, total, description=description)
+        yield from progress.track(items, total, description=printable(description))
     if not _draws():
         _tell(f"{description}: {total} done")
 
@@ -60,12 +68,12 @@ def counting(description: str, total: int, done: int = 0, shown: bool = True) ->
         return f"{most / max(time.monotonic() - started, 1e-9):,.1f} images/s"
 
     with _progress(shown) as progress:
-        task = progress.add_task(escape(description), total=total, completed=done)
+        task = progress.add_task(escape(printable(description)), total=total, completed=done)
 
         def show(images: int) -> None:
             nonlocal most
             most = images
-            progress.update(task, completed=done + images, description=f"{escape(description)}  {speed()}")
+            progress.update(task, completed=done + images, description=f"{escape(printable(description))}  {speed()}")
 
         yield show
     if shown and not _draws():

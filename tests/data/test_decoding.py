@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from costly_images import arithmetic_jpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
@@ -290,14 +291,6 @@ def test_a_progressive_jpeg_of_countless_scans_is_refused():
     decode(data, max_pixels=301 * 203)
     scan = data[data.rindex(b"\xff\xda") : -2]
     assert reason(data[:-2] + scan * 100 + data[-2:], max_pixels=301 * 203) == "too_large"
-
-
-def arithmetic_jpeg(width: int, height: int, scans: int) -> bytes:
-    """Coded arithmetically, with scans of ten bytes, for each of which the decoder goes through a whole colour."""
-    table = b"\xff\xdb" + struct.pack(">HB", 67, 0) + bytes([1] * 64)
-    frame = b"\xff\xc9" + struct.pack(">HBHHB", 17, 8, height, width, 3) + b"\x01\x11\0\x02\x11\0\x03\x11\0"
-    colours = (b"\xff\xda" + struct.pack(">HBB", 8, 1, 1 + number % 3) + b"\0\0\x3f\0" for number in range(scans))
-    return b"\xff\xd8" + table + frame + b"".join(colours) + b"\xff\xd9"
 
 
 def test_an_arithmetic_jpeg_of_countless_scans_is_refused_before_it_is_decoded():

@@ -41,9 +41,9 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+def resident(pid: int, name: str = "VmRSS") -> int:
+    """Bytes of memory that a process holds, or has held at most (`VmHWM`)."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
 def body(image: bytes, k: object = None, name: str = "image") -> bytes:

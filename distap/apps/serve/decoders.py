@@ -1,5 +1,6 @@
 """Decode uploads in processes of their own, which are ended if an image takes too much time or memory."""
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -63,6 +64,7 @@ class Decoders:
     def __init__(self, job: DecodingJob, count: int) -> None:
         self._job, self._seconds, self._stopping = job, job.seconds, False
         self._idle: SimpleQueue[tuple[BaseProcess, Connection]] = SimpleQueue()
+        atexit.register(self.close)  # multiprocessing would wait for them at the end
         for _ in range(count):
             self._idle.put(self._started())
 

@@ -203,7 +203,11 @@ class Thumbnails:
 
     def jpeg(self, row: int) -> bytes | None:
         """The thumbnail of a row; None if there is no such row or its image cannot be read."""
-        return self._kept(row) if 0 <= row < len(self._samples) else None
+        try:
+            return self._kept(row) if 0 <= row < len(self._samples) else None
+        except (DistapError, OSError) as error:  # it may pass, so the cache does not keep it
+            logger.warning("no thumbnail of row %d for now: %s", row, error)
+            return None
 
     def _made(self, row: int) -> bytes | None:
         sample = int(self._samples[row])
@@ -213,7 +217,7 @@ class Thumbnails:
             with self._reading:
                 image = self._reader.encoded(sample)
             return thumbnail(image, self._longer_side)
-        except (DamagedImageError, DistapError) as error:
+        except DamagedImageError as error:
             logger.warning("no thumbnail of image %d: %s", sample, error)
             return None
 

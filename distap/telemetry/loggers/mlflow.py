@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distap.registry import by_path
+from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
 
 RUN_TAG = "distap.run"
@@ -32,6 +33,13 @@ class MLflow:
     tracking_uri: str | None = None
     experiment: str = "distap"
     id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tracking_uri is not None and without_secrets(self.tracking_uri) != self.tracking_uri:
+            raise ValueError(
+                "it holds a secret, and a recipe is written into the run's folder: give the secret as "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or all of the address as MLFLOW_TRACKING_URI"
+            )
 
     def prepare(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report to its maker
