@@ -2,6 +2,7 @@ import base64
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,13 @@ from commands import distap
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
 
 from distap.apps.search import open_searcher, open_thumbnails, queries_from
+from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.images.image_sets import open_images
+from distap.data.images.whole_images import Thumbnails
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.index_files import write_index
+from distap.retrieval.indexing import build_index
 from distap.retrieval.whitening import learn_pca, save_whitening
 from distap.world import World
 
@@ -111,6 +116,36 @@ def test_thumbnails_are_those_of_the_rows(gallery, searcher, caplog):
     assert first.startswith(b"\xff\xd8") and first != thumbnails.jpeg(1)
     assert thumbnails.jpeg(-1) is None and thumbnails.jpeg(40) is None
     assert not caplog.text
+
+
+def test_a_thumbnail_that_fails_once_is_read_again_and_a_damaged_image_is_not(caplog):
+    failures = [
+        DistapError("the store is away"),
+        OSError(5, "Input/output error"),
+        None,
+        DamagedImageError("truncated", "cut"),
+    ]
+
+    class Reader:
+        def encoded(self, sample):
+            if (failure := failures.pop(0)) is not None:
+                raise failure
+            return EncodedImage(upload(sample))
+
+    thumbnails = Thumbnails(Reader(), np.arange(2), 8)
+    assert thumbnails.jpeg(0) is None and "no thumbnail of row 0 for now: the store is away" in caplog.text
+    assert thumbnails.jpeg(0) is None
+    assert thumbnails.jpeg(0).startswith(b"\xff\xd8")
+    assert thumbnails.jpeg(1) is None and thumbnails.jpeg(1) is None and not failures
+
+
+def test_a_name_cannot_command_the_terminal_that_shows_hits(tmp_path, gallery, monkeypatch, capsys):
+    described = read_descriptors(gallery.descriptors)
+    described = replace(described, keys=np.array(["\x1b[2Jfirst", "\x1b]0;mine\x07", *described.keys[2:].tolist()]))
+    write_index(tmp_path / "index", build_index(described.descriptors, "flat", ""), described)
+    assert distap(monkeypatch, "search", tmp_path / "index", "key:\x1b[2Jfirst", "-k", 40) == 0
+    said = "".join(capsys.readouterr())
+    assert r"\x1b[2Jfirst" in said and r"\x1b]0;mine\x07" in said and "\x1b" not in said
 
 
 def test_a_data_set_that_moved_is_named_and_missing_pictures_are_told(tmp_path, gallery, searcher, caplog):

@@ -166,6 +166,20 @@ def test_a_folder_that_is_not_packed_tells_what_it_leaves_out(drawer, monkeypatc
     assert "left out: 2 hidden files" in capsys.readouterr().err
 
 
+def test_a_name_cannot_command_the_terminal_that_shows_it(tmp_path, monkeypatch, capsys):
+    name = "\x1b]0;mine\x07\x1b[2J"
+    (tmp_path / "images" / name).mkdir(parents=True)
+    save(tmp_path / "images" / name / f"{name}.png", 0, "PNG")
+    save(tmp_path / "images" / name / "sound.png", 1, "PNG")
+    assert distap(monkeypatch, "data", "pack", tmp_path / "images", tmp_path / "shards") == 0
+    for shard in (tmp_path / "shards").glob("*.tar"):
+        shard.write_bytes(shard.read_bytes().replace(b"IDAT", b"IDAX"))
+    assert distap(monkeypatch, "data", "check", tmp_path / "shards") == 1
+    distap(monkeypatch, "data", "stats", tmp_path / "shards")
+    said = "".join(capsys.readouterr())
+    assert r"\x1b]0;mine\x07\x1b[2J" in said and "\x1b" not in said and "\x07" not in said
+
+
 def test_a_folder_that_cannot_be_read_is_told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("open")
     save(folder / "x.png", 0)

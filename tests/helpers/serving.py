@@ -4,7 +4,7 @@ import re
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +18,11 @@ MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
 
 
 @contextmanager
-def serving(gallery: Gallery, folder: Path, **options: object) -> Iterator[tuple[str, Job]]:
-    """URL of a server that is ready, and its process."""
-    with started(command(gallery, **options), folder) as job:
+def serving(
+    gallery: Gallery, folder: Path, start: Sequence[str] = (), **options: object
+) -> Iterator[tuple[str, Job]]:
+    """URL of a server that is ready, and its process; `start` is another command than `command`."""
+    with started(start or command(gallery, **options), folder) as job:
         job.wait_until(lambda: "serving on " in job.said)
         url = re.search(r"serving on (\S+)", job.said)[1]
         job.wait_until(lambda: is_ready(url))

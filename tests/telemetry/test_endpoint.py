@@ -1,15 +1,18 @@
 import json
 import socket
+import threading
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from wsgiref.util import setup_testing_defaults
 
 import pytest
 from prometheus_client import Gauge
 from servers import free_ports
 
+import distap.telemetry.endpoint
 from distap.errors import DistapError
-from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.endpoint import MOST_CONNECTIONS, Endpoint
 
 
 @pytest.fixture
@@ -129,6 +132,31 @@ def test_only_this_host_can_ask_for_a_trace(client, status):
 def test_other_paths_are_not_found(endpoint):
     status, text = ask(f"{endpoint[1]}/")
     assert status == 404 and "/readyz" in text
+
+
+def test_idle_connections_keep_no_probe_out_and_take_few_threads(endpoint):
+    _, url = endpoint
+    with ExitStack() as idle:
+        sockets = [idle.enter_context(connected(url)) for _ in range(300)]
+        assert all(ask(f"{url}/healthz")[0] == 200 for _ in range(5))
+        for each in sockets[: -MOST_CONNECTIONS - 1]:
+            assert each.recv(1) == b""
+        while sum("process_request" in thread.name for thread in threading.enumerate()) > MOST_CONNECTIONS + 1:
+            pass
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost: local"])
+def test_a_connection_without_a_whole_request_is_closed(endpoint, monkeypatch, sent):
+    monkeypatch.setattr(distap.telemetry.endpoint, "REQUEST_SECONDS", 0.5)
+    with connected(endpoint[1]) as connection:
+        connection.sendall(sent)
+        assert connection.recv(1) == b""
+
+
+def connected(url):
+    """A connection over which nothing has been sent."""
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def test_a_port_that_is_taken_is_named():

@@ -283,7 +283,8 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and nobody listens
-        chosen = {"mlflow": MLflow(f"http://me:password@127.0.0.1:{free.getsockname()[1]}")}
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:password@127.0.0.1:{free.getsockname()[1]}")
+        chosen = {"mlflow": MLflow()}
         with opened_loggers(chosen, LoggedRun(tmp_path, "mine", {}, 0, 1), 10, 60, lambda name: None) as log:
             log({"step": 1, "time": 0.0, "loss": 0.5})
     assert "loggers.mlflow: figures are lost: it cannot be opened: MlflowException" in caplog.text

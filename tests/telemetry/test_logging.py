@@ -15,7 +15,7 @@ from launching import Program, started
 from small_trainings import recipe
 
 from distap.errors import MISTAKE, RESTART
-from distap.telemetry.logs import JsonLines
+from distap.telemetry.logs import JsonLines, TextLines
 
 SPEAKING = """
     import logging, sys, threading, warnings
@@ -110,6 +110,13 @@ def test_text_without_a_terminal_says_the_same():
     assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=- before the first step", first)
     assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=3 step 3/5  loss 0\.5", told)
     assert re.fullmatch(rf"{time} WARNING run=mine rank=0 step=3 two", warned)
+
+
+def test_a_name_cannot_command_the_terminal_that_shows_a_log(capfd):
+    record = logging.LogRecord(
+        "distap", logging.WARNING, "", 0, "%s: damaged", ("\x1b]0;mine\x07\x9b2J\r\tab\n",), None
+    )
+    assert TextLines().format(record).endswith(r"\x1b]0;mine\x07\x9b2J\x0d" + "\tab\n: damaged")
 
 
 def said_to_a_terminal(form: str) -> str:

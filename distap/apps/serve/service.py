@@ -109,7 +109,7 @@ class Service:
         try:
             await self._search(searcher.index.row_of, key)
         except DistapError as error:
-            raise RefusedError(404, "not_found", str(error)) from error
+            raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}") from error
         return await self._search(searcher.by_key, key, k)
 
     async def picture(self, row: int) -> bytes:

@@ -37,7 +37,7 @@ class MLflow:
     def __post_init__(self) -> None:
         if self.tracking_uri is not None and without_secrets(self.tracking_uri) != self.tracking_uri:
             raise ValueError(
-                "it holds a secret, and a recipe is written into the run's folder: give the secret as "
+                "tracking_uri holds a secret, and a recipe is written into the run's folder: give the secret as "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or all of the address as MLFLOW_TRACKING_URI"
             )
 

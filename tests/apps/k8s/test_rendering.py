@@ -51,6 +51,17 @@ def test_a_folder_needs_nothing_from_outside_it(tmp_path, recipe):
     assert (folder / "training" / "recipe.yaml").read_text() == RECIPE
 
 
+@pytest.mark.parametrize("uri", ["http://me:hidden@mlflow:5000", "http://mlflow:5000/?token=hidden"])
+def test_a_secret_in_the_address_of_a_logger_is_refused_and_not_repeated(tmp_path, recipe, uri):
+    recipe.write_text(RECIPE + f"\nloggers: {{mlflow: {{tracking_uri: '{uri}'}}}}\n")
+    with pytest.raises(DistapError, match=r"loggers\.mlflow: .*tracking_uri holds a secret") as refused:
+        rendered_folder(tmp_path / "out", recipe)
+    assert "hidden" not in str(refused.value) and not (tmp_path / "out").exists()
+    recipe.write_text(RECIPE)
+    with pytest.raises(DistapError, match="MLFLOW_TRACKING_URI"):
+        rendered_folder(tmp_path / "out", recipe, f"loggers.mlflow={{tracking_uri: '{uri}'}}")
+
+
 @needs_kubectl
 @pytest.mark.parametrize("build", RENDERED)
 def test_what_was_asked_for_is_in_the_manifests(build):

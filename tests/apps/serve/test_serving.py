@@ -1,15 +1,21 @@
 import asyncio
 import json
+import os
+import re
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from browser import DESKTOP, PHONE
 from commands import distap
+from costly_images import KINDS, arithmetic_jpeg, costly_image
 from galleries import Gallery, make_gallery, upload
 from launching import started
 from selenium.webdriver.support.ui import WebDriverWait
@@ -119,6 +125,11 @@ def test_a_bad_key_or_k_is_refused(url, query, status, reason):
     require_refused(httpx.get(f"{url}/api/search", params=query), status, reason)
 
 
+def test_an_unknown_key_is_not_answered_with_a_path_of_the_server(url, gallery):
+    message = httpx.get(f"{url}/api/search", params={"key": "no/such"}).json()["error"]["message"]
+    assert message == "the index has no image with the key 'no/such'"
+
+
 def test_pictures_are_had_by_row_only(url):
     picture = httpx.get(f"{url}/images/3")
     assert picture.headers["content-type"] == "image/jpeg" and picture.content.startswith(b"\xff\xd8")
@@ -224,7 +235,8 @@ def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path
         with socket.create_connection((host, int(port))) as upload_socket:
             upload_socket.sendall(head.encode() + content[:100])
             job.wait_until(lambda: counted(url, "distap_search_requests_in_flight") == 2)
-            job.process.send_signal(signal.SIGTERM)
+            for pid in job.left():  # as a service manager does, which knows all processes of a service
+                os.kill(pid, signal.SIGTERM)
             job.wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 503)
             job.wait_until(lambda: is_closed(host, int(port)))
             upload_socket.sendall(content[100:])
@@ -233,6 +245,76 @@ def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path
         hits = json.loads(answer.partition(b"\r\n\r\n")[2])["hits"]
         assert [hit["key"] for hit in hits] == [hit.key for hit in searcher.by_image(image, 3)]
         assert job.status(30) == 0, job.said
+        job.wait_until_none_is_left()
+
+
+def test_asked_to_stop_it_ends_whatever_it_decodes(gallery, tmp_path):
+    slow = arithmetic_jpeg(7000, 7000, scans=100)
+    limits = {"threads": 1, "max_pixels": 1_000_000_000, "decode_seconds": 600, "timeout_seconds": 600}
+    with serving(gallery, tmp_path, **limits) as (url, job), ThreadPoolExecutor(8) as clients:
+        asked = [clients.submit(httpx.post, f"{url}/api/search", files={"image": slow}, timeout=90) for _ in range(8)]
+        job.wait_until(lambda: counted(url, "distap_search_requests_in_flight") == 9)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.status() == 0, job.said
+        for answer in asked:
+            require_refused(answer.result(), 503, "busy")
+        job.wait_until_none_is_left()
+
+
+def test_costly_images_cost_the_server_no_memory(gallery, tmp_path):
+    limits = {"threads": 1, "max_pixels": 4_000_000, "max_upload_bytes": 1_000_000, "decode_bytes": 30_000_000}
+    with serving(gallery, tmp_path, **limits) as (url, job):
+        assert httpx.post(f"{url}/api/search", files={"image": upload(9)}, timeout=60).status_code == 200
+        before = resident(job.process.pid)
+        for kind in KINDS:
+            answer = httpx.post(f"{url}/api/search", files={"image": costly_image(kind, 1900)}, timeout=60)
+            assert answer.status_code in (200, 400, 413), kind
+        assert resident(job.process.pid, "VmHWM") - before < 20_000_000
+        assert httpx.post(f"{url}/api/search", files={"image": upload(9)}, timeout=60).status_code == 200
+        assert "error" not in job.said.lower()
+
+
+def test_idle_connections_are_closed_and_keep_nobody_out(gallery, tmp_path):
+    few_files = ["bash", "-c", 'ulimit -n 512; exec "$@"', "-", *command(gallery)]
+    with serving(gallery, tmp_path, few_files) as (url, job), ExitStack() as idle:
+        host, port = url.removeprefix("http://").split(":")
+        sockets, whole = [], b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for number in range(1000):
+            sockets.append(idle.enter_context(socket.create_connection((host, int(port)))))
+            with suppress(ConnectionError):
+                sockets[-1].sendall((b"", whole[:-2], whole)[number % 3])
+        for _ in range(10):
+            assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
+        assert httpx.post(f"{url}/api/search", files={"image": upload(9)}, timeout=60).status_code == 200
+        assert len(list(Path(f"/proc/{job.process.pid}/fd").iterdir())) < 512
+        for each in sockets:
+            assert ended(each)
+        assert job.said.count("more than 80 connections") == 1 and "Too many" not in job.said
+
+
+def ended(connection: socket.socket) -> bool:
+    """Wait until the other side ends a connection."""
+    connection.settimeout(60)
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_behind_a_proxy_addresses_begin_with_its_path(gallery, tmp_path):
+    with serving(gallery, tmp_path, root_path="/pictures/") as (url, _):
+        for before in ("", "/pictures"):  # a proxy may take the path away or leave it
+            page = httpx.get(f"{url}{before}/").text
+            assert {*re.findall(r'(?:src|href|action)="(/[^"]*)"', page)} == {
+                f"/pictures/{name}" for name in ("icon.svg", "style.css", "search.js", "api/search")
+            }
+            assert httpx.get(f"{url}{before}/search.js").status_code == 200
+            answer = httpx.get(f"{url}{before}/api/search", params={"key": "<i>apple/кот 0.png", "k": 1})
+            (hit,) = answer.json()["hits"]
+            assert hit["picture"].startswith("/pictures/images/")
+            assert httpx.get(f"{url}{hit['picture']}").headers["content-type"] == "image/jpeg"
 
 
 def is_closed(host: str, port: int) -> bool:
