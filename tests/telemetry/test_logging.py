@@ -112,7 +112,7 @@ def test_text_without_a_terminal_says_the_same():
     assert re.fullmatch(rf"{time} WARNING run=mine rank=0 step=3 two", warned)
 
 
-def test_a_name_cannot_command_the_terminal_that_shows_a_log(capfd):
+def test_a_name_cannot_command_the_terminal_that_shows_a_log():
     record = logging.LogRecord(
         "distap", logging.WARNING, "", 0, "%s: damaged", ("\x1b]0;mine\x07\x9b2J\r\tab\n",), None
     )
