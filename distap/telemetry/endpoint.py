@@ -138,6 +138,8 @@ class Endpoint:
 class _Server(ThreadingWSGIServer):
     """Runs a thread for each connection, so that a slow client delays no probe, and bounds their number and age."""
 
+    request_queue_size = 128  # with the usual 5, many connections at a time make a probe wait for seconds
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._since: dict[socket.socket, float] = {}  # of open connections, the oldest first
         super().__init__(*arguments, **options)

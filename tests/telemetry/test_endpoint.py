@@ -1,6 +1,7 @@
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -142,7 +143,7 @@ def test_idle_connections_keep_no_probe_out_and_take_few_threads(endpoint):
         for each in sockets[: -MOST_CONNECTIONS - 1]:
             assert each.recv(1) == b""
         while sum("process_request" in thread.name for thread in threading.enumerate()) > MOST_CONNECTIONS + 1:
-            pass
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost: local"])

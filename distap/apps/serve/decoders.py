@@ -76,12 +76,10 @@ class Decoders:
         """
         process, connection = self._idle.get()
         try:
-            if not process.is_alive():
-                if self._stopping:
-                    raise busy("the server is stopping")
+            if not process.is_alive() and not self._stopping:
                 process, connection = self._started()
             answer = self._answer(connection, data)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError) as error:  # also if it had ended before
             connection.close()
             process.kill()
             process.join()
