@@ -135,8 +135,9 @@ def test_other_paths_are_not_found(endpoint):
     assert status == 404 and "/readyz" in text
 
 
-def test_idle_connections_keep_no_probe_out_and_take_few_threads(endpoint):
+def test_idle_connections_keep_no_probe_out_and_take_few_threads(endpoint, monkeypatch):
     _, url = endpoint
+    monkeypatch.setattr(distap.telemetry.endpoint, "REQUEST_SECONDS", 600)  # only their number closes them
     with ExitStack() as idle:
         sockets = [idle.enter_context(connected(url)) for _ in range(300)]
         assert all(ask(f"{url}/healthz")[0] == 200 for _ in range(5))
