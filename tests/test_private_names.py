@@ -27,6 +27,7 @@ NAMES = {
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "the cost of a network without running it",
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): "where a tensor lies in a file of a checkpoint",
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): "the index of a checkpoint that we write",
+    ("torch.distributed.elastic.multiprocessing.api", "_terminate_process_handler"): "signals in the midst of a fork",
     (MEETING + ".utils", "_matches_machine_hostname"): "whether torch takes a host for this machine",
     (MEETING + ".utils", "_parse_rendezvous_config"): "join_timeout and is_host as torch reads them",
     ("torch.fx.experimental._config", ""): "sizes that ranking's compiled functions take as unknown",

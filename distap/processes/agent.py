@@ -26,6 +26,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as torch_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -132,7 +133,23 @@ class Agent(LocalElasticAgent):
         if self._has_started:
             os.environ[STARTED] = str(time.time())
         self._has_started = True
-        return super()._start_workers(worker_group)
+        raising, heard = torch_processes._terminate_process_handler, list[SignalException]()
+
+        def noting(signum: int, frame: FrameType | None) -> None:
+            try:
+                raising(signum, frame)
+            except SignalException as error:
+                heard.append(error)
+                raise
+
+        torch_processes._terminate_process_handler = noting  # torch installs it before it forks
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            torch_processes._terminate_process_handler = raising
+        if heard:  # Python drops what a handler raises in the midst of a fork
+            raise heard[0]
+        return started
 
     def _shutdown(self, *arguments: Any, **more: Any) -> None:
         # torch would pass SIGHUP and SIGQUIT on as they are, and would give ranks half a minute when new hosts come.

@@ -9,6 +9,9 @@ import pytest
 import torch
 from launching import LAUNCH, launcher, started
 from servers import free_ports
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as torch_processes
 from torch.distributed.run import get_args_parser
 
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, DistapError
@@ -221,3 +224,16 @@ def test_a_process_whose_poll_was_interrupted_is_seen_to_end():
             process.wait(0.5)
         free_lock(process)
         assert process.wait(60) == 1
+
+
+def test_a_signal_in_the_midst_of_a_fork_is_not_lost(monkeypatch):
+    def start_workers(self, group):
+        with suppress(SignalException):  # as Python drops what is raised there
+            torch_processes._terminate_process_handler(signal.SIGTERM, None)
+        return {}
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start_workers)
+    agent = Agent.__new__(Agent)
+    agent._has_started = False
+    with pytest.raises(SignalException):
+        agent._start_workers(None)

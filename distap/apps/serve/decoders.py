@@ -129,6 +129,8 @@ def _serve_images(connection: Connection, job: DecodingJob) -> None:
 
     An image for which there is not enough memory ends the process, since some decoders keep what they have then.
     """
+    for number in STOPS:  # also where the process that forks decoders was there before
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     readable_formats()
     job(image_file(torch.zeros(3, 9, 9, dtype=torch.uint8)))  # the first takes longer
