@@ -49,7 +49,7 @@ class ServeSettings:
 
     @property
     def root(self) -> str:
-        """What addresses of this server begin with at a proxy: empty, or with a slash at the start only."""
+        """Return what addresses begin with at a proxy: nothing, or a path with a slash at the start only."""
         return f"/{self.root_path.strip('/')}".rstrip("/")
 
     @property

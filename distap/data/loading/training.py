@@ -12,6 +12,7 @@ from torch import Tensor
 from distap.data.images.augmentation import Croppable, Transform, seeded
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
 from distap.data.loading.pixels import HeldPixels, Reread, held_pixels
+from distap.data.loading.workers import LONGEST_WAIT
 from distap.data.plan import Sampling
 from distap.data.settings import CacheSettings, PixelSettings
 from distap.data.shards.index import Index
@@ -39,7 +40,7 @@ class LoadingJob:
     chunk: int = 16  # images that a worker hands over at once; best as many as the network asks for at once
     workers: int = 0  # processes that read; 0 reads in the rank itself
     prefetch: int = 2  # chunks that each worker reads ahead
-    longest_wait: float = 600.0  # seconds for the next chunk
+    longest_wait: float = LONGEST_WAIT  # seconds for the next chunk
     pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
     max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
     remote: RemoteSettings | None = None

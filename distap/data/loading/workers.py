@@ -56,7 +56,7 @@ def handed_over(
     """
     asked = deque[Any]()
     if batch_sampler is not None:
-        options["batch_sampler"] = batch_sampler if not workers else _noted(batch_sampler, asked)
+        options["batch_sampler"] = _noted(batch_sampler, asked)
     if workers:
         _require_shared_memory(bytes_ahead)
         options |= {
@@ -76,10 +76,12 @@ def handed_over(
         if callable(theirs) and not isinstance(theirs, _WhileWaiting) and current_thread() is main_thread():
             signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
     failure: DistapError | None = None
+
+    def next_image() -> str:
+        return f", such as {where(asked[0])}" if asked else ""
+
     try:
-        while (
-            chunk := _awaited(chunks, started, lambda: f", such as {where(asked[0])}" if asked else "")
-        ) is not None:
+        while (chunk := _awaited(chunks, started, next_image)) is not None:
             if asked:
                 asked.popleft()
             yield chunk
