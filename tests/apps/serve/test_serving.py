@@ -292,6 +292,19 @@ def test_idle_connections_are_closed_and_keep_nobody_out(gallery, tmp_path):
         assert job.said.count("more than 80 connections") == 1 and "Too many" not in job.said
 
 
+def test_a_connection_whose_answers_nobody_reads_is_closed(gallery, tmp_path):
+    with serving(gallery, tmp_path) as (url, job):
+        host, port = url.removeprefix("http://").split(":")
+        asked = b"GET /search.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.settimeout(60)
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):  # otherwise a TimeoutError
+                while True:
+                    connection.sendall(asked * 1000)
+        assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
+        assert "Traceback" not in job.said
+
+
 def ended(connection: socket.socket) -> bool:
     """Wait until the other side ends a connection."""
     connection.settimeout(60)
