@@ -1,16 +1,19 @@
 """distap's image, really built, and run as the pods of a Job that `distap k8s render` made."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
-from containers import IMAGE, LIMITS, Engine, engine, options_of_pod
+from containers import IMAGE, LIMITS, ROOT, Engine, engine, options_of_pod
 from hosts import Hosts
 from trainings import Run
 
@@ -140,3 +143,14 @@ def test_the_image_holds_the_manifests_and_no_tools_to_build_with(podman):
     assert podman.call("run", *alone, IMAGE, "-c", f"{tools}; {privileged}; true") == ""
     assert "alert: " in podman.call("run", *alone, IMAGE, "-c", "distap k8s rules")
     assert podman.inspect("image", IMAGE)["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+
+
+def test_the_image_lists_what_is_in_it(podman):
+    alone = ["--rm", "--network=none", "--no-healthcheck", *LIMITS, "--read-only", "--entrypoint=cat"]
+    bill = json.loads(podman.call("run", *alone, IMAGE, "/opt/distap/sbom.cdx.json"))
+    listed = {(part["name"], part["version"]) for part in bill["components"]}
+    lock = [sys.executable, "launch/lock.py", "core", "s3", "gcs", "http", "gpu"]
+    locked = subprocess.run(lock, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    expected = {tuple(pin.split("==")) for pin in re.findall(r"^\S+==[^\s;]+", locked, flags=re.MULTILINE)}
+    assert ("torch", version("torch").partition("+")[0]) in expected & listed
+    assert {name.lower().replace("_", "-") for name, _ in expected - listed} <= {"colorama", "tzdata", "cffi"}
