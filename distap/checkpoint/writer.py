@@ -28,8 +28,9 @@ from distap.storage.hashing import FileIdentity, file_identity
 from distap.storage.remotes import UnreachableError
 from distap.world import CPU, World
 
-# Shares of timeout_seconds, for sending a checkpoint to the store and for removing old ones there.
-STORE_SHARE, TIDY_SHARE = 0.8, 0.1
+# Shares of timeout_seconds: to send a checkpoint to the store, to remove old ones there, and to wait for both, which
+# ends before the watchdog ends the rank.
+STORE_SHARE, TIDY_SHARE, WAIT_SHARE = 0.8, 0.1, 0.95
 logger = logging.getLogger("distap")
 
 
@@ -64,7 +65,7 @@ class CheckpointWriter:
     world: World
     keep: int  # number of newest checkpoints that stay
     keep_best: bool = True  # whether the one with the highest validation mAP stays as well
-    timeout_seconds: float = 600  # for the ranks' talk about a checkpoint, and for all of its writing to a store
+    timeout_seconds: float = 600  # for the ranks' talk about a checkpoint, its writing to a store, and a wait for it
     stored: StoredRun | None = None  # the run in a store, to which checkpoints go
 
     def __post_init__(self) -> None:
@@ -107,9 +108,16 @@ class CheckpointWriter:
         return written
 
     def wait(self) -> Written | None:
-        """Wait for the checkpoint that is being written and return its outcome, as `poll` does."""
+        """Wait for the checkpoint that is being written and return its outcome, as `poll` does.
+
+        Raises:
+            UnreachableError: it is not written in time.
+        """
         with self.world.collective("writing of the checkpoint"):
-            wait([self._writing] if self._writing else [])
+            limit = WAIT_SHARE * self.timeout_seconds
+            if wait([self._writing] if self._writing else [], limit).not_done:
+                hangs = f"training has waited {limit:g} s for a checkpoint (timeout_seconds {self.timeout_seconds:g})"
+                raise UnreachableError(f"{self.folder}: {hangs}: the disk or its network hangs or is too slow")
             written = self.poll()
             if written is not None and written.lost_rank is not None:
                 raise written.lost_rank

@@ -18,7 +18,7 @@ from distap.checkpoint.folder import best_checkpoint, list_checkpoints, set_asid
 from distap.checkpoint.manifest import DamagedCheckpointError, read_manifest, write_manifest
 from distap.checkpoint.tensors import write_tensors
 from distap.checkpoint.writer import CheckpointWriter
-from distap.errors import DistapError
+from distap.errors import FAILED, DistapError
 from distap.storage.hashing import file_identity
 from distap.world import World
 
@@ -79,6 +79,18 @@ def test_training_goes_on_and_changes_the_state_while_it_is_written(tmp_path, mo
     may_write.set()
     assert writer.wait().error is None
     assert not found_checkpoint(list_checkpoints(tmp_path)[0]).tensors()["a"].any()
+
+
+def test_a_disk_that_hangs_ends_the_training_and_may_be_tried_again(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr("distap.checkpoint.writer.write_tensors", lambda *_: answers.wait())
+    writer = CheckpointWriter(tmp_path, World(), keep=1, timeout_seconds=1)
+    writer.save(1, TENSORS, STATE, {})
+    for go_on in (writer.wait, lambda: writer.save(2, TENSORS, STATE, {})):
+        with pytest.raises(DistapError, match=rf"{tmp_path}: training has waited 0.95 s .* hangs") as caught:
+            go_on()
+        assert caught.value.status == FAILED
+    answers.set()
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
