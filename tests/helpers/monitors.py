@@ -41,9 +41,9 @@ def rules(kind: str) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"] if kind in rule]
 
 
-def is_of_server(rule: dict[str, Any]) -> bool:
-    """Whether an alert is about a search server, and not about trainings."""
-    return "distap_search_" in rule["expr"]
+def is_of_server(expression: str) -> bool:
+    """Whether it is about a search server, and not about trainings."""
+    return "distap_search_" in expression
 
 
 def names_in(expression: str) -> set[str]:

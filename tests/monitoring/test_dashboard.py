@@ -9,9 +9,11 @@ import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from monitors import dashboard, is_of_server, names_in, panel_expressions, rules
+from monitors import dashboard, names_in, panel_expressions, rules
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
+from distap.apps.serve.guard import ServingMetrics
 from distap.data.images.decoding import REASONS
 from distap.telemetry.metrics import STAGES, TrainingMetrics
 
@@ -26,11 +28,15 @@ def panels() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The series of each metric that rank 0 exports, by its name; of a summary its sum and count."""
+    """The series of each metric that rank 0 or a server exports, by its name; of a summary its sum and count."""
     registry = CollectorRegistry()
     TrainingMetrics(True, REASONS, registry)
-    suffixes = {"counter": ["_total"], "summary": ["_sum", "_count"], "info": ["_info"], "gauge": [""]}
-    return {family.name: {family.name + suffix for suffix in suffixes[family.type]} for family in registry.collect()}
+    of_server = text_string_to_metric_families(ServingMetrics().text().decode())
+    suffixes = {"counter": ["_total"], "summary": ["_sum", "_count"], "histogram": ["_bucket"], "info": ["_info"]}
+    return {
+        family.name: {family.name + suffix for suffix in suffixes.get(family.type, [""])}
+        for family in [*registry.collect(), *of_server]
+    }
 
 
 def lost(given: Any, taken: Any, path: str = "") -> list[str]:
@@ -94,8 +100,7 @@ def test_every_query_is_of_the_chosen_data_source_namespace_and_training(panels)
 
 def test_every_metric_of_dashboard_and_rules_is_one_that_distap_exports_or_a_recorded_one(exported):
     shown = [one for expressions in panel_expressions(dashboard()).values() for one in expressions]
-    of_trainings = [rule for rule in rules("alert") + rules("record") if not is_of_server(rule)]
-    asked_for = set().union(*map(names_in, [*shown, *(rule["expr"] for rule in of_trainings)]))
+    asked_for = set().union(*map(names_in, [*shown, *(rule["expr"] for rule in rules("alert") + rules("record"))]))
     recorded = {rule["record"] for rule in rules("record")}
     assert len(asked_for) > 30
     assert asked_for - recorded <= set().union(*exported.values())
@@ -107,6 +112,8 @@ def test_every_figure_that_distap_exports_is_shown(exported, panels):
     unseen = {name for name, series in exported.items() if name.startswith("distap_") and not series & shown}
     assert unseen == {
         "distap_build",  # versions
+        "distap_search_build_info",
+        "distap_search_index_images",  # of the choice of namespace and job
         "distap_last_step_timestamp_seconds",  # of alerts
         "distap_checkpoint_last_success_timestamp_seconds",
         "distap_host_memory_used_ratio",

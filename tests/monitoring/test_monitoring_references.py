@@ -102,7 +102,7 @@ def test_alerts_of_servers_ask_for_routes_counters_and_labels_that_servers_have(
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     counted = {sample.name for one in families if one.type in ("counter", "histogram") for sample in one.samples}
     routes = {route.path for route in build_app(service).routes}
-    asked = [rule["expr"] for rule in rules("alert") if is_of_server(rule)]
+    asked = [rule["expr"] for rule in rules("alert") if is_of_server(rule["expr"])]
     assert len(asked) == 4
     for expression in asked:
         assert names_in(expression) <= set(labels)
