@@ -1,4 +1,4 @@
-"""A wheel of the repository in a virtual environment of its own, beside the packages of this one."""
+"""The packages of the lock, and a wheel of the repository in a virtual environment beside those of this one."""
 
 import os
 import shutil
@@ -8,6 +8,9 @@ import sys
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +37,19 @@ class Installed:
         done = subprocess.run(command, cwd=folder, env=unset, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+
+def pins(*parts: str) -> dict[str, str]:
+    """The version of each package that these parts of pyproject.toml need on this machine."""
+    done = subprocess.run([ROOT / "launch/lock.py", *parts], check=True, capture_output=True, text=True)
+    found = [
+        Requirement(line.removesuffix(" \\")) for line in done.stdout.splitlines() if "==" in line and line[0] != " "
+    ]
+    return {
+        canonicalize_name(one.name): str(one.specifier).removeprefix("==")
+        for one in found
+        if one.marker is None or one.marker.evaluate()
+    }
 
 
 def install(folder: Path) -> Installed:

@@ -12,7 +12,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
-from installing import ROOT
+from installing import ROOT, pins
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -34,19 +34,6 @@ def write_wheel(folder: str | Path, name: str) -> Path:
         file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{about}/RECORD", "")
     return path
-
-
-def pins(*parts: str) -> dict[str, str]:
-    """The version of each package that these parts of pyproject.toml need on this machine."""
-    done = subprocess.run([ROOT / "launch/lock.py", *parts], check=True, capture_output=True, text=True)
-    found = [
-        Requirement(line.removesuffix(" \\")) for line in done.stdout.splitlines() if "==" in line and line[0] != " "
-    ]
-    return {
-        canonicalize_name(one.name): str(one.specifier).removeprefix("==")
-        for one in found
-        if one.marker is None or one.marker.evaluate()
-    }
 
 
 def needed(requirement: Requirement, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
