@@ -1,6 +1,12 @@
 """Random numbers as functions of a key, so that they do not depend on ranks, workers or earlier draws."""
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
+
+SORTED = 64  # up to so many elements an order is drawn by sorting, evenly; the network is not even for very few
+FEISTEL_ROUNDS = 8
 
 
 def seed_for(*key: int) -> int:
@@ -13,3 +19,75 @@ def permutation(count: int, *key: int) -> np.ndarray:
     # numpy guarantees Philox's stream for every version, but not what `Generator.permutation` makes of it.
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(raw, kind="stable")
+
+
+def shuffled(
+    counts: NDArray[np.int64], places: NDArray[np.int64], *key: int, of: Sequence[NDArray[np.int64]] = ()
+) -> NDArray[np.int64]:
+    """Return (m, k) what stands at k places of each of m random orders of range(count), a pure function of the key.
+
+    The cost is that of the places, however large the counts: a Feistel network permutes the numbers below the next
+    power of two, again and again until one is below the count (cycle walking; Black and Rogaway 2002).
+
+    Args:
+        counts: (m,), 1 or more.
+        places: (m, k), each from 0 to its count - 1.
+        of: further parts of the key, each (m,).
+    """
+    *words, own_word = np.random.SeedSequence(key).generate_state(FEISTEL_ROUNDS + 1, np.uint64)
+    own = np.full(len(counts), own_word)
+    for part in of:
+        own = _mixed(own + part.astype(np.uint64))
+    values = np.empty_like(places)
+    few = counts <= SORTED
+    values[few] = np.take_along_axis(_sorted_orders(counts[few], own[few]), places[few], axis=1)
+    if not few.all():
+        limits, owns = (np.broadcast_to(one[~few, None], places[~few].shape).ravel() for one in (counts, own))
+        values[~few] = _walked(limits, places[~few].ravel(), words, owns).reshape(-1, places.shape[1])
+    return values
+
+
+def _sorted_orders(counts: NDArray[np.int64], own: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return (m, n) a random order of range(count) in each row, followed by what the longest one has more."""
+    columns = np.arange(counts.max(initial=0))
+    ranks = _mixed(own[:, None] + columns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    ranks[columns >= counts[:, None]] = np.iinfo(np.uint64).max
+    return np.argsort(ranks, axis=1, kind="stable")
+
+
+def _walked(
+    counts: NDArray[np.int64], places: NDArray[np.int64], words: Sequence[np.uint64], own: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """Return (n,) what the network makes of each place, below its count."""
+    limits, numbers = counts.astype(np.uint64), places.astype(np.uint64)
+    bits = np.ceil(np.log2(limits)).astype(np.uint64)  # counts are far below 2^52, up to which this is exact
+    low, high = (bits + np.uint64(1)) >> np.uint64(1), bits >> np.uint64(1)
+    left = np.arange(len(numbers))
+    while len(left):
+        numbers[left] = _feistel(numbers[left], low[left], high[left], words, own[left])
+        left = left[numbers[left] >= limits[left]]
+    return numbers.astype(np.int64)
+
+
+def _feistel(
+    numbers: NDArray[np.uint64],
+    low: NDArray[np.uint64],
+    high: NDArray[np.uint64],
+    words: Sequence[np.uint64],
+    own: NDArray[np.uint64],
+) -> NDArray[np.uint64]:
+    """Permute numbers of low + high bits; `words` are the keys of the rounds, `own` those of the numbers."""
+    one = np.uint64(1)
+    masks = (one << low) - one, (one << high) - one
+    halves = [numbers & masks[0], numbers >> low]
+    for turn, word in enumerate(words):
+        changed = turn % 2
+        halves[changed] = halves[changed] ^ _mixed(halves[1 - changed] + (word ^ own)) & masks[changed]
+    return halves[1] << low | halves[0]
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return 64 random-looking bits for each number (the finaliser of SplitMix64; Steele et al. 2014)."""
+    numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ numbers >> np.uint64(31)

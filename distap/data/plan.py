@@ -4,7 +4,7 @@ The plan is a pure function of (data set, sampling, seed, step), and knows no ra
 is the same on any number of ranks, and resumes at any step without losing or repeating an image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -12,9 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.randomness import permutation
+from distap.randomness import permutation, shuffled
 
-EPOCH, STAND_IN = 11, 13  # first words of random keys; no two uses share one
+VERSION = 2  # of the plan; a run goes on with the version that it began with only
+STAND_IN = 13  # first word of random keys; no two uses share one
 
 Samples = NDArray[np.int64]
 
@@ -40,6 +41,10 @@ class Classes:
         """Numbers of the samples of a class, ascending."""
         end = self._ends[label]
         return self._order[end - self.sizes[label] : end]
+
+    def nth(self, labels: NDArray[np.int64], places: NDArray[np.int64]) -> Samples:
+        """Numbers of the samples at these places of these classes, of the same shape as both."""
+        return self._order[self._ends[labels] - self.sizes[labels] + places]
 
     def available(self, labels: NDArray[np.int64], images: int) -> int:
         """Number of images that these classes can give if none gives more than `images`."""
@@ -108,9 +113,79 @@ def _batch(plan: Plan, step: int) -> Samples:
     return batch
 
 
-@lru_cache(maxsize=2)
-def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A random order of range(count), a new one each epoch, as a read-only array."""
-    order = permutation(count, EPOCH, seed, epoch)
-    order.flags.writeable = False
-    return order
+def in_turn(
+    counts: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    takes: NDArray[np.int64],
+    longest: int,
+    *key: int,
+    of: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return (sum of takes,) the elements of m sets that have their turn, set by set.
+
+    Each set goes through its elements 0 .. count - 1 in one random order after the other. Any `longest` in a row are
+    different, also across the seam of two rounds: of those that begin a round, the ones that ended the round before
+    come last, in the order in which they ended it. The cost is that of the elements taken, whatever came before.
+
+    Args:
+        counts: (m,) sizes of the sets. One with fewer than two times `longest` has the same order in every round.
+        starts: (m,) how many elements of a set had their turn before, over all rounds.
+        takes: (m,) how many have it now, at most `longest` and at most the count.
+        key, of: what the orders are a function of, and a number for each set, (m,).
+    """
+    rounds, first = np.divmod(starts, counts)
+    columns = np.arange(int(takes.max()))
+    is_later, places = np.divmod(first[:, None] + columns, counts[:, None])
+    values = _of_round(counts, rounds, places, longest, key, of)
+    if (crossing := is_later.any(axis=1)).any():
+        later = _of_round(counts[crossing], rounds[crossing] + 1, places[crossing], longest, key, of[crossing])
+        values[crossing] = np.where(is_later[crossing], later, values[crossing])
+    return values[columns < takes[:, None]]
+
+
+def _of_round(
+    counts: NDArray[np.int64],
+    rounds: NDArray[np.int64],
+    places: NDArray[np.int64],
+    longest: int,
+    key: tuple[int, ...],
+    of: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return (m, k) what stands at k places of one round of each of m sets."""
+    rounds = np.where(counts < 2 * longest, 0, rounds)
+    values = shuffled(counts, places, *key, of=(of, rounds))
+    begun = (rounds > 0) & (places < longest).any(axis=1)
+    if begun.any():
+        counts, rounds, places, of = counts[begun], rounds[begun], places[begun], of[begun]
+        first = np.tile(np.arange(longest), (len(counts), 1))
+        begins = shuffled(counts, first, *key, of=(of, rounds))
+        ended = shuffled(counts, first + counts[:, None] - longest, *key, of=(of, rounds - 1))
+        arranged = np.take_along_axis(
+            _seam(begins, ended, int(counts.max())), np.minimum(places, longest - 1), axis=1
+        )
+        values[begun] = np.where(places < longest, arranged, values[begun])
+    return values
+
+
+def _seam(begins: NDArray[np.int64], ended: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return (m, n) the elements that begin a round, of 0 .. count - 1, with those that ended the one before last."""
+    offsets = np.arange(len(begins))[:, None] * count  # so that elements of two rows are never the same
+    again = np.isin(begins + offsets, ended + offsets)
+    arranged = np.empty_like(begins)
+    is_other = np.arange(begins.shape[1]) < (~again).sum(axis=1)[:, None]
+    arranged[is_other] = begins[~again]
+    arranged[~is_other] = ended[np.isin(ended + offsets, begins + offsets)]
+    return arranged
+
+
+def turns(count: int, size: int, turn: int, *key: int) -> Iterator[NDArray[np.int64]]:
+    """Yield (size,) the different elements of range(count) that have their turn, then those of the turns that follow.
+
+    The elements have their turns as `in_turn` says. Where they make less than two turns, each turn draws them anew.
+    """
+    if count < 2 * size:
+        key, turn = (*key, turn), 0
+    while True:
+        one = np.array([count]), np.array([turn * size]), np.array([size])
+        yield in_turn(*one, size, *key, of=np.zeros(1, dtype=np.int64))
+        turn += 1

@@ -164,7 +164,7 @@ class RunState:
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.engine.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        about = {"configuration": digest, "data": self.images.fingerprint}
+        about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
         before = self._noted(self._writer.save(step, tensors, state, about, score))
         # Only now does every rank know whether the one before was written, and they must agree on the best score.
         if not self.world.all_agree(not self._has_failed):
@@ -204,6 +204,12 @@ class RunState:
             raise DistapError(
                 f"{checkpoint.where}: the run was started with another recipe; choose another run folder, or go back "
                 "to it:\n" + "\n".join(f"  {line}" for line in changed)
+            )
+        if (order := checkpoint.manifest.about.get("order", 1)) != self.images.order:
+            raise DistapError(
+                f"{checkpoint.where}: the run draws batches by version {order} of the plan, and this distap by "
+                f"version {self.images.order}: finish it with the distap that began it; or start a new run from its "
+                "weights, with model.weights={name: run, path: " + f"{self.recipe.run}}}"
             )
         tensors = checkpoint.tensors()
         try:

@@ -202,6 +202,20 @@ def test_a_run_of_an_earlier_version_goes_on_and_no_key_is_said_to_have_changed(
         train(World(), tmp_path, training_shards, steps=3, optimizer__layer_decay=0.5)
 
 
+def test_a_run_that_drew_its_batches_in_another_way_does_not_go_on(tmp_path, training_shards):
+    train(World(), tmp_path / "run", training_shards, steps=1)
+    (folder,) = list_checkpoints(tmp_path / "run/checkpoints")
+    manifest = read_manifest(folder)
+    about = {key: value for key, value in manifest.about.items() if key != "order"}  # as the first version wrote it
+    write_manifest(folder, replace(manifest, about=about))
+    with pytest.raises(
+        DistapError, match="batches by version 1 of the plan, and this distap by version 2: finish it"
+    ):
+        train(World(), tmp_path / "run", training_shards, steps=2)
+    begun = {"name": "run", "path": str(tmp_path / "run")}
+    train(World(), tmp_path / "new", training_shards, steps=1, model__weights=begun)
+
+
 def test_a_run_is_evaluated_from_another_folder_and_with_other_settings(tmp_path, training_shards, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()

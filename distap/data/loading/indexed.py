@@ -15,7 +15,7 @@ from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.training import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.map_style import DatasetRows, rows_behind
-from distap.data.plan import Classes, Plan
+from distap.data.plan import VERSION, Classes, Plan
 from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.left_out import warn_of
@@ -117,7 +117,7 @@ class IndexedImages:
         if world.rank == 0:
             warn_of(str(job.source), index.left_out)
         self.index: Index | None = index
-        self.fingerprint = index.fingerprint
+        self.fingerprint, self.order = index.fingerprint, VERSION
         self.plan = Plan(Classes(index.label, index.class_group), job.sampling, job.seed)
         self.size = job.sampling.size
         self._job, self._world, self._stopwatch = job, world, stopwatch

@@ -114,7 +114,7 @@ class StreamedImages:
         if job.pixels.hold == "reread":
             raise DistapError("data.pixels.hold is reread, but streamed reading meets each image once; choose spool")
         self.size = self._sampling.size
-        self.fingerprint = self._shards.fingerprint
+        self.fingerprint, self.order = self._shards.fingerprint, 1
         self._cursors = [Cursor()] * len(world.slots(self._sampling.streams))
 
     @cached_property

@@ -62,6 +62,7 @@ class TrainingImages(Protocol):
 
     size: int  # B, images of a global batch
     fingerprint: str  # a hash that stands for the data set in the state of a run
+    order: int  # version of the way in which batches are drawn, which a run keeps
     index: Index | None  # of the data set; None without one
 
     def shares(self, steps: range) -> "Iterator[ShareOfBatch]":

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.plan import Classes, Samples
+from distap.data.plan import Classes, Samples, in_turn
 from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
 from distap.randomness import permutation
@@ -42,9 +42,9 @@ class ClassesSampling(RandomSampling):
             order = larger[permutation(len(larger), EXTRA, seed)]
             starts[order] -= (np.arange(len(larger)) - step * extra) // len(larger)
             takes[order[(step * extra + np.arange(extra)) % len(larger)]] += 1
-        turns = _turns(data, seed, level + bool(extra))
-        given = zip(starts.tolist(), takes.tolist(), strict=True)
-        return np.concatenate([turns.next_of(label, start, take) for label, (start, take) in enumerate(given)])
+        labels = np.arange(data.count)
+        drawn = in_turn(data.sizes, starts, takes, level + bool(extra), TURN, seed, of=labels)
+        return data.nth(np.repeat(labels, takes), drawn)
 
 
 @lru_cache(maxsize=2)
@@ -58,47 +58,3 @@ def _shares(data: Classes, total: int) -> tuple[int, NDArray[np.int64]]:
     stuck = np.flatnonzero(levels < sizes)
     level = int(levels[stuck[0]]) if len(stuck) else int(sizes[-1])
     return level, np.flatnonzero(data.sizes > level)
-
-
-class _Turns:
-    """Goes through the images of each class in one random order after the other; takes at most `longest` at once."""
-
-    def __init__(self, data: Classes, seed: int, longest: int) -> None:
-        self._data, self._seed, self._longest = data, seed, longest
-        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}  # of the present turn, which lasts many steps
-
-    def next_of(self, label: int, start: int, take: int) -> Samples:
-        """(take,) different samples of a class, of which `start` have been taken before, over all turns."""
-        own = self._data.samples(label)
-        if take == len(own):
-            return own
-        turn, place = divmod(start, len(own))
-        taken = self._order(label, len(own), turn)[place : place + take]
-        if len(taken) < take:
-            taken = np.concatenate([taken, self._order(label, len(own), turn + 1)[: take - len(taken)]])
-        return own[taken]
-
-    def _order(self, label: int, count: int, turn: int) -> NDArray[np.int64]:
-        """The order of a turn. Any `longest` images in a row are different, also across the seam of two turns."""
-        if count < 2 * self._longest:
-            turn = 0  # too few images to reorder the seam: every turn has the same order
-        known, order = self._orders.get(label, (-1, np.empty(0, np.int64)))
-        if known != turn:
-            order = self._new_order(label, count, turn)
-            self._orders[label] = turn, order
-        return order
-
-    def _new_order(self, label: int, count: int, turn: int) -> NDArray[np.int64]:
-        order = permutation(count, TURN, self._seed, label, turn)
-        if turn == 0:
-            return order
-        # Move the images that ended the turn before behind those that did not, but never into the last places. The
-        # last places thus stay as drawn, and a turn depends on the drawing of one turn before it only:
-        #
-        #     before:  ............ [longest]        after:  [others of the head] [those of `before`] [last, as drawn]
-        before = permutation(count, TURN, self._seed, label, turn - 1)[-self._longest :]
-        head, last = order[: -self._longest], order[-self._longest :]
-        return np.concatenate([head[~np.isin(head, before)], before[np.isin(before, head)], last])
-
-
-_turns = lru_cache(maxsize=2)(_Turns)

@@ -1,25 +1,27 @@
 """Batches of P classes with K images, of all classes or of two super-categories."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.plan import Classes, Samples, epoch_order
+from distap.data.plan import Classes, Samples, turns
 from distap.errors import DistapError
-from distap.randomness import permutation
+from distap.randomness import shuffled
 
-WITHIN_CLASS, PAIRS, GROUP = 12, 16, 17  # first words of random keys; no two uses share one
+CLASSES, WITHIN_CLASS, PAIRS, GROUP = 18, 12, 16, 17  # first words of random keys; no two uses share one
+COUNTED = 65_536  # pairs of super-categories
 
 
 @dataclass(frozen=True)
 class PByKSampling:
     """Take P classes and K images of each, as Smooth-AP and ROADMAP train, with a new order of classes each epoch.
 
-    Classes with fewer than K images give all they have, and the classes that follow fill the rest. The classes left
-    at the end of an epoch, too few for P, wait for the next epoch's order.
+    Classes with fewer than K images give all they have, and the classes that follow fill the rest. Each class has its
+    turn once in an epoch, also if P does not divide their number. With fewer than 2 P classes there are no epochs:
+    each batch draws its classes anew.
     """
 
     classes: int = 64  # P
@@ -53,9 +55,8 @@ class PByKSampling:
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """(B,) sample numbers, class by class."""
         usable = data.with_pairs
-        epoch, turn = divmod(step, len(usable) // self.classes)
-        order = np.roll(epoch_order(len(usable), seed, epoch), -turn * self.classes)
-        return _some_of_each(data, usable[order], self.images, self.size, seed, step)
+        order = (usable[places] for places in turns(len(usable), self.classes, step, CLASSES, seed))
+        return _some_of_each(data, order, self.images, self.size, seed, step)
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,10 @@ class SuperPByKSampling(PByKSampling):
                 "column `group` of a CSV file, or choose p_by_k"
             )
         names = np.unique(data.groups[data.with_pairs])
-        paired = {group for pair in _pairs(self, data).tolist() for group in pair}
+        paired = set(np.unique(_pairs(self, data)).tolist())
         for group, name in enumerate(names.tolist()):
             if group not in paired:
-                given = data.available(data.by_group[group], self.images)
+                given = _available(self, data)[group]
                 raise DistapError(
                     f"{self._asked} from two super-categories, but with at most {self.images} a class {name!r} has "
                     f"only {given}, and no other one has enough to fill a batch with it"
@@ -94,36 +95,47 @@ class SuperPByKSampling(PByKSampling):
         """(B,) sample numbers, class by class, one super-category after the other."""
         pairs = _pairs(self, data)
         epoch, turn = divmod(step, len(pairs))
-        order = permutation(len(pairs), PAIRS, seed, epoch)
-        pair = pairs[order[turn]].tolist()
-        first, second = (data.available(data.by_group[group], self.images) for group in pair)
-        from_first = min(first, max(self.classes // 2 * self.images, self.size - second))
+        # Where there are very many pairs, how often a super-category had its turn before is not counted.
+        counted = turn if len(pairs) <= COUNTED else 0
+        places = np.arange(turn - counted, turn + 1)[None]
+        order = shuffled(np.array([len(pairs)]), places, PAIRS, seed, epoch)[0]
+        before, pair = pairs[order[:-1]], pairs[order[-1]].tolist()
+        available = _available(self, data)
+        from_first = min(available[pair[0]], max(self.classes // 2 * self.images, self.size - available[pair[1]]))
         chosen = []
         for group, images in zip(pair, (from_first, self.size - from_first), strict=True):
             members = data.by_group[group]
-            # How often the super-category had its turn before: it then goes on with the next `cut` of its classes.
-            met = epoch * np.sum(pairs == group) + np.sum(pairs[order[:turn]] == group)
+            # A super-category goes on with the next `cut` of its classes.
             cut = min(-(-self.classes // 2), len(members))
-            again, place = divmod(int(met), len(members) // cut)
-            mixed = np.roll(permutation(len(members), GROUP, seed, group, again), -place * cut)
-            chosen.append(_some_of_each(data, members[mixed], self.images, images, seed, step))
+            met = int(epoch * np.sum(pairs == group) + np.sum(before == group)) if counted == turn else step
+            following = (members[places] for places in turns(len(members), cut, met, GROUP, seed, group))
+            chosen.append(_some_of_each(data, following, self.images, images, seed, step))
         return np.concatenate(chosen)
+
+
+@lru_cache(maxsize=2)
+def _available(sampling: SuperPByKSampling, data: Classes) -> list[int]:
+    """The number of images that each super-category can give."""
+    return [data.available(members, sampling.images) for members in data.by_group]
 
 
 @lru_cache(maxsize=2)
 def _pairs(sampling: SuperPByKSampling, data: Classes) -> NDArray[np.int64]:
     """(pairs, 2) numbers of the super-categories that can make a batch together."""
-    given = [data.available(members, sampling.images) for members in data.by_group]
-    pairs = [(a, b) for a, b in combinations(range(len(given)), 2) if given[a] + given[b] >= sampling.size]
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    given = np.array(_available(sampling, data))
+    pairs = np.stack(np.triu_indices(len(given), 1), axis=1)
+    return pairs[given[pairs].sum(axis=1) >= sampling.size]
 
 
-def _some_of_each(data: Classes, order: NDArray[np.int64], images: int, total: int, seed: int, step: int) -> Samples:
-    """(total,) up to `images` random samples of each class, in the order given, until there are `total`."""
-    given = np.cumsum(np.minimum(data.sizes[order], images))
-    needed = order[: int(np.searchsorted(given, total)) + 1]
-    chosen = []
-    for label in needed.tolist():
-        own = data.samples(label)
-        chosen.append(own[permutation(len(own), WITHIN_CLASS, seed, step, label)[:images]])
-    return np.concatenate(chosen)[:total]
+def _some_of_each(
+    data: Classes, order: Iterator[NDArray[np.int64]], images: int, total: int, seed: int, step: int
+) -> Samples:
+    """(total,) up to `images` random samples of each class, in the order of turns, until there are `total`."""
+    needed = np.empty(0, dtype=np.int64)
+    while data.available(needed, images) < total:
+        longer = np.concatenate([needed, next(order)])
+        needed = longer[np.sort(np.unique(longer, return_index=True)[1])]  # each class once, in this order
+    sizes = data.sizes[needed]
+    places = np.minimum(np.arange(images), sizes[:, None] - 1)
+    drawn = shuffled(sizes, places, WITHIN_CLASS, seed, step, of=(needed,))
+    return data.nth(needed[:, None], drawn)[np.arange(images) < sizes[:, None]][:total]

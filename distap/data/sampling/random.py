@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass
 
-from distap.data.plan import Classes, Samples, epoch_order
+from distap.data.plan import Classes, Samples, turns
 from distap.errors import DistapError
+
+IMAGES = 11  # first word of random keys; no two uses share one
 
 
 @dataclass(frozen=True)
 class RandomSampling:
-    """Cut a random order of all images into batches, with a new order each epoch.
+    """Cut random orders of all images, one after the other, into batches.
 
-    The images left at the end of an epoch, too few for a batch, are not carried over: the next epoch draws a new
-    order of all images, so all are used equally often. Carried over, they could meet themselves in a batch.
+    Each image comes once in an epoch, and none twice in a batch: where a batch holds the end of an epoch and the
+    beginning of the next, images of the end come a little later in the next. A data set of less than two batches has
+    no epochs; each batch is drawn anew.
     """
 
     batch_size: int = 4096  # B, images of a global batch
@@ -28,6 +31,4 @@ class RandomSampling:
             raise DistapError(f"sampling.batch_size is {self.batch_size}, but {only}: set it to {len(data)} or less")
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        epoch, turn = divmod(step, len(data) // self.batch_size)
-        order = epoch_order(len(data), seed, epoch)
-        return order[turn * self.batch_size : (turn + 1) * self.batch_size]
+        return next(turns(len(data), self.batch_size, step, IMAGES, seed))
