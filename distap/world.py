@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +31,8 @@ from distap.processes.watchdog import Watchdog
 
 # The process group waits this much longer than the watchdog, which can say which rank is missing.
 LATER_SECONDS = 15.0
+# Open files: two process groups connect every rank to every other one, and rank 0 serves the store besides.
+OF_GROUPS, OF_STORE, OF_REST = 2, 2, 100
 CPU = torch.device("cpu")
 DRIVER = Path("/proc/driver/nvidia/version")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of <malloc.h>
@@ -213,6 +216,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         end_with_launcher()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    _allow_open_files(rank, size)
     party = join(rank, size, timeout_seconds)
     if device.type == "cpu":
         warn_of_loopback(party.members)
@@ -237,6 +241,19 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         if dist.is_initialized():
             dist.destroy_process_group()
         watchdog.stop(farewell)
+
+
+def _allow_open_files(rank: int, ranks: int) -> None:
+    """Raise this process's limit of open files to what the ranks need; a DistapError if it may not be so high."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = (OF_GROUPS + OF_STORE * (rank == 0)) * ranks + OF_REST
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise DistapError(
+            f"rank {rank} of {ranks:,} needs about {needed:,} open files, nearly all of them connections to other "
+            f"ranks, but this process may have {hard:,} at most: raise the limit (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,25 @@ def run_log_from(folder: Path, step: int) -> JsonLinesFile:
     Lines that cannot be read go to metrics.damaged.jsonl, with a warning.
     """
     path, aside = folder / RUN_LOG, folder / DAMAGED_LOG
-    entries, damaged = _entries(path) if path.exists() else ([], {})
+    damaged = dict[int, bytes]()
+    kept = read = 0  # bytes to the end of the last line that stays, and of the last one
+    is_whole = True  # whether all lines up to that one stay as they are
+    for number, line, entry in _lines(path) if path.exists() else ():
+        if entry is not None and entry["step"] <= step:
+            is_whole &= kept == read and line.endswith(b"\n")
+            kept = read + len(line)
+        elif entry is None and line.endswith(b"\n"):
+            damaged[number] = line
+        read += len(line)
     if damaged:
         with aside.open("ab") as file:
             file.writelines(damaged.values())
         numbers = ", ".join(map(str, list(damaged)[:10]))
         logger.warning("%s: %d lines are damaged (%s); they are in %s now", path, len(damaged), numbers, aside.name)
-    write_whole(path, "".join(_line(entry) for entry in entries if entry["step"] <= step))
+    if not is_whole:
+        write_whole(path, "".join(_line(entry) for _, _, entry in _lines(path) if entry and entry["step"] <= step))
+    elif kept < read:
+        os.truncate(path, kept)
     return JsonLinesFile(path)
 
 
@@ -82,26 +95,24 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
     path = folder / RUN_LOG
     if not path.is_file():
         raise DistapError(f"{path}: no such run log; a training writes it into its run folder")
-    entries, damaged = _entries(path)
-    if damaged:
-        number, line = next(iter(damaged.items()))
-        raise DistapError(f"{path}, line {number}: damaged: {line[:60]!r}; remove the line")
+    entries = []
+    for number, line, entry in _lines(path):
+        if entry is not None:
+            entries.append(entry)
+        elif line.endswith(b"\n"):
+            raise DistapError(f"{path}, line {number}: damaged: {line[:60]!r}; remove the line")
     return entries
 
 
-def _entries(path: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
-    """The entries of a log, and the lines that are none, by number; but not a last one that was cut short."""
-    entries, damaged = list[dict[str, Any]](), dict[int, bytes]()
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        try:
-            entry = json.loads(line)
-        except ValueError:  # of JSON or of UTF-8
-            entry = None
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            entries.append(entry)
-        elif line.endswith(b"\n"):
-            damaged[number] = line
-    return entries, damaged
+def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """The lines of a log with their numbers, and their entries where they can be read."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+            except ValueError:  # of JSON or of UTF-8
+                entry = None
+            yield number, line, entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 def _line(entry: dict[str, Any]) -> str:
