@@ -18,6 +18,7 @@ BENCHMARKS = {
     "approximations": "benchmarks.approximations:ApproximationsBenchmark",
     "memory": "benchmarks.memory:MemoryBenchmark",
     "network": "benchmarks.network:NetworkBenchmark",
+    "scale": "benchmarks.scale:ScaleBenchmark",
     "trace": "benchmarks.trace:TraceBenchmark",
 }
 
