@@ -24,7 +24,7 @@ from distap.step import ThreeStageStep
 from distap.world import World
 
 WAYS = ("memory", "spool", "reread")
-BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 4  # 11 images are uneven on 2, 4 and 8 ranks
+BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 12  # 11 images are uneven on 2, 4 and 8 ranks
 
 
 def shares_of(folder, world, way, workers=0, pixels=None, batch=BATCH):
