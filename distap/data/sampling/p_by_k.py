@@ -96,8 +96,8 @@ class SuperPByKSampling(PByKSampling):
         pairs = _pairs(self, data)
         epoch, turn = divmod(step, len(pairs))
         # Where there are very many pairs, how often a super-category had its turn before is not counted.
-        counted = turn if len(pairs) <= COUNTED else 0
-        places = np.arange(turn - counted, turn + 1)[None]
+        is_counted = len(pairs) <= COUNTED
+        places = np.arange(0 if is_counted else turn, turn + 1)[None]
         order = shuffled(np.array([len(pairs)]), places, PAIRS, seed, epoch)[0]
         before, pair = pairs[order[:-1]], pairs[order[-1]].tolist()
         available = _available(self, data)
@@ -107,7 +107,7 @@ class SuperPByKSampling(PByKSampling):
             members = data.by_group[group]
             # A super-category goes on with the next `cut` of its classes.
             cut = min(-(-self.classes // 2), len(members))
-            met = int(epoch * np.sum(pairs == group) + np.sum(before == group)) if counted == turn else step
+            met = int(epoch * np.sum(pairs == group) + np.sum(before == group)) if is_counted else step
             following = (members[places] for places in turns(len(members), cut, met, GROUP, seed, group))
             chosen.append(_some_of_each(data, following, self.images, images, seed, step))
         return np.concatenate(chosen)
