@@ -50,7 +50,6 @@ def write(*upgrade: str) -> None:
     everything = [argument for source in sources().values() for argument in source if argument != str(PROJECT)]
     compiled(str(PROJECT), *everything, "--generate-hashes", "--output-file", str(LOCK), *upgrade)
     whole = entries(LOCK.read_text())  # which has the versions of before, unless they are to be upgraded
-    LOCK.write_text("".join(f"{entry}\n" for entry in whole.values()))
     parts = {part: entries(compiled(*source, "--constraint", str(LOCK))) for part, source in sources().items()}
     blocks = [
         f"\n# {' '.join(part for part, needed in parts.items() if name in needed)}\n{entry}\n"
