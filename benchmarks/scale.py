@@ -14,7 +14,8 @@ from distap.data.plan import Classes, Plan, Sampling
 from distap.data.sampling.classes import ClassesSampling
 from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
 from distap.data.sampling.random import RandomSampling
-from distap.data.shards.index import Index, load_index
+from distap.data.shards.index import Index
+from distap.data.shards.load_index import load_index
 from distap.world import World
 
 STEPS = (0, 10**3, 10**6, 10**9)

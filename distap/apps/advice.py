@@ -12,7 +12,8 @@ import torch
 from distap.data.images.decoding import DamagedImageError, image_size
 from distap.data.loading.indexed import Reader
 from distap.data.plan import Classes
-from distap.data.shards.index import Index, load_index
+from distap.data.shards.index import Index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.statistics import most_classes
 from distap.errors import DistapError
 from distap.evaluation.protocols import seen_classes
@@ -59,7 +60,7 @@ def look(place: str) -> tuple[Look, Classes]:
     """
     train, validation = _sets_in(place)
     index = load_index(train)
-    classes = Classes(index.label, index.class_group)
+    classes = index.classes
     pairs = classes.with_pairs
     if len(pairs) < 2:
         raise DistapError(

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -109,6 +110,7 @@ def pack_command(
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts
 
+    started = time.monotonic()
     layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
     layout["max_shard_bytes"] = None if max_shard_mb is None else int(max_shard_mb * 1e6)
     listing = list_images(source, nested)
@@ -127,6 +129,7 @@ def pack_command(
     for (name, part), (index, _) in zip(parts.items(), packed, strict=True):
         _print_indexed(output / name, index, {image.class_name for image in part.images})
     _print_left_out([skipped for _, others in packed for skipped in others], left_out)
+    _print_rate(sum(len(index) for index, _ in packed), started, workers)
 
 
 @data.command("index")
@@ -139,9 +142,11 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     """
     from distap.data.shards.indexing import index_shards
 
+    started = time.monotonic()
     index, skipped = index_shards(parse_source(source, path), track, workers, _remote(remote))
     _print_indexed(source, index)
     _print_left_out(skipped)
+    _print_rate(len(index), started, workers)
 
 
 @data.command("check")
@@ -160,8 +165,10 @@ def check_command(
     """
     from distap.data.shards.checking import check, write_damage
 
+    started = time.monotonic()
     index, damaged = check(parse_source(source, path), workers, track, _remote(remote))
     _print_left_out(index.left_out)
+    _print_rate(len(index), started, workers)
     for damage in damaged:
         console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
     if output is not None:
@@ -189,7 +196,7 @@ def stats_command(
     Reads the index, and few images: a sample of them for their format, and those that the page shows.
     """
     from distap.data.loading.indexed import Reader
-    from distap.data.shards.index import load_index
+    from distap.data.shards.load_index import load_index
     from distap.data.shards.statistics import statistics
     from distap.pages.data_set import statistics_tables, write_statistics
 
@@ -255,6 +262,13 @@ def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) ->
         text = io.StringIO(newline="")
         csv.writer(text).writerows([("path", "reason"), *((as_line(name), reason) for name, reason in skipped)])
         write_whole(output, text.getvalue())
+
+
+def _print_rate(images: int, started: float, workers: int) -> None:
+    """Print how long a command took, which foretells a larger one's time; what it found done counts too."""
+    seconds = max(time.monotonic() - started, 1e-3)
+    rate = images / seconds
+    console.print(f"{images:,} images in {seconds:,.1f} s: {rate:,.0f} a second, {rate / workers:,.0f} a worker")
 
 
 def _warnings(part: "Converted") -> list[str]:

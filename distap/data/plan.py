@@ -4,7 +4,7 @@ The plan is a pure function of (data set, sampling, seed, step), and knows no ra
 is the same on any number of ranks, and resumes at any step without losing or repeating an image.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -17,43 +17,62 @@ from distap.randomness import permutation, shuffled
 VERSION = 2  # of the plan; a run goes on with the version that it began with only
 STAND_IN = 13  # first word of random keys; no two uses share one
 
+CLASS_LOOKUPS = ("by_class", "class_end", "with_pairs")
 Samples = NDArray[np.int64]
+
+
+def class_columns(labels: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    """Sort N samples by class: what `Classes` looks up.
+
+    `by_class` is (N,) samples, class by class and ascending in each, `class_end` (K + 1,) where class k - 1 ends in
+    it, and `with_pairs` the classes of two samples or more.
+    """
+    sizes = np.bincount(labels)
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    return dict(zip(CLASS_LOOKUPS, (np.argsort(labels, kind="stable"), ends, np.flatnonzero(sizes > 1)), strict=True))
 
 
 class Classes:
     """Samples by class, and classes by super-category.
 
     `labels` is the (N,) class of each sample, 0 .. K-1, and `groups` the (K,) super-category of each class or "".
+    `columns` are those of `class_columns`, where they are known already. Classes `with_pairs` can hold a query.
     """
 
-    def __init__(self, labels: NDArray[np.int64], groups: Sequence[str] | NDArray[np.str_] | None = None) -> None:
+    def __init__(
+        self,
+        labels: NDArray[np.int64],
+        groups: Sequence[str] | NDArray[np.str_] | None = None,
+        columns: Mapping[str, NDArray[np.int64]] | None = None,
+    ) -> None:
         self.labels = labels
-        self.count = int(labels.max()) + 1
-        self.sizes = np.bincount(labels, minlength=self.count)
+        self._order, self._ends, self.with_pairs = map((columns or class_columns(labels)).__getitem__, CLASS_LOOKUPS)
+        self.count = len(self._ends) - 1
         self.groups = np.full(self.count, "") if groups is None else np.asarray(groups)
-        self._order = np.argsort(labels, kind="stable")
-        self._ends = np.cumsum(self.sizes)
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """(K,) number of samples of each class."""
+        return np.diff(self._ends)
+
+    def sizes_of(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number of samples of some classes, of the same shape as these."""
+        return self._ends[labels + 1] - self._ends[labels]
+
     def samples(self, label: int) -> Samples:
         """Numbers of the samples of a class, ascending."""
-        end = self._ends[label]
-        return self._order[end - self.sizes[label] : end]
+        return self._order[self._ends[label] : self._ends[label + 1]]
 
     def nth(self, labels: NDArray[np.int64], places: NDArray[np.int64]) -> Samples:
         """Numbers of the samples at these places of these classes, of the same shape as both."""
-        return self._order[self._ends[labels] - self.sizes[labels] + places]
+        return self._order[self._ends[labels] + places]
 
     def available(self, labels: NDArray[np.int64], images: int) -> int:
         """Number of images that these classes can give if none gives more than `images`."""
-        return int(np.minimum(self.sizes[labels], images).sum())
-
-    @cached_property
-    def with_pairs(self) -> NDArray[np.int64]:
-        """Classes of two samples or more: the others hold no query."""
-        return np.flatnonzero(self.sizes > 1)
+        return int(np.minimum(self.sizes_of(labels), images).sum())
 
     @cached_property
     def by_group(self) -> list[NDArray[np.int64]]:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator
 
-from distap.data.shards.index import read_columns
 from distap.errors import DistapError
 from distap.storage.atomic import UnwritableError, write_whole
+from distap.storage.columns import read_columns
 
 FOLDER, RESULT_FILE, NEIGHBOURS_FILE, QUERIES_FILE = "evaluations", "result.json", "neighbours.npz", "queries.npz"
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept

@@ -12,7 +12,7 @@ import numpy as np
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.indexed import Reader
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import Retrieved, SavedEvaluation
 from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent, stacked_bars

@@ -45,12 +45,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Make the folder if need be, and raise a DistapError if another process has locked it, "packing" for example."""
+def locked(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
+    """Make the folder if need be, and lock it, "packing" for example.
+
+    While another process has locked it, raise a DistapError, or with `wait` wait for it.
+    """
     make_folder(folder)
     with (folder / "lock").open("w") as file:
         try:
-            flock(file, LOCK_EX | LOCK_NB)
+            flock(file, LOCK_EX if wait else LOCK_EX | LOCK_NB)
         except BlockingIOError as error:
             remedy = "wait for it or choose another output"
             raise DistapError(f"{folder}: another process is {doing} there; {remedy}") from error

@@ -8,7 +8,7 @@ from functools import cached_property
 from distap.config.images import EvaluationSection
 from distap.config.recipe import Recipe
 from distap.config.sections import CheckpointSection
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.engine.settings import Unit, as_written
 from distap.errors import DistapError
 
@@ -71,6 +71,6 @@ def planned_steps(recipe: Recipe, batch: int) -> int:
     if recipe.steps is not None:
         return recipe.steps
     try:
-        return Length(recipe, load_index(recipe.data.train_source, recipe.data.remote), batch).steps
+        return Length(recipe, load_index(recipe.data.train_source, recipe.data.remote, compare=False), batch).steps
     except DistapError as error:
         raise DistapError(f"epochs: the images cannot be counted, so set steps=N: {error}") from error

@@ -12,7 +12,7 @@ from servers import web_server
 
 from distap.data.loading.indexed import Reader
 from distap.data.shards.checking import check, write_damage
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.storage.remotes import RemoteSettings

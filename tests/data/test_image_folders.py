@@ -15,8 +15,8 @@ from distap.data.loading.indexed import Reader
 from distap.data.loading.streams import StreamedShards
 from distap.data.settings import CacheSettings
 from distap.data.shards.checking import check
-from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.data.shards.statistics import statistics
 from distap.errors import DistapError

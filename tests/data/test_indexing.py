@@ -1,8 +1,11 @@
+import errno
 import io
 import itertools
+import pickle
 import shutil
 import tarfile
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,14 +13,21 @@ import webdataset
 from PIL import Image
 from servers import web_server
 
+from distap.data.plan import Plan
+from distap.data.sampling.p_by_k import PByKSampling
+from distap.data.sampling.random import RandomSampling
 from distap.data.shards import indexing
+from distap.data.shards import load_index as loading
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.index import load_index
+from distap.data.shards.index import COLUMNS, SharedIndex, parse_index
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.left_out import Skipped
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
+from distap.data.shards.parallel import forking_context
 from distap.data.shards.tar import BLOCK, read_samples
 from distap.errors import DistapError
+from distap.storage import columns
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings, UnreachableError
 
@@ -539,3 +549,95 @@ def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
 def test_a_folder_that_cannot_be_looked_at_is_no_traceback():
     with pytest.raises(DistapError, match=r"cannot be read: \[Errno 36\] File name too long"):
         load_index(300 * "a")
+
+
+@pytest.fixture
+def shared(home, monkeypatch):
+    """Have the processes of a host share even a small index; the folder of it."""
+    monkeypatch.setattr(loading, "LARGE", 0)
+    return lambda: next(path for path in (home / "distap" / "index").glob("*/*") if path.is_dir())
+
+
+def test_a_shared_index_is_the_same_index(shards, home, monkeypatch):
+    alone = load_index(shards)
+    monkeypatch.setattr(loading, "LARGE", 0)
+    index = load_index(shards)
+    assert isinstance(index, SharedIndex)
+    assert not isinstance(alone, SharedIndex)
+    for name in COLUMNS:
+        column = getattr(index, name)
+        assert isinstance(column.base, np.memmap), name
+        assert np.array_equal(column, getattr(alone, name)), name
+    assert (index.fingerprint, index.names.tolist()) == (alone.fingerprint, alone.names.tolist())
+    for sampling in (RandomSampling(4), PByKSampling(2, 2)):
+        for step in (0, 7, 10**9):
+            batches = [Plan(each.classes, sampling, 3).batch(step) for each in (index, alone)]
+            assert np.array_equal(*batches)
+    assert np.array_equal(index.classes.sizes, alone.classes.sizes)
+
+
+def test_a_shared_index_is_parsed_once_and_sent_by_its_place(shards, shared, monkeypatch):
+    first = load_index(shards)
+    monkeypatch.setattr(loading, "parse_index", None)
+    again = load_index(shards)
+    sent = pickle.dumps(again)
+    assert len(sent) < 1000
+    assert pickle.loads(sent).key.tolist() == first.key.tolist()
+
+
+def open_at_the_barrier(source, barrier, parsed):
+    parse = loading.parse_index
+
+    def counted(*arguments):
+        with parsed.get_lock():
+            parsed.value += 1
+        return parse(*arguments)
+
+    loading.parse_index = counted
+    barrier.wait()
+    load_index(source)
+
+
+def test_of_processes_that_open_an_index_at_once_one_parses_it(shards, shared):
+    context = forking_context()
+    barrier, parsed = context.Barrier(4), context.Value("i", 0)
+    processes = [context.Process(target=open_at_the_barrier, args=(shards, barrier, parsed)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert parsed.value == 1
+
+
+def test_a_changed_index_takes_the_place_of_the_old_one(shards, shared):
+    old = load_index(shards)
+    labels = old.label.tolist()
+    replace(held_alone(shards), label=old.label[::-1]).save(shards)
+    new = load_index(shards)
+    assert new.label.tolist() == labels[::-1]
+    assert new.fingerprint != old.fingerprint
+    assert shared() == new.folder
+    assert old.label.tolist() == labels  # of whoever has it open
+
+
+def held_alone(source):
+    return parse_index((source / "index.npz").read_bytes(), "index.npz")
+
+
+def test_of_a_damaged_index_nothing_is_shared(shards, shared):
+    replace(held_alone(shards), size=held_alone(shards).size * 1000).save(shards)
+    with pytest.raises(DistapError, match=r"index\.npz: not a sound index: sample 0"):
+        load_index(shards)
+    with pytest.raises(StopIteration):
+        shared()
+
+
+def test_an_index_is_in_memory_where_the_cache_cannot_be_written(shards, shared, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(columns.np, "save", full)
+    assert len(load_index(shards)) == 9
+    assert "each process holds the whole index in its memory" in caplog.text
+    assert "No space left on device" in caplog.text

@@ -13,7 +13,7 @@ from images import indexed_images, started
 
 from distap.data.loading.workers import LostWorkerError
 from distap.data.settings import PixelSettings
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 
 # A rank with two workers, which tells their process ids and waits.
@@ -112,7 +112,7 @@ STUCK = """
 import os, sys
 from multiprocessing import active_children
 from pathlib import Path
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.images.whole_images import SizedImages, Sizing, sized_chunks
 from distap.data.loading.indexed import Reader
 

@@ -15,7 +15,7 @@ from distap.data.images.image_sets import open_images
 from distap.data.loading.indexed import Reader
 from distap.data.map_style import source_of
 from distap.data.shards.checking import check
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.statistics import statistics
 from distap.errors import DistapError
 from distap.evaluation.sets import open_set

@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from distap.data.loading.indexed import Reader
 from distap.data.shards.image_files import ImageFile, list_images
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 

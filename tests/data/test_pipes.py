@@ -11,7 +11,7 @@ from distap.config.reading import recipe_from
 from distap.data.loading.pipes import FailedCommandError, piped
 from distap.data.loading.streams import StreamedShards
 from distap.data.sampling.streams import StreamsSampling
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import FAILED, DistapError
 from distap.storage.locations import parse_source

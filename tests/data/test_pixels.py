@@ -14,7 +14,7 @@ from small_trainings import DESCENT, losses, train
 from distap.data.loading.pixels import Reread, Spool
 from distap.data.loading.training import NO_SAMPLE
 from distap.data.settings import PixelSettings
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError

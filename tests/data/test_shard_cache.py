@@ -14,8 +14,8 @@ from servers import web_server
 from distap.data.loading.indexed import Reader
 from distap.data.loading.shard_cache import IN_USE, LOCK
 from distap.data.settings import CacheSettings
-from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.files import LocalStorage
 from distap.storage.remotes import RemoteSettings

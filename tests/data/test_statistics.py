@@ -11,7 +11,7 @@ from distap.data.loading.indexed import Reader
 from distap.data.plan import Classes
 from distap.data.sampling.p_by_k import PByKSampling
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.data.shards.statistics import (
     decimal_histogram,

@@ -12,8 +12,8 @@ from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
 from distap.data.images.image_sets import UNKNOWN, list_folder, open_images
 from distap.data.images.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
-from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 

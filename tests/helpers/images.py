@@ -12,7 +12,7 @@ from distap.data.loading.shard_cache import THREAD
 from distap.data.loading.training import LoadingJob
 from distap.data.sampling.random import RandomSampling
 from distap.data.settings import PixelSettings
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.world import World

@@ -10,7 +10,7 @@ from images import damage
 from run_folders import ODD, oddly_named_shards, retrieved, step, write_retrieved, write_run
 from small_trainings import recipe
 
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import folder_of_step, saved_steps
 from distap.pages.page import page_asset

@@ -13,8 +13,8 @@ from servers import gcs_server, s3_files, s3_server, web_server
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.indexed import Reader
 from distap.data.settings import CacheSettings
-from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.files import LocalStorage, storage_of
 from distap.storage.locations import parse_source

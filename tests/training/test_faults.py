@@ -21,7 +21,7 @@ from trainings import STEPS, Run
 
 from distap.checkpoint.folder import list_checkpoints
 from distap.config.reading import load_recipe
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import FAILED, MISTAKE, RESTART
 from distap.telemetry.runlog import read_run_log

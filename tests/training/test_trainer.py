@@ -18,7 +18,7 @@ from stores import found_checkpoint
 
 import distap.checkpoint.finding
 from distap.checkpoint.folder import list_checkpoints
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber

@@ -18,7 +18,7 @@ from distap.apps.export.checking import Agreement, Range
 from distap.apps.export.formats import BackboneFile
 from distap.checkpoint.folder import Checkpoint
 from distap.config.recipe import NetworkRecipe
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation

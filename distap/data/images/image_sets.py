@@ -13,8 +13,8 @@ from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedIm
 from distap.data.images.formats import readable_formats
 from distap.data.loading.indexed import Reader
 from distap.data.settings import CacheSettings
-from distap.data.shards.index import load_index
 from distap.data.shards.left_out import Skipped, as_line, counted, is_line, walk_images
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings

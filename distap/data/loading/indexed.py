@@ -15,10 +15,11 @@ from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.training import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.map_style import DatasetRows, rows_behind
-from distap.data.plan import VERSION, Classes, Plan
+from distap.data.plan import VERSION, Plan
 from distap.data.settings import CacheSettings
-from distap.data.shards.index import Index, load_index
+from distap.data.shards.index import Index
 from distap.data.shards.left_out import warn_of
+from distap.data.shards.load_index import load_index
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source
@@ -113,12 +114,14 @@ class IndexedImages:
     """Images that the plan of batches asks for one by one."""
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        index = load_index(job.source, job.remote)
+        # Once for a host's own shards; those behind a URL are the same for all.
+        compares = world.rank == 0 or (world.local_rank == 0 and not job.source.scheme)
+        index = load_index(job.source, job.remote, compares)
         if world.rank == 0:
             warn_of(str(job.source), index.left_out)
         self.index: Index | None = index
         self.fingerprint, self.order = index.fingerprint, VERSION
-        self.plan = Plan(Classes(index.label, index.class_group), job.sampling, job.seed)
+        self.plan = Plan(index.classes, job.sampling, job.seed)
         self.size = job.sampling.size
         self._job, self._world, self._stopwatch = job, world, stopwatch
         self._reader = Reader(job.source, index, job.max_pixels, job.remote, job.cache)

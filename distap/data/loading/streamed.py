@@ -28,10 +28,10 @@ from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.loading.streams import Cursor, Members, Stream, StreamedShards, number_of
 from distap.data.loading.training import Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
-from distap.data.plan import Classes
 from distap.data.sampling.random import RandomSampling
 from distap.data.sampling.streams import StreamsSampling
-from distap.data.shards.index import Index, load_index
+from distap.data.shards.index import Index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import LABEL_FIELD, TarMember, labelled_image
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
@@ -110,7 +110,7 @@ class StreamedImages:
         self._sampling, self._shards = job.sampling, StreamedShards(job.source, job.remote)
         self._sampling.require(len(self._shards.names), world.size)
         if self.index is not None:
-            RandomSampling(self._sampling.size).check(Classes(self.index.label))
+            RandomSampling(self._sampling.size).check(self.index.classes)
         if job.pixels.hold == "reread":
             raise DistapError("data.pixels.hold is reread, but streamed reading meets each image once; choose spool")
         self.size = self._sampling.size

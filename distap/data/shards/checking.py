@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError, OutOfMemoryError, decode
-from distap.data.shards.index import Index, load_index
+from distap.data.shards.index import Index
+from distap.data.shards.load_index import load_index
 from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.tar import DamagedShardError, read_samples
 from distap.errors import DistapError

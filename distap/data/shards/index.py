@@ -2,33 +2,30 @@
 
 import hashlib
 import io
-import math
+import json
 import re
-import zipfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from distap.data.map_style import rows_behind
-from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
-from distap.data.shards.left_out import Skipped, as_line, is_line
-from distap.data.shards.parallel import untracked
+from distap.data.plan import CLASS_LOOKUPS, Classes, class_columns
+from distap.data.shards.left_out import Skipped
 from distap.errors import DistapError
+from distap.storage.atomic import write_whole
+from distap.storage.columns import Column, mapped, read_columns
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
-from distap.storage.remotes import MissingFileError, RemoteSettings
+from distap.storage.remotes import RemoteSettings
 
 VERSION = 3
 WITHOUT_PATHS = 2  # the version before; its images are called by their keys
-THREADS = 16  # remote shards whose sizes are asked for at once
-LAST_CODE_POINT = 0x10FFFF
+PIECE = 2**20  # rows whose text is in memory at once
+FACTS = "facts.json"  # what is known of a shared index beside its columns
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -64,7 +61,9 @@ class Index:
             if name == "path" or (name == "class_group" and not any(values.tolist())):
                 continue  # so that paths and groups left older fingerprints as they were
             if values.dtype.kind == "U":
-                digest.update("\0".join(values.tolist()).encode())
+                for start in range(0, len(values), PIECE):
+                    text = "\0".join(values[start : start + PIECE].tolist())
+                    digest.update(("\0" * (start > 0) + text).encode())
             else:
                 digest.update(values.astype(values.dtype.newbyteorder("<")).tobytes())
         return digest.hexdigest()
@@ -74,6 +73,11 @@ class Index:
         """(N,) what the images are called: by their paths if all are known, otherwise by their keys."""
         return self.path if self.path.all() else self.key
 
+    @cached_property
+    def classes(self) -> Classes:
+        """The samples by class, as the plan of batches takes them."""
+        return Classes(self.label, self.class_group)
+
     @property
     def shard_counts(self) -> NDArray[np.int64]:
         """(S,) number of samples in each shard."""
@@ -81,7 +85,7 @@ class Index:
 
     def save(self, source: Source | Path | str, remote: RemoteSettings | None = None) -> None:
         """Write the index atomically to the place where its source expects it."""
-        storage, name = _place(parse_source(source), remote)
+        storage, name = index_place(parse_source(source), remote)
         storage.write(name, self.to_bytes())
 
     def to_bytes(self, **others: Any) -> bytes:
@@ -99,94 +103,68 @@ SHARD_COLUMNS, CLASS_COLUMNS = ([name for name in COLUMNS if name.startswith(of)
 SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLASS_COLUMNS)]
 
 
-def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
-    """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
-    source = parse_source(source)
-    if (rows := rows_behind(source)) is not None:
-        names, digests = list(map(str, range(len(rows.keys)))), rows.digests()
-        return _index_of_files(source, names, list(rows.keys), list(rows.classes), 0, digests)
-    if source.kind == "imagefolder":
-        return _index_of_images(source)
-    storage, name = _place(source, remote)
-    try:
-        with storage.open(name) as file:
-            index = parse_index(file.read(), source.index)
-    except MissingFileError as error:
-        if not source.scheme and not Path(source.base).is_dir():
-            raise DistapError(f"{source}: no such data set; `distap data pack` makes one") from error
-        if not source.scheme and source.pattern is None and not any(Path(source.base).glob("*.tar")):
-            raise DistapError(
-                f"{source}: no .tar file is in it; for a folder with a sub-folder a class write "
-                f"imagefolder:{source}, or pack it by `distap data pack`"
-            ) from error
-        missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
-        raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
-    if len(index) == 0:
-        raise DistapError(f"{source}: the data set is empty")
-    if compare:
-        _require_shards(source, remote, index)
-    return index
+@dataclass(frozen=True)
+class SharedIndex(Index):
+    """An index whose columns are files of a folder, of which a process holds in memory what it asks for only."""
+
+    folder: Path = Path()
+    by_class: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)  # class_columns of the labels
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, folder: Path) -> "SharedIndex":
+        """Open all files at once: they are another process's to remove once the index has changed."""
+        columns: dict[str, Any] = {name: mapped(folder, name) for name in COLUMNS}
+        by_class = {name: mapped(folder, name) for name in CLASS_LOOKUPS}
+        return cls(**columns, folder=folder, by_class=by_class, facts=json.loads((folder / FACTS).read_bytes()))
+
+    @classmethod
+    def fill(cls, folder: Path, parse: Callable[..., Index]) -> None:
+        """Write the folder of an index, which `parse` reads column by column."""
+        index = parse(lambda name, column: mapped(folder, name, column))
+        for name, column in class_columns(index.label).items():
+            mapped(folder, name, column)
+        facts = {"fingerprint": index.fingerprint, "names": "path" if index.names is index.path else "key"}
+        write_whole(folder / FACTS, json.dumps(facts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedIndex.at, (self.folder,)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.facts["fingerprint"]
+
+    @cached_property
+    def names(self) -> NDArray[np.str_]:
+        names: NDArray[np.str_] = getattr(self, self.facts["names"])
+        return names
+
+    @cached_property
+    def classes(self) -> Classes:
+        return Classes(self.label, self.class_group, self.by_class)
 
 
-def _index_of_images(source: Source) -> Index:
-    folder = Path(source.base)
-    if not folder.is_dir():
-        raise DistapError(f"{source}: no such folder")
-    listing = list_images(folder)
-    entries, broken = look_at_all(listing.images, "", untracked)
-    images = [entry.image for entry in entries]
-    sizes = np.array([entry.size for entry in entries], dtype=np.int64)
-    names = [image.path.relative_to(folder).as_posix() for image in images]
-    index = _index_of_files(source, names, names, [image.class_name for image in images], sizes)
-    left_out = tuple(Skipped(as_line(name), reason) for name, reason in (*listing.left_out, *broken))
-    return replace(index, left_out=left_out)
-
-
-def _index_of_files(
-    source: Source, names: list[str], keys: list[str], of_class: list[str], sizes: Any, digests: Any = ""
-) -> Index:
-    """An index that takes each image file for a shard; sizes, digests and checksums may be 0 or "", unknown."""
-    for key in keys:
-        if not is_line(key):
-            raise DistapError(f"{source}: {key!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
-    classes = sort_classes(group_of_each_class([ImageFile(Path(source.base), name) for name in set(of_class)]))
-    numbers = {name: number for number, name in enumerate(classes)}
-    count, zeros = len(names), np.zeros(len(names), dtype=np.int32)
-    size = np.broadcast_to(np.asarray(sizes, dtype=np.int64), count).copy()
-    return Index(
-        shard=np.arange(count, dtype=np.int32),
-        offset=np.zeros(count, dtype=np.int64),
-        size=size,
-        crc32=np.zeros(count, dtype=np.uint32),
-        label=np.array([numbers[name] for name in of_class], dtype=np.int64),
-        width=zeros,
-        height=zeros,
-        key=np.array(keys),
-        path=np.array(keys),
-        shard_name=np.array(names),
-        shard_size=size,
-        shard_sha256=np.broadcast_to(np.asarray(digests), count).copy(),
-        class_name=np.array(classes),
-        class_group=np.full(len(classes), ""),
-    )
-
-
-def _place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
+def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
+    """The storage of a data set's index, and its name there."""
     if source.kept_index is None:
         return storage_of(source.base, remote), source.index_name
     return storage_of(str(source.kept_index.parent)), source.kept_index.name
 
 
-def parse_index(data: bytes, where: str) -> Index:
-    """Parse the contents of the index file `where`, and check every row, so that none leads outside the data set."""
+def parse_index(data: bytes, where: str, keep: Callable[[str, Column], Column] = lambda _, column: column) -> Index:
+    """Parse the contents of the index file `where`, and check every row, so that none leads outside the data set.
+
+    `keep` is as in `read_columns`.
+    """
     remedy = "make it anew with `distap data index`"
     try:
         version = int(read_columns(data, {"version": "scalar"})["version"])
         if version not in (VERSION, WITHOUT_PATHS):
             raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
         stored = {name: COLUMNS[name] for name in COLUMNS if name != "path" or version != WITHOUT_PATHS}
-        columns: dict[str, Any] = read_columns(data, stored)
-        columns.setdefault("path", np.full(len(columns["key"]), ""))
+        columns: dict[str, Any] = read_columns(data, stored, keep)
+        if "path" not in columns:
+            columns["path"] = keep("path", np.full(len(columns["key"]), ""))
     except ValueError as error:
         raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error
     index = Index(**columns)
@@ -226,63 +204,3 @@ def _problems(index: Index) -> Iterator[str]:
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             yield f"sample {row} ({str(index.key[row])!r}): its {problem}"
-
-
-def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
-    storage, names = storage_of(source.base, remote), index.shard_name.tolist()
-    first = storage.about(names[0])  # alone, so that a wrong setting is tried once
-    with ThreadPoolExecutor(THREADS if source.scheme else 1) as pool:
-        found = [first, *pool.map(storage.about, names[1:])]
-    for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
-        if shard.size != size:
-            raise DistapError(
-                f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack it again, "
-                "or, if it was replaced on purpose, index the data set again with `distap data index`"
-            )
-
-
-def read_columns(data: bytes, dtypes: dict[str, str]) -> dict[str, NDArray[np.generic]]:
-    """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is missing or wrong.
-
-    numpy.load allocates the memory that a header declares, even terabytes. Here a header is believed only if there
-    are enough bytes behind it.
-
-    Args:
-        data: contents of the file.
-        dtypes: numpy type by name, "str" or "U" for text of any length; "scalar" is one int64, others have one axis.
-    """
-    columns, where = {}, ""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            for name, dtype in dtypes.items():
-                where = f"column {name}: "
-                columns[name] = _column(archive, f"{name}.npy", dtype)
-    except Exception as error:  # zipfile passes on errors of struct, zlib and others
-        raise ValueError(f"{where}{str(error) or type(error).__name__}") from error
-    return columns
-
-
-def _column(archive: zipfile.ZipFile, name: str, expected: str) -> NDArray[np.generic]:
-    if name not in archive.NameToInfo:
-        raise ValueError("missing")
-    if archive.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError("compressed in an unknown way")
-    with archive.open(name) as file:
-        readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-        shape, _, dtype = readers[npy.read_magic(file)](file)
-        values = file.read()
-    name, dimensions = ("int64", 0) if expected == "scalar" else (expected, 1)
-    text = np.dtype(name).kind == "U"
-    if dtype.hasobject or (dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)):
-        raise ValueError(f"of type {dtype}, expected {name}")
-    if len(shape) != dimensions or any(length < 0 for length in shape) or dtype.itemsize == 0:
-        raise ValueError(f"of shape {shape} and type {dtype}, expected {dimensions} dimensions")
-    rows = math.prod(shape)
-    if rows * dtype.itemsize != len(values):
-        raise ValueError(f"{len(values)} bytes, but its header declares {rows} values of {dtype.itemsize}")
-    column = np.frombuffer(values, dtype).astype(dtype.newbyteorder("="))
-    if text:
-        points = column.view(np.uint32)
-        if ((points > LAST_CODE_POINT) | ((points >= 0xD800) & (points <= 0xDFFF))).any():  # or a surrogate
-            raise ValueError("not text")
-    return column.reshape(shape)

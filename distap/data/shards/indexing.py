@@ -1,9 +1,6 @@
 """Index WebDataset tar shards in one strict pass over every byte."""
 
-import hashlib
-import json
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -13,14 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index, read_columns
+from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index
 from distap.data.shards.left_out import Skipped
 from distap.data.shards.parallel import Track, spread, untracked
 from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.columns import read_columns
 from distap.storage.files import Storage, storage_of
 from distap.storage.hashing import Hashed
+from distap.storage.host_cache import own_folder, short_digest
 from distap.storage.locations import LISTABLE, Source, joined, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
@@ -51,7 +50,8 @@ def index_shards(
     settings = remote or RemoteSettings()
     storage = storage_of(source.base, settings)
     names = shard_names(source, storage)
-    records = _records_folder(source)
+    # The folder does not depend on the place of the index, which a user may choose again after a long scan.
+    records = own_folder("scan", joined(source.base, source.index_name))
     scan = partial(_scan_or_recall, source.base, settings, records)
     scans = spread(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
@@ -135,30 +135,12 @@ def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]
 
 
-def _records_folder(source: Source) -> Path:
-    # Scans in the folder are believed without reading the shard, so it must belong to this user and not come with the
-    # data. Its name does not depend on the place of the index, which a user may choose again after a long scan.
-    base = source.base if source.scheme else str(Path(source.base).resolve())
-    place = hashlib.sha256(joined(base, source.index_name).encode(errors="surrogateescape")).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder = cache / "distap" / "scan" / place
-    remedy = "set XDG_CACHE_HOME to a folder of your own"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise DistapError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise DistapError(f"{folder}: somebody else's; {remedy}")
-    return folder
-
-
 def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str) -> Scan | str:
     """Scan a shard or recall an earlier scan; return the reason if the shard cannot be used."""
     storage = storage_of(base, remote)
     try:
         about = storage.about(name)
-        key = json.dumps([RECORD_VERSION, name, *about]).encode()
-        record = records / f"{hashlib.sha256(key).hexdigest()[:32]}.npz"
+        record = records / f"{short_digest(RECORD_VERSION, name, *about)}.npz"
         if earlier := _recall(record):
             return earlier
         with storage.open(name) as file:

@@ -31,7 +31,7 @@ Statistics = dict[str, Any]  # the figures that `statistics` returns, ready for 
 def statistics(reader: Reader) -> Statistics:
     """Count a data set. Sizes are those of the stored files, whatever EXIF says; unknown ones are left out."""
     index = reader.index
-    classes = Classes(index.label, index.class_group)
+    classes = index.classes
     width, height = (side[index.width > 0] for side in (index.width, index.height))
     size = index.size[index.size > 0]
     shorter = np.minimum(width, height)

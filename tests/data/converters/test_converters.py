@@ -10,7 +10,7 @@ from dataset_trees import TREES, dump, photo
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.converters.dataset import Count
 from distap.data.loading.indexed import Reader
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 
 GALLERY = {f"all_souls_{place:06d}": 1 for place in range(6)}

@@ -5,7 +5,7 @@ import pytest
 from dataset_trees import TREES, dump
 
 from distap.data.converters.converting import DATASETS, convert
-from distap.data.shards.index import load_index
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 
 CONTENTS = {

@@ -1,0 +1,131 @@
+"""Read the index of a data set, whatever it is made of."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distap.data.map_style import rows_behind
+from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
+from distap.data.shards.index import VERSION, Index, SharedIndex, index_place, parse_index
+from distap.data.shards.left_out import Skipped, as_line, is_line
+from distap.data.shards.parallel import untracked
+from distap.errors import DistapError
+from distap.storage.atomic import UnwritableError
+from distap.storage.columns import Column
+from distap.storage.files import Storage, storage_of
+from distap.storage.host_cache import made_once
+from distap.storage.locations import Source, parse_source
+from distap.storage.remotes import MissingFileError, RemoteSettings
+
+LARGE = 4 * 2**20  # bytes of an index file that a host's processes share, from some 200,000 images on
+THREADS = 16  # remote shards whose sizes are asked for at once
+logger = logging.getLogger("distap")
+
+
+def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
+    """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
+    source = parse_source(source)
+    if (rows := rows_behind(source)) is not None:
+        names, digests = list(map(str, range(len(rows.keys)))), rows.digests()
+        return _index_of_files(source, names, list(rows.keys), list(rows.classes), 0, digests)
+    if source.kind == "imagefolder":
+        return _index_of_images(source)
+    storage, name = index_place(source, remote)
+    try:
+        index = _read(storage, name, source.index)
+    except MissingFileError as error:
+        if not source.scheme and not Path(source.base).is_dir():
+            raise DistapError(f"{source}: no such data set; `distap data pack` makes one") from error
+        if not source.scheme and source.pattern is None and not any(Path(source.base).glob("*.tar")):
+            raise DistapError(
+                f"{source}: no .tar file is in it; for a folder with a sub-folder a class write "
+                f"imagefolder:{source}, or pack it by `distap data pack`"
+            ) from error
+        missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
+        raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
+    if len(index) == 0:
+        raise DistapError(f"{source}: the data set is empty")
+    if compare:
+        _require_shards(source, remote, index)
+    return index
+
+
+def _index_of_images(source: Source) -> Index:
+    folder = Path(source.base)
+    if not folder.is_dir():
+        raise DistapError(f"{source}: no such folder")
+    listing = list_images(folder)
+    entries, broken = look_at_all(listing.images, "", untracked)
+    images = [entry.image for entry in entries]
+    sizes = np.array([entry.size for entry in entries], dtype=np.int64)
+    names = [image.path.relative_to(folder).as_posix() for image in images]
+    index = _index_of_files(source, names, names, [image.class_name for image in images], sizes)
+    left_out = tuple(Skipped(as_line(name), reason) for name, reason in (*listing.left_out, *broken))
+    return replace(index, left_out=left_out)
+
+
+def _index_of_files(
+    source: Source, names: list[str], keys: list[str], of_class: list[str], sizes: Any, digests: Any = ""
+) -> Index:
+    """An index that takes each image file for a shard; sizes, digests and checksums may be 0 or "", unknown."""
+    for key in keys:
+        if not is_line(key):
+            raise DistapError(f"{source}: {key!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
+    classes = sort_classes(group_of_each_class([ImageFile(Path(source.base), name) for name in set(of_class)]))
+    numbers = {name: number for number, name in enumerate(classes)}
+    count, zeros = len(names), np.zeros(len(names), dtype=np.int32)
+    size = np.broadcast_to(np.asarray(sizes, dtype=np.int64), count).copy()
+    return Index(
+        shard=np.arange(count, dtype=np.int32),
+        offset=np.zeros(count, dtype=np.int64),
+        size=size,
+        crc32=np.zeros(count, dtype=np.uint32),
+        label=np.array([numbers[name] for name in of_class], dtype=np.int64),
+        width=zeros,
+        height=zeros,
+        key=np.array(keys),
+        path=np.array(keys),
+        shard_name=np.array(names),
+        shard_size=size,
+        shard_sha256=np.broadcast_to(np.asarray(digests), count).copy(),
+        class_name=np.array(classes),
+        class_group=np.full(len(classes), ""),
+    )
+
+
+def _read(storage: Storage, name: str, where: str) -> Index:
+    """Read an index, a large one from the files that the first process of this host has made of it."""
+
+    about = storage.about(name)
+    if about.size < LARGE:
+        return parse_index(storage.read_whole(name), where)
+
+    def parse(keep: Callable[[str, Column], Column] = lambda _, column: column) -> Index:
+        with storage.open(name) as file:
+            return parse_index(file.read(), where, keep)
+
+    try:
+        folder = made_once("index", storage.where(name), [VERSION, *about], partial(SharedIndex.fill, parse=parse))
+    except UnwritableError as error:
+        logger.warning("%s: each process holds the whole index in its memory, since %s", where, error)
+        return parse()
+    return SharedIndex.at(folder)
+
+
+def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
+    storage, names = storage_of(source.base, remote), index.shard_name.tolist()
+    first = storage.about(names[0])  # alone, so that a wrong setting is tried once
+    with ThreadPoolExecutor(THREADS if source.scheme else 1) as pool:
+        found = [first, *pool.map(storage.about, names[1:])]
+    for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
+        if shard.size != size:
+            raise DistapError(
+                f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack it again, "
+                "or, if it was replaced on purpose, index the data set again with `distap data index`"
+            )

@@ -1,0 +1,55 @@
+"""Folders in the cache of this user: what is worked out once is there for every process of the host."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distap.errors import DistapError
+from distap.storage.atomic import locked, replacing_folder
+from distap.storage.locations import scheme_of
+
+
+def short_digest(*parts: Any) -> str:
+    """Return a name for values that JSON can hold, unlike that of any others."""
+    return hashlib.sha256(json.dumps(parts).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def own_folder(kind: str, place: str) -> Path:
+    """Return the folder for one `kind` of file about a `place`, a path or URL; a DistapError if it is not the user's.
+
+    What is in it is believed, so it may not come with the data.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    folder = cache / "distap" / kind / short_digest(place if scheme_of(place) else str(Path(place).resolve()))
+    remedy = "set XDG_CACHE_HOME to a folder of your own"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise DistapError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise DistapError(f"{folder}: somebody else's; {remedy}")
+    return folder
+
+
+def made_once(kind: str, place: str, version: Any, make: Callable[[Path], None]) -> Path:
+    """Return the folder that `make` filled for a version of what is at a place, once for all processes.
+
+    Folders of its other versions are removed. Processes that have mapped files of theirs keep them.
+
+    Raises:
+        DistapError: the folder cannot be written, or `make` raised it.
+    """
+    home = own_folder(kind, place)
+    folder = home / short_digest(version)
+    if not folder.is_dir():
+        with locked(home, "writing", wait=True):
+            if not folder.is_dir():
+                for old in home.iterdir():
+                    shutil.rmtree(old, ignore_errors=True)  # but for the lock, which is a file
+                with replacing_folder(folder) as new:
+                    make(new)
+    return folder
