@@ -57,6 +57,12 @@ def _resident(name: str) -> float:
     return next((float(line.split()[1]) * 1024 for line in lines if line.startswith(name)), float("nan"))
 
 
+def private_bytes(process: int | str | None = "self") -> float:
+    """Bytes that a process has written and shares with no other, on Linux."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
+
+
 def forward_flops(network: nn.Module, images: Tensor) -> float:
     """Floating-point operations per image of a forward pass, in matrix products and convolutions."""
     with torch.no_grad(), FlopCounterMode(display=False) as counted:

@@ -1,129 +1,140 @@
-"""What grows with the data set and with the step: drawing a batch should not, opening the index does."""
+"""What grows with the data set, the step and the ranks, and what must not."""
 
+import multiprocessing
+import os
 import tempfile
 import time
-import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-import numpy as np
 from typer import Option
 
 from benchmarks import harness
-from distap.data.plan import Classes, Plan, Sampling
+from benchmarks.data_sets import SHARDS, SIDE, write_repeated
+from benchmarks.measuring import private_bytes
+from distap.data.images.augmentation import CropFlipColour
+from distap.data.loading.indexed import IndexedSource
+from distap.data.loading.training import LoadingJob
+from distap.data.plan import Plan, Sampling
 from distap.data.sampling.classes import ClassesSampling
 from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
 from distap.data.sampling.random import RandomSampling
-from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
+from distap.stopwatch import Stopwatch
+from distap.storage.locations import parse_source
+from distap.telemetry.terminal import track
 from distap.world import World
 
 STEPS = (0, 10**3, 10**6, 10**9)
-IMAGES_A_CLASS, IMAGES_A_SHARD, GROUPS = 10, 1000, 12
-FEW_CLASSES = 1000  # of the samplings that take every class
-PLAN_COLUMNS = "sampling={sampling}|N={images:,}|classes s={opened:.2f}|" + "|".join(
-    f"step {step:,} ms={{at_{step}:,.1f}}" for step in STEPS
-)
+IMAGES_A_CLASS = 10
+FEW_CLASSES = 1000  # of the sampling that takes every class
+PIXEL_STEP = 10**6  # at which the first pixels are read
 INDEX_COLUMNS = (
-    "index of N={images:,}|file MB={file_mb:,.1f}|opened s={opened:.2f}|held MB={held_mb:,.0f}|peak MB={peak_mb:,.0f}"
+    "N={images:,}|file MB={file_mb:,.1f}|columns MB={columns_mb:,.0f}|first s={first:.2f}|later s={later:.2f}|"
+    "first pixels s={pixels:.2f}|rank MB={rank_mb:,.1f}|worker MB={worker_mb:,.1f}"
+)
+INDEX_CAPTION = (
+    "columns: files that the processes of a host share. first: opening by the first process of a host. later: by "
+    f"another process. first pixels: from a loader's start at step {PIXEL_STEP:,} to its first images. rank: private "
+    "memory that an open index takes. worker: all private memory of a process that reads images for the rank."
+)
+BATCH_COLUMNS = (
+    "sampling={sampling}|N={images:,}|"
+    + "|".join(f"step {step:,} ms={{at_{step}:,.1f}}" for step in STEPS)
+    + "|private MB={private_mb:,.1f}"
 )
 
 
 class ScaleBenchmark(harness.Benchmark):
-    """Print the milliseconds that a batch takes to draw, by the size of the data set and the step; open indexes.
+    """Print what it takes to open an index and to draw a batch, by the size of the data set and the step.
 
     Data sets are made up, with ten images a class; those of the sampling `classes` have 1,000 classes in all. Each
-    row is measured in a process of its own.
+    row is measured in a process of its own. Linux only. 100 million images take 20 GB of disk and of memory.
     """
 
     name: ClassVar[str] = "scale"
     images: Annotated[list[int], Option(help="Images of a data set; repeat for several.")] = [10**5, 10**6, 10**7]
-    index: Annotated[list[int], Option(help="Images of an index that is opened.")] = [10**5, 10**6]
     batch: Annotated[int, Option(help="Images of a global batch.", min=4000)] = 4096
     sampling: Annotated[list[str], Option(help="Ways to sample.")] = ["random", "p_by_k", "super_p_by_k", "classes"]
+    shards: Annotated[Path | None, Option(help="Data set to measure.", hidden=True)] = None
+    row: Annotated[str, Option(help="What to measure of it.", hidden=True)] = ""
 
     def report(self) -> harness.Report:
-        no_index = {"index": list[int]()}
-        drawn = [
-            {"images": [images], "sampling": [sampling], **no_index}
-            for sampling in self.sampling
-            for images in self.images
-        ]
-        plans = [self._measured(settings) for settings in drawn]
-        indexes = [self._measured({"images": list[int](), "index": [images]}) for images in self.index]
+        indexes, batches = [], []
+        for images in track(self.images, "measuring data sets", len(self.images)):
+            for classes in (images // IMAGES_A_CLASS, FEW_CLASSES):
+                samplings = [name for name in self.sampling if (name == "classes") == (classes == FEW_CLASSES)]
+                with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
+                    write_repeated(Path(folder), images, classes)
+                    first = self._measured(folder, "first")
+                    if classes != FEW_CLASSES:
+                        indexes.append(first | self._measured(folder, "later"))
+                    batches += [self._measured(folder, name) for name in samplings]
         tables = [
-            harness.table_of(f"Drawing a batch of {self.batch:,}", "", plans, PLAN_COLUMNS),
-            harness.table_of("Opening the index of a data set", "", indexes, INDEX_COLUMNS),
+            harness.table_of("Opening the index of a data set", INDEX_CAPTION, indexes, INDEX_COLUMNS),
+            harness.table_of(f"Drawing a batch of {self.batch:,}", "", batches, BATCH_COLUMNS),
         ]
-        return harness.Report(plans + indexes, tables)
+        return harness.Report(indexes + batches, tables)
 
-    def _measured(self, settings: dict[str, Any]) -> Any:
-        return harness.measure_on_ranks(self.model_copy(update=settings), 1, 1)
+    def _measured(self, folder: str, row: str) -> harness.Row:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+        of_row = self.model_copy(update={"shards": Path(folder, SHARDS), "row": row})
+        found: harness.Row = harness.measure_on_ranks(of_row, 1, 1)
+        return found
 
-    def on_rank(self, world: World) -> dict[str, Any]:
-        return self._plan() if self.images else self._index()
+    def on_rank(self, world: World) -> harness.Row:
+        assert self.shards is not None
+        if self.row == "first":
+            return _first(self.shards)
+        return _later(self.shards, world) if self.row == "later" else self._drawn(self.shards)
 
-    def _plan(self) -> dict[str, Any]:
-        [images], [sampling] = self.images, self.sampling
-        count = FEW_CLASSES if sampling == "classes" else images // IMAGES_A_CLASS
-        labels = np.arange(images, dtype=np.int64) % count
-        groups = np.array([f"group {number}" for number in range(GROUPS)])[np.arange(count) % GROUPS]
-        started = time.perf_counter()
-        classes = Classes(labels, groups)
-        plan = Plan(classes, self._samplings()[sampling], 0)
-        plan.batch(1)
-        row = {"sampling": sampling, "images": images, "opened": time.perf_counter() - started}
-        for step in STEPS:
-            started = time.perf_counter()
-            plan.batch(step)
-            row[f"at_{step}"] = 1e3 * (time.perf_counter() - started)
-        return row
-
-    def _samplings(self) -> dict[str, Sampling]:
-        return {
+    def _drawn(self, shards: Path) -> harness.Row:
+        samplings: dict[str, Sampling] = {
             "random": RandomSampling(self.batch),
             "p_by_k": PByKSampling(self.batch // 4, 4),
             "super_p_by_k": SuperPByKSampling(self.batch // 4, 4),
             "classes": ClassesSampling(self.batch),
         }
-
-    def _index(self) -> dict[str, Any]:
-        [images] = self.index
-        with tempfile.TemporaryDirectory() as folder:
-            made_up_index(images).save(folder)
-            size = (Path(folder) / "index.npz").stat().st_size
-            started = time.perf_counter()
-            load_index(folder, compare=False)
-            opened = time.perf_counter() - started
-            tracemalloc.start()
-            index = load_index(folder, compare=False)
-            held, peak = tracemalloc.get_traced_memory()
-        return {
-            "images": len(index),
-            "file_mb": size / 1e6,
-            "opened": opened,
-            "held_mb": held / 1e6,
-            "peak_mb": peak / 1e6,
-        }
+        before = private_bytes()
+        index = load_index(shards, compare=False)
+        plan = Plan(index.classes, samplings[self.row], 0)
+        plan.batch(1)
+        row = {"sampling": self.row, "images": len(index)}
+        for step in STEPS:
+            row[f"at_{step}"] = 1e3 * _seconds(partial(plan.batch, step))
+        return row | {"private_mb": (private_bytes() - before) / 1e6}
 
 
-def made_up_index(images: int) -> Index:
-    """An index of images that are not there, ten a class and a thousand a shard."""
-    rows, shards, classes = np.arange(images), -(-images // IMAGES_A_SHARD), images // IMAGES_A_CLASS
-    size = np.full(images, 50_000)
-    return Index(
-        shard=(rows // IMAGES_A_SHARD).astype(np.int32),
-        offset=rows % IMAGES_A_SHARD * 51_200,
-        size=size,
-        crc32=np.zeros(images, dtype=np.uint32),
-        label=rows % classes,
-        width=np.full(images, 800, dtype=np.int32),
-        height=np.full(images, 600, dtype=np.int32),
-        key=np.char.mod("%012d", rows),
-        path=np.full(images, ""),
-        shard_name=np.char.mod("%06d.tar", np.arange(shards)),
-        shard_size=np.full(shards, IMAGES_A_SHARD * 51_200),
-        shard_sha256=np.full(shards, "0" * 64),
-        class_name=np.char.mod("class %d", np.arange(classes)),
-        class_group=np.full(classes, ""),
-    )
+def _first(shards: Path) -> harness.Row:
+    seconds = _seconds(lambda: load_index(shards, compare=False))
+    columns = sum(path.stat().st_size for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.npy"))
+    return {"first": seconds, "file_mb": (shards / "index.npz").stat().st_size / 1e6, "columns_mb": columns / 1e6}
+
+
+def _later(shards: Path, world: World) -> harness.Row:
+    before = private_bytes()
+    seconds = _seconds(lambda: load_index(shards, compare=False))
+    after = private_bytes()
+    settings = PByKSampling(1024, 4)
+    job = LoadingJob(parse_source(shards), settings, 0, CropFlipColour().transform(SIDE), SIDE, workers=1)
+    started = time.perf_counter()
+    images = IndexedSource().open(job, world, Stopwatch())
+    shares = iter(images.shares(range(PIXEL_STEP, PIXEL_STEP + 1)))
+    next(shares).images(slice(0, job.chunk))
+    pixels = time.perf_counter() - started
+    [worker] = multiprocessing.active_children()
+    return {
+        "images": len(images.plan.classes),
+        "later": seconds,
+        "pixels": pixels,
+        "rank_mb": (after - before) / 1e6,
+        "worker_mb": private_bytes(worker.pid) / 1e6,
+    }
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started

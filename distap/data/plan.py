@@ -7,6 +7,7 @@ is the same on any number of ranks, and resumes at any step without losing or re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -17,19 +18,25 @@ from distap.randomness import permutation, shuffled
 VERSION = 2  # of the plan; a run goes on with the version that it began with only
 STAND_IN = 13  # first word of random keys; no two uses share one
 
-CLASS_LOOKUPS = ("by_class", "class_end", "with_pairs")
+CLASS_LOOKUPS = ("by_class", "class_end", "with_pairs", "by_group", "group_end")
 Samples = NDArray[np.int64]
 
 
-def class_columns(labels: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """Sort N samples by class: what `Classes` looks up.
+def class_columns(labels: NDArray[np.int64], groups: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
+    """Sort N samples by class, and K classes by super-category: what `Classes` looks up.
 
-    `by_class` is (N,) samples, class by class and ascending in each, `class_end` (K + 1,) where class k - 1 ends in
-    it, and `with_pairs` the classes of two samples or more.
+    `by_class` is (N,) samples, class by class and ascending in each, and `class_end` (K + 1,) where class k - 1 ends
+    in it. `with_pairs` is (M,) the classes of two samples or more, `by_group` the same, super-category by
+    super-category by their names, and `group_end` (G + 1,) where each ends in it.
     """
     sizes = np.bincount(labels)
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    return dict(zip(CLASS_LOOKUPS, (np.argsort(labels, kind="stable"), ends, np.flatnonzero(sizes > 1)), strict=True))
+    with_pairs = np.flatnonzero(sizes > 1)
+    by_group = with_pairs[np.argsort(groups[with_pairs], kind="stable")]
+    names = groups[by_group]
+    seams = np.flatnonzero(names[1:] != names[:-1]) + 1
+    ends = np.concatenate([[0], np.cumsum(sizes)]), np.array([0, *seams, len(names)])
+    found = np.argsort(labels, kind="stable"), ends[0], with_pairs, by_group, ends[1]
+    return dict(zip(CLASS_LOOKUPS, found, strict=True))
 
 
 class Classes:
@@ -46,9 +53,12 @@ class Classes:
         columns: Mapping[str, NDArray[np.int64]] | None = None,
     ) -> None:
         self.labels = labels
-        self._order, self._ends, self.with_pairs = map((columns or class_columns(labels)).__getitem__, CLASS_LOOKUPS)
+        self.groups = np.full(int(labels.max()) + 1, "") if groups is None else np.asarray(groups)
+        columns = columns or class_columns(labels, self.groups)
+        self._order, self._ends, self.with_pairs, self._by_group, self._group_ends = (
+            columns[name] for name in CLASS_LOOKUPS
+        )
         self.count = len(self._ends) - 1
-        self.groups = np.full(self.count, "") if groups is None else np.asarray(groups)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,10 +85,11 @@ class Classes:
         return int(np.minimum(self.sizes_of(labels), images).sum())
 
     @cached_property
-    def by_group(self) -> list[NDArray[np.int64]]:
-        """The classes of two samples or more of each super-category, super-categories by name."""
-        groups = self.groups[self.with_pairs]
-        return [self.with_pairs[groups == name] for name in np.unique(groups) if name]
+    def by_group(self) -> dict[str, NDArray[np.int64]]:
+        """The classes of two samples or more of each super-category, by name; classes without one are not in it."""
+        slices = [self._by_group[start:end] for start, end in pairwise(self._group_ends.tolist())]
+        named = {str(self.groups[members[0]]): members for members in slices if len(members)}
+        return {name: members for name, members in named.items() if name}
 
 
 class Sampling(Protocol):

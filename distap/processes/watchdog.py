@@ -3,7 +3,7 @@
 A rank whose peer is stopped, stuck or cut off would wait in its collective until the process group's time-out, and
 then know only that somebody did not answer. So every rank runs two threads:
 
-    beat    every second: write to the store what this rank does, read there what the others do
+    beat    every second: write to the store what this rank does, and read what is known of the others there
     judge   every half second: compare the age of open collectives with the time-out
 
 The judge uses this rank's memory alone, because a call to the store over a broken network never returns. When a
@@ -11,7 +11,6 @@ collective exceeds the time-out, the judge works out which rank is missing and w
 verdict through the store, and the process ends: a thread that waits in gloo cannot be interrupted.
 """
 
-import json
 import logging
 import os
 import re
@@ -21,13 +20,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from distap.errors import FAILED, CollectiveError
+from distap.processes.beats import Beats, Said
 from distap.processes.exit_statuses import record_outcome
 from distap.processes.roll_call import Party
 
@@ -56,14 +55,6 @@ class _Collective:
         return self.returned and (self.done is None or self.done.query())
 
 
-@dataclass
-class _Beat:
-    """The last message of another rank, and when it last changed."""
-
-    said: dict[str, Any] = field(default_factory=dict)
-    heard: float = field(default_factory=time.monotonic)
-
-
 class Watchdog:
     """Watches the collectives of one rank until `stop`; each may take `timeout_seconds`."""
 
@@ -71,12 +62,12 @@ class Watchdog:
         self.party, self.timeout_seconds = party, timeout_seconds
         self.beat_seconds = min(BEAT_SECONDS, timeout_seconds / 10)
         self._silence = SILENT_BEATS * self.beat_seconds  # after which a rank or the store may be gone
+        self._known = Beats(party.rank, len(party.members), self._silence)
         self.verdict: str | None = None
         self._activity, self._active_since = "start", time.monotonic()
         self._begun: dict[str, int] = {}  # collectives by channel
         self._open: list[_Collective] = []
         self._beats = 0
-        self._others = {member.rank: _Beat() for member in party.members if member.rank != party.rank}
         self._farewell: str | None = None
         self._store_heard = time.monotonic()
         self._store_error = ""
@@ -95,7 +86,7 @@ class Watchdog:
         deadline = time.monotonic() + self._silence
         self._farewell = farewell
         # The store ends with the process that serves it, and the others may still want to read this farewell.
-        while self.party.serves and time.monotonic() < deadline and not all(map(_has_left, self._others.values())):
+        while self.party.serves and time.monotonic() < deadline and not self._known.all_left():
             self._look_at_once()
         self._leaving.set()
         self._awake.set()
@@ -139,7 +130,7 @@ class Watchdog:
     def _explanation(self, name: str, error: Exception) -> str:
         """Wait a few beats for the others' farewells, condemn all ranks, and return the verdict."""
         deadline = time.monotonic() + self._silence + self.beat_seconds
-        while self.verdict is None and time.monotonic() < deadline and not any(map(_has_left, self._others.values())):
+        while self.verdict is None and time.monotonic() < deadline and not self._known.any_left():
             self._look_at_once()
         self._is_raised = True
         self._condemn(f"{self._here(name)} failed: {self._reasons()}; {_first_line(error)}")
@@ -155,8 +146,11 @@ class Watchdog:
         while True:
             is_last = self._leaving.is_set()
             try:
-                self._say()
-                self._listen()
+                self._exchange_verdicts()
+                self._beats += 1
+                self._known.say(self._store, self._said())
+                if self._wondering or any(time.monotonic() - one.since > self.beat_seconds for one in self._open):
+                    self._known.listen(self._store)
                 self._store_heard, self._store_error = time.monotonic(), ""
             except RuntimeError as error:
                 self._store_error = f": {_first_line(error)}"
@@ -165,8 +159,7 @@ class Watchdog:
             self._awake.wait(self.beat_seconds)
             self._awake.clear()
 
-    def _say(self) -> None:
-        self._beats += 1
+    def _said(self) -> Said:
         said = {
             "beat": self._beats,
             "activity": self._activity,
@@ -174,21 +167,13 @@ class Watchdog:
             "begun": dict(self._begun),
             "waiting": next((one.name for one in self._open), None),
         }
-        if self._farewell is not None:
-            said["left"] = self._farewell
-        self._store.set(f"beat/{self.party.rank}", json.dumps(said))
+        return said if self._farewell is None else said | {"left": self._farewell}
+
+    def _exchange_verdicts(self) -> None:
         if self.verdict is not None:
             self._store.compare_set(VERDICT, "", self.verdict)
-
-    def _listen(self) -> None:
-        if self.verdict is None and self._store.check([VERDICT]):
+        elif self._store.check([VERDICT]):
             self._condemn(self._store.get(VERDICT).decode())
-        if not (self._wondering or any(time.monotonic() - one.since > self.beat_seconds for one in self._open)):
-            return
-        for rank, other in self._others.items():
-            said = json.loads(self._store.get(f"beat/{rank}")) if self._store.check([f"beat/{rank}"]) else {}
-            if said != other.said:
-                other.said, other.heard = said, time.monotonic()
 
     def _look_at_once(self) -> None:
         self._wondering = True
@@ -219,8 +204,7 @@ class Watchdog:
         """Shift all clocks: this process was stopped for a while, so nobody else was silent in that time."""
         for collective in self._open:
             collective.since += seconds
-        for other in self._others.values():
-            other.heard += seconds
+        self._known.forgive(seconds)
         self._store_heard += seconds
 
     def _announce(self) -> None:
@@ -240,25 +224,26 @@ class Watchdog:
         """Name the missing ranks, as far as this rank knows."""
         now = time.monotonic()
         if now - self._store_heard > self._silence:
+            unknown = [str(member) for member in self.party.members if member.rank != self.party.rank]
             return (
                 f"the store at {self.party.address} has not answered for {now - self._store_heard:.0f} s"
                 f"{self._store_error}: the network to it is broken, or the host that serves it is down; "
-                f"nothing is known of {_listed([str(self.party.members[rank]) for rank in self._others])}"
+                f"nothing is known of {_listed(unknown)}"
             )
         found: list[str] = []
-        for rank, other in sorted(self._others.items()):
+        for rank, other in self._known.known().items():
             member, said, silent = self.party.members[rank], other.said, now - other.heard
             doing = said.get("activity", "start")
             if said.get("waiting"):
                 doing += f", waiting in {said['waiting']}"
-            if _has_left(other):
+            if other.has_left:
                 found.append(f"{member} left: {said['left']}")
             elif silent > self._silence:
                 found.append(f"{member} has not been heard of for {silent:.0f} s; it was in {doing}")
-            elif collective is not None and said.get("begun", {}).get(collective.channel, 0) < collective.number:
+            elif collective is not None and other.is_behind(collective.channel, collective.number):
                 found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
         all_here = "every rank has begun it, so one may hang in it, or the network between them is broken"
-        return _listed(found) or all_here
+        return _listed(found, self._known.is_cut) or all_here
 
 
 def is_of_the_network(error: BaseException) -> bool:
@@ -272,9 +257,6 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)[:300]
 
 
-def _listed(texts: list[str]) -> str:
-    return "; ".join([*texts[:NAMED], f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else texts)
-
-
-def _has_left(other: _Beat) -> bool:
-    return "left" in other.said
+def _listed(texts: list[str], is_cut: bool = False) -> str:
+    more = f"and {'at least ' * is_cut}{len(texts) - NAMED} more"
+    return "; ".join([*texts[:NAMED], more] if len(texts) > NAMED else texts)

@@ -13,16 +13,17 @@ def ranks(number):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])  # the one that tells the others of the rest, and one that does not
+def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_path, rank):
     with started(launcher(ranks(3), "go_on", tmp_path), tmp_path) as job:
         job.wait_for_step(2, 5)
-        stopped = job.pid(1)
+        stopped = job.pid(rank)
         os.kill(stopped, signal.SIGSTOP)
         assert job.status(seconds=5 + 5 + 10 + 10) == FAILED
         assert job.left() == []
         told = re.findall(
             rf"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: "
-            rf"rank 1 \(\S+, pid {stopped}\) has not been heard of for \d+ s",
+            rf"rank {rank} \(\S+, pid {stopped}\) has not been heard of for \d+ s",
             job.said,
         )
         assert len(told) == 2, job.said

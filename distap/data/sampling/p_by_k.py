@@ -46,8 +46,7 @@ class PByKSampling:
         if self.classes > len(usable):
             problem = f"only {len(usable)} classes have two images or more: set it to {len(usable)} or less"
             raise DistapError(f"sampling.classes is {self.classes}, but {problem}")
-        given = data.available(usable, self.images)
-        if self.size > given:
+        if self.size > 2 * len(usable) and self.size > (given := data.available(usable, self.images)):
             raise DistapError(
                 f"{self._asked}, but with at most {self.images} a class the data set has only {given}: take fewer"
             )
@@ -74,16 +73,15 @@ class SuperPByKSampling(PByKSampling):
 
     def check(self, data: Classes) -> None:
         self._require_least(2)
-        without = int((data.groups[data.with_pairs] == "").sum())
+        without = len(data.with_pairs) - sum(map(len, data.by_group.values()))
         if without or len(data.by_group) < 2:
             raise DistapError(
                 f"sampling by super_p_by_k needs two super-categories or more, and one for each class: the index has "
                 f"{len(data.by_group)}, and {without} classes without; `distap data pack` takes them from the "
                 "column `group` of a CSV file, or choose p_by_k"
             )
-        names = np.unique(data.groups[data.with_pairs])
         paired = set(np.unique(_pairs(self, data)).tolist())
-        for group, name in enumerate(names.tolist()):
+        for group, name in enumerate(data.by_group):
             if group not in paired:
                 given = _available(self, data)[group]
                 raise DistapError(
@@ -102,9 +100,9 @@ class SuperPByKSampling(PByKSampling):
         before, pair = pairs[order[:-1]], pairs[order[-1]].tolist()
         available = _available(self, data)
         from_first = min(available[pair[0]], max(self.classes // 2 * self.images, self.size - available[pair[1]]))
-        chosen = []
+        classes, chosen = list(data.by_group.values()), []
         for group, images in zip(pair, (from_first, self.size - from_first), strict=True):
-            members = data.by_group[group]
+            members = classes[group]
             # A super-category goes on with the next `cut` of its classes.
             cut = min(-(-self.classes // 2), len(members))
             met = int(epoch * np.sum(pairs == group) + np.sum(before == group)) if is_counted else step
@@ -116,7 +114,7 @@ class SuperPByKSampling(PByKSampling):
 @lru_cache(maxsize=2)
 def _available(sampling: SuperPByKSampling, data: Classes) -> list[int]:
     """The number of images that each super-category can give."""
-    return [data.available(members, sampling.images) for members in data.by_group]
+    return [data.available(members, sampling.images) for members in data.by_group.values()]
 
 
 @lru_cache(maxsize=2)

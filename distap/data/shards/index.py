@@ -122,7 +122,7 @@ class SharedIndex(Index):
     def fill(cls, folder: Path, parse: Callable[..., Index]) -> None:
         """Write the folder of an index, which `parse` reads column by column."""
         index = parse(lambda name, column: mapped(folder, name, column))
-        for name, column in class_columns(index.label).items():
+        for name, column in class_columns(index.label, index.class_group).items():
             mapped(folder, name, column)
         facts = {"fingerprint": index.fingerprint, "names": "path" if index.names is index.path else "key"}
         write_whole(folder / FACTS, json.dumps(facts))
