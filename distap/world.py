@@ -156,6 +156,9 @@ class World:
         return -(-total // self.size)
 
 
+ALONE = World()
+
+
 @dataclass(frozen=True)
 class Arrival:
     """Rows of all ranks that are on their way."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from distap.data.images.image_sets import ImageSet
@@ -15,9 +16,10 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.parts import NOT_FINITE, Extraction, extract_descriptors
 from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
-from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, read_descriptors
 from distap.world import World
 
+ROWS_SENT = 16_384  # descriptors at once
 logger = logging.getLogger("distap")
 
 
@@ -56,18 +58,22 @@ class Describing:
             return samples, descriptors
         extract_to_folder(extraction, folder)
         self.world.barrier()  # rank 0 joins the parts
-        self._tell(left_out_of(folder), images)
-        kept = read_descriptors(folder)
-        place = {key: number for number, key in enumerate(images.keys.tolist())}
-        return np.array([place[key] for key in kept.keys.tolist()], dtype=np.int64), kept.descriptors
+        kept, is_described = None, torch.zeros(len(images), dtype=torch.uint8, device=self.world.device)
+        if self.world.rank == 0:
+            stored = read_descriptors(folder)
+            kept, described = stored.descriptors, np.isin(images.keys, stored.keys)
+            is_described[torch.from_numpy(np.flatnonzero(described)).to(is_described.device)] = 1
+        self._tell(left_out_of(folder) if self.world.rank == 0 else {}, images)
+        samples = np.flatnonzero(self.world.broadcast(is_described).cpu().numpy())
+        return samples, on_all_ranks(self.world, kept, folder / DESCRIPTORS_FILE)
 
     def _tell(self, left_out: Mapping[str, str], images: ImageSet) -> None:
-        """Log the images that cannot be described. Raise a DistapError if the network is to blame."""
+        """Log the images that cannot be described. Every rank raises a DistapError if the network is to blame."""
         broken = [key for key, reason in left_out.items() if reason == NOT_FINITE]
-        if broken:
+        if count := int(self.world.maximum(len(broken))):
+            example = f", such as that of {broken[0]}" if broken else ""
             raise DistapError(
-                f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of "
-                f"{broken[0]}: the network is broken"
+                f"{images.name}: {count} of {len(images)} descriptors are not finite{example}: the network is broken"
             )
         if self.world.rank == 0:
             warn_of(images.name, images.left_out)
@@ -75,3 +81,23 @@ class Describing:
             for key, reason in left_out.items():
                 if key not in told:
                     logger.warning("left out of the evaluation: %s of %s: %s", key, images.name, reason)
+
+
+def on_all_ranks(world: World, array: NDArray[Any] | None, path: Path) -> NDArray[Any]:
+    """Rank 0's array (n, C), which it has at `path`: that file where all ranks see it, otherwise copies in memory."""
+    try:
+        status = path.stat()
+        seen = [status.st_ino, status.st_size, status.st_mtime_ns]
+    except OSError:
+        seen = []
+    of_ranks = world.gather_values(seen)
+    (shape, dtype), *_ = world.gather_values(None if array is None else [array.shape, array.dtype.str])
+    if of_ranks.count(of_ranks[0]) == world.size:
+        return np.load(path, mmap_mode="r") if array is None else array
+    received = np.empty(shape, dtype) if array is None else array
+    for start in range(0, len(received), ROWS_SENT):
+        rows = torch.from_numpy(np.array(received[start : start + ROWS_SENT])).to(world.device)
+        sent = world.broadcast(rows)
+        if array is None:
+            received[start : start + ROWS_SENT] = sent.cpu().numpy()
+    return received

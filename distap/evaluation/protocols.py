@@ -20,7 +20,7 @@ from torch import Tensor
 from distap.data.images.image_sets import ImageSet
 from distap.data.shards.index import Index
 from distap.errors import DistapError
-from distap.evaluation.describing import Describing
+from distap.evaluation.describing import Describing, on_all_ranks
 from distap.evaluation.saved import LABELLED, Evaluation, Retrieved, nan_as_null
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors, reading
 from distap.retrieval.ground_truth_metrics import (
@@ -36,6 +36,7 @@ from distap.retrieval.metrics import (
     random_batches,
 )
 from distap.retrieval.refinement import PLAIN, Refinement
+from distap.world import ALONE, World
 
 GRADED = ("name", "box", "easy", "hard", "junk")
 FIELDS = {"roxford5k": GRADED, "rparis6k": GRADED, "gldv2": ("name", "positives", "usage")}  # of a query's record
@@ -58,7 +59,7 @@ class LabelledSet:
     def describe(self, describing: Describing) -> "DescribedLabelledSet":
         """Describe the images on all ranks; every rank gets all descriptors."""
         samples, descriptors = describing.descriptors(self.images, self.name)
-        return DescribedLabelledSet(self, samples, descriptors, describing.describer.device)
+        return DescribedLabelledSet(self, samples, descriptors, describing.describer.device, describing.world)
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,17 @@ class DescribedLabelledSet:
     samples: NDArray[np.int64]  # (n,) image numbers, ascending
     descriptors: NDArray[Any]  # (n, C)
     device: torch.device  # for ranking
+    world: World = ALONE  # ranks that share the ranking
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
-        """Refine the descriptors and rank all images for each image."""
+        """Refine the descriptors and rank all images for each image; all ranks call this."""
         index, samples = self.of.index, self.samples
         queries, gallery, head = refinement.apply(self.descriptors, self.descriptors, same=True)
         labels, device = torch.from_numpy(index.label[samples]), self.device
         head, asking = None if head is None else head.to(device), None if queries is gallery else queries
-        result = evaluate_labelled_set(gallery, labels.to(device), head=head, queries=asking, at=self.of.at)
+        result = evaluate_labelled_set(
+            gallery, labels.to(device), head=head, queries=asking, at=self.of.at, world=self.world
+        )
         values: dict[str, Any] = {
             name: value.cpu() for name, value in vars(result).items() if isinstance(value, Tensor)
         }
@@ -181,6 +185,7 @@ class GroundTruthSet:
             tuple(parts),
             {name: place for place, name in reversed(list(enumerate(names)))},
             describing.describer.device,
+            describing.world,
             describing.folder(f"{self.name}/gallery"),
         )
 
@@ -195,32 +200,35 @@ class DescribedGroundTruthSet:
     parts: tuple[NDArray[Any], ...]  # (N, C) together: the gallery's splits and distractors
     row: Mapping[str, int]  # of each gallery image by its name
     device: torch.device  # for ranking
+    world: World  # ranks that share the ranking
     folder: Path | None  # to keep the joined gallery in
 
     @cached_property
     def gallery(self) -> NDArray[Any]:
-        """(N, C), a memory map if its parts are."""
+        """(N, C), a memory map if its parts are; all ranks ask for it together."""
         if len(self.parts) == 1:
             return self.parts[0]
         if self.folder is None:
             return np.concatenate(self.parts)
-        shape = sum(map(len, self.parts)), self.parts[0].shape[1]
-        joined = new_descriptors(self.folder / DESCRIPTORS_FILE, shape, self.parts[0].dtype)
-        place = 0
-        for part in self.parts:
-            joined[place : place + len(part)] = part
-            place += len(part)
-        return joined
+        shape, path = (sum(map(len, self.parts)), self.parts[0].shape[1]), self.folder / DESCRIPTORS_FILE
+        joined, place = None, 0
+        if self.world.rank == 0:
+            joined = new_descriptors(path, shape, self.parts[0].dtype)
+            for part in self.parts:
+                joined[place : place + len(part)] = part
+                place += len(part)
+        self.world.barrier()
+        return on_all_ranks(self.world, joined, path)
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
-        """Refine the descriptors and rank the gallery for each query."""
+        """Refine the descriptors and rank the gallery for each query; all ranks call this."""
         refined, gallery, head = refinement.apply(self.queries, self.gallery)
         queries = torch.from_numpy(np.array(refined, dtype=np.float32)).to(self.device)
-        head = None if head is None else head.to(self.device)
+        ranked: dict[str, Any] = {"head": None if head is None else head.to(self.device), "world": self.world}
         if FIELDS[self.of.truth.dataset] is GRADED:
-            result = evaluate_graded(queries, gallery, graded_queries(self.records, self.row), head=head)
+            result = evaluate_graded(queries, gallery, graded_queries(self.records, self.row), **ranked)
         else:
-            result = evaluate_landmarks(queries, gallery, landmark_queries(self.records, self.row), head=head)
+            result = evaluate_landmarks(queries, gallery, landmark_queries(self.records, self.row), **ranked)
         columns = {name: values.tolist() for name, values in result.average_precision.items()}
         about = {
             "data": self.of.name,

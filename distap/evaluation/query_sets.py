@@ -14,6 +14,7 @@ from distap.evaluation.saved import QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
 from distap.retrieval.metrics import AT, LabelledSetResult, evaluate_queries
 from distap.retrieval.refinement import PLAIN, Refinement
+from distap.world import ALONE, World
 
 DRAWN = "queries and a gallery that is drawn"  # the protocol
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
@@ -42,7 +43,9 @@ class QuerySet:
         classes = [images.classes[own] for (images, _), own in zip(parts, samples, strict=True)]
         names, numbers = np.unique(np.concatenate(classes), return_inverse=True)
         labels = tuple(np.split(numbers.reshape(-1), [len(classes[0])])[: len(parts)])
-        return DescribedQuerySet(self, samples, descriptors, labels, names, describing.describer.device)
+        return DescribedQuerySet(
+            self, samples, descriptors, labels, names, describing.describer.device, describing.world
+        )
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,13 @@ class DescribedQuerySet:
     labels: tuple[NDArray[np.int64], ...]  # (Q,), (N,) class numbers
     class_name: NDArray[np.str_]  # (K,)
     device: torch.device  # for ranking
+    world: World = ALONE  # ranks that share the ranking
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
-        """Refine the descriptors and rank the gallery for each query; the mean over the draws, if it is drawn."""
+        """Refine the descriptors and rank the gallery for each query; the mean over the draws, if it is drawn.
+
+        All ranks call this.
+        """
         found = [self._ranked(queries, gallery, refinement) for queries, gallery in self._rows()]
         result, summaries = found[0], [one.summary() for one in found]
         figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
@@ -117,4 +124,5 @@ class DescribedQuerySet:
         ]
         asking = torch.from_numpy(np.array(refined, dtype=np.float32)).to(self.device)
         head, neighbours = None if head is None else head.to(self.device), 0 if self.of.draws else 10
-        return evaluate_queries(asking, others, labels[0], labels[1], neighbours, head=head, at=self.of.at)
+        shared: dict[str, Any] = {"head": head, "at": self.of.at, "world": self.world}
+        return evaluate_queries(asking, others, labels[0], labels[1], neighbours, **shared)

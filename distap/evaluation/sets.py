@@ -118,21 +118,20 @@ def evaluate_sets(
     output: Path | None = None,
     **about: Any,
 ) -> None:
-    """Describe data sets on all ranks; then rank them, and print and write their figures, on rank 0.
+    """Describe and rank data sets on all ranks; print and write their figures on rank 0.
 
     Args:
         compare: also evaluate without refinement, and with each part of it by itself.
         output: folder for results.json and the evaluation, or a folder for each of several; `about` is added to both.
     """
-    # Describe all sets first: the watchdog would take ranks that wait for rank 0's ranking for lost.
     described = {name: opened.describe(describing) for name, opened in sets.items()}
-    if describing.world.rank > 0:
-        return
     describer = describing.describer
     about |= {"sizing": str(describer.sizing), "scales": describer.network.scales}
     results: dict[str, Any] = {}
     for name, one in described.items():
         found = {each.name: one.evaluate(each) for each in (refinement.variants() if compare else [refinement])}
+        if describing.world.rank > 0:
+            continue
         last = next(reversed(found.values()))
         by_protocol = last.about.get("queries_without_positive_by_protocol", {})
         each = ", ".join(f"{count} of {protocol}" for protocol, count in by_protocol.items())
@@ -142,5 +141,5 @@ def evaluate_sets(
         results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
         if output is not None:
             last.save(output / name if len(sets) > 1 else output, **about)
-    if output is not None:
+    if output is not None and describing.world.rank == 0:
         write_whole(output / "results.json", json.dumps({**about, "sets": results}, indent=1) + "\n")

@@ -35,6 +35,7 @@ from distap.retrieval.ranks import (
     require_finite,
     require_head,
 )
+from distap.world import ALONE, World
 
 AT = (1, 5, 10)  # of Revisited: the k of P@k
 SHOWN, FIRST = 100, 10  # of Google Landmarks: AP@100 and P@10
@@ -91,6 +92,7 @@ def evaluate_graded(
     truth: Sequence[GradedQuery],
     *,
     head: Int64[Tensor, "Q K"] | None = None,
+    world: World = ALONE,
 ) -> GroundTruthResult:
     """Rank the gallery for each query once, for all three protocols of Revisited Oxford and Paris.
 
@@ -99,6 +101,7 @@ def evaluate_graded(
         gallery: (N, C) of length 1; a tensor or an array, possibly a memory map of float16, which is read in blocks.
         truth: for each query.
         head: gallery rows that come first for each query, in this order, whatever their similarity.
+        world: ranks that share the gallery; all call this with the same arguments, and get the same bits as one.
     Returns:
         Figures such as `Medium mAP` and `Hard mP@10`, and AP for `Easy`, `Medium` and `Hard`.
     """
@@ -106,7 +109,7 @@ def evaluate_graded(
     device = queries.device
     easy, hard, junk = (padded([getattr(own, grade) for own in truth], device) for grade in ("easy", "hard", "junk"))
     positives = torch.cat([easy, hard], dim=1)
-    before = negatives_before(Tiles(queries, gallery, BLOCK_PAIRS), positives, junk, head)
+    before = negatives_before(Tiles(queries, gallery, BLOCK_PAIRS, world), positives, junk, head)
     is_easy = torch.arange(positives.shape[1], device=device) < easy.shape[1]
     exists = positives != NONE
     summary, by_protocol = {}, {}
@@ -129,6 +132,7 @@ def evaluate_landmarks(
     truth: Sequence[LandmarkQuery],
     *,
     head: Int64[Tensor, "Q K"] | None = None,
+    world: World = ALONE,
 ) -> GroundTruthResult:
     """Rank the gallery for each query of Google Landmarks v2, in blocks of queries; arguments as `evaluate_graded`.
 
@@ -141,7 +145,7 @@ def evaluate_landmarks(
     for start in range(0, len(queries), height):
         part = slice(start, start + height)
         positives = padded([own.positives for own in truth[part]], queries.device)
-        tiles = Tiles(queries[part], gallery, BLOCK_PAIRS)
+        tiles = Tiles(queries[part], gallery, BLOCK_PAIRS, world)
         before = negatives_before(tiles, positives, positives[:, :0], None if head is None else head[part])
         ranks = ranks_of_positives(before, positives != NONE)
         count = (ranks > 0).sum(1)

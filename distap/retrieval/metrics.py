@@ -34,9 +34,11 @@ from distap.retrieval.ranks import (
     require_finite,
     require_head,
 )
+from distap.world import ALONE, World
 
 AT = (1, 5, 10)  # the k of R@k and P@k unless others are asked for
 BLOCK_PAIRS = 2**26  # similarities held at once: 256 MB in float32
+MOST_QUERIES = 256  # of a block, so that many ranks have one
 RESIDENT_BYTES = 2**30  # a gallery up to this size is converted once, a larger one for every block of queries
 
 
@@ -101,6 +103,7 @@ def evaluate_labelled_set(
     head: Int64[Tensor, "N K"] | None = None,
     queries: Tensor | NDArray[Any] | None = None,
     at: tuple[int, ...] = AT,
+    world: World = ALONE,
 ) -> LabelledSetResult:
     """Rank all images for each image, in blocks of queries.
 
@@ -112,6 +115,7 @@ def evaluate_labelled_set(
         head: other images that come first for each image, in this order, whatever their similarity.
         queries: descriptors of the same images as queries, if they differ from those in the gallery.
         at: the k of R@k and P@k.
+        world: ranks that share the queries; all call this with the same arguments, and get the same bits as one.
     """
     total = len(labels)
     classes = _ClassMembers(labels)
@@ -124,7 +128,7 @@ def evaluate_labelled_set(
     asking = descriptors if queries is None else _resident(queries, labels.device)
     chosen = classes.blocks(classes.members > (-1 if neighbours and total > 1 else 1))
     blocks = ((rows, classes.positives(rows), rows[:, None]) for rows in chosen)
-    return _ranked(asking, descriptors, blocks, labels, neighbours, total - 1, head, at)
+    return _ranked(asking, descriptors, blocks, labels, neighbours, total - 1, head, at, world)
 
 
 @torch.no_grad()
@@ -137,6 +141,7 @@ def evaluate_queries(
     *,
     head: Int64[Tensor, "Q K"] | None = None,
     at: tuple[int, ...] = AT,
+    world: World = ALONE,
 ) -> LabelledSetResult:
     """Rank a gallery for queries that are not in it; arguments as in `evaluate_labelled_set`.
 
@@ -150,9 +155,10 @@ def evaluate_queries(
     ascending, order = gallery_labels.sort(stable=True)
     ends = (torch.searchsorted(ascending, query_labels, right=right).tolist() for right in (False, True))
     own = [order.cpu().numpy()[start:end] for start, end in zip(*ends, strict=True)]
-    chosen = torch.arange(len(queries), device=device).split(max(BLOCK_PAIRS // len(gallery), 1))
+    chosen = torch.arange(len(queries), device=device).split(_height(len(gallery)))
     blocks = ((rows, padded([own[row] for row in rows.tolist()], device), rows[:, None][:, :0]) for rows in chosen)
-    return _ranked(queries, _resident(gallery, device), blocks, query_labels, neighbours, len(gallery), head, at)
+    gallery = _resident(gallery, device)
+    return _ranked(queries, gallery, blocks, query_labels, neighbours, len(gallery), head, at, world)
 
 
 def _ranked(
@@ -164,13 +170,20 @@ def _ranked(
     others: int,
     head: Tensor | None,
     at: tuple[int, ...],
+    world: World,
 ) -> LabelledSetResult:
-    """Rank a gallery for blocks of queries: their rows, those of their positives, and those to ignore."""
+    """Rank a gallery for blocks of queries: their rows, those of their positives, and those to ignore.
+
+    Each block is one rank's. The others leave its rows zero, so the sums over the ranks are exact.
+    """
     total, neighbours = len(labels), min(neighbours, others)
-    precision, at_r = labels.new_full((2, total), torch.nan, dtype=torch.float64)
-    first, curve = torch.zeros_like(labels), precision.new_zeros(101)
+    precision, at_r = labels.new_zeros((2, total), dtype=torch.float64)
+    first, curves = torch.zeros_like(labels), []
     hits, nearest = labels.new_zeros(total, len(at)), labels.new_zeros(total, neighbours)
-    for rows, positives, ignored in blocks:
+    for number, (rows, positives, ignored) in enumerate(blocks):
+        curves.append(precision.new_zeros(101))
+        if number % world.size != world.rank:
+            continue
         tiles = Tiles(_converted_rows(asking, rows), gallery, BLOCK_PAIRS)
         own_head = None if head is None else head[rows]
         if neighbours:
@@ -180,8 +193,12 @@ def _ranked(
         ranks = ranks_of_positives(negatives_before(tiles, positives, ignored, own_head), positives != NONE)
         precision[rows], at_r[rows], hits[rows] = _of_ranks(ranks, at)
         first[rows] = ranks[:, 0]
-        curve += interpolated_precision(ranks[ranks[:, 0] > 0]).sum(0)
-    return LabelledSetResult(precision, at_r, first, nearest, curve / (first > 0).sum(), hits, others, at)
+        curves[-1] += interpolated_precision(ranks[ranks[:, 0] > 0]).sum(0)
+    precision, at_r, first, hits, nearest = map(world.sum, (precision, at_r, first, hits, nearest))
+    is_query = first > 0
+    precision, at_r = (values.masked_fill(~is_query, torch.nan) for values in (precision, at_r))
+    curve = world.sum(torch.stack(curves)).sum(0) / is_query.sum()
+    return LabelledSetResult(precision, at_r, first, nearest, curve, hits, others, at)
 
 
 def decomposability_gap(
@@ -243,8 +260,7 @@ class _ClassMembers:
         start = 0
         while start < len(order):
             # A dozen tables of ranks and places are as wide as the greatest number of positives.
-            width = max(len(self.members), 16 * int(self.members[order[start]]))
-            height = max(BLOCK_PAIRS // width, 1)
+            height = _height(max(len(self.members), 16 * int(self.members[order[start]])))
             yield order[start : start + height]
             start += height
 
@@ -254,6 +270,11 @@ class _ClassMembers:
         place = torch.arange(max(int(count.max()), 1), device=rows.device)
         found = self._by_class[(self._start[self._class[rows], None] + place).clamp(max=len(self._by_class) - 1)]
         return found.masked_fill((place >= count) | (found == rows[:, None]), NONE)
+
+
+def _height(width: int) -> int:
+    """Queries of a block whose tables are so wide: few enough for all ranks to have some, and the same on any."""
+    return min(max(BLOCK_PAIRS // width, 1), MOST_QUERIES)
 
 
 def _resident(descriptors: Tensor | NDArray[Any], device: torch.device) -> Tensor | NDArray[Any]:

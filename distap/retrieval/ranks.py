@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
+from distap.world import ALONE, World
 
 NONE = -1  # fills a table of gallery rows whose queries have different numbers of them
 CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
@@ -30,18 +31,27 @@ class Tiles:
     """Similarities of q queries to N gallery images, some columns at a time.
 
     The last tile is kept, so reading it again is free and shows what was masked in it. The gallery may be a memory
-    map of float16, which is converted in blocks; `pairs` is the number of similarities in a tile.
+    map of float16, which is converted in blocks; `pairs` is the number of similarities in a tile. Of several ranks
+    that share a gallery, each takes some of its blocks. Blocks are the same on any number of ranks, so similarities
+    are too.
     """
 
-    def __init__(self, queries: Float[Tensor, "q C"], gallery: Tensor | NDArray[Any], pairs: int) -> None:
+    def __init__(
+        self, queries: Float[Tensor, "q C"], gallery: Tensor | NDArray[Any], pairs: int, world: World = ALONE
+    ) -> None:
         if queries.shape[1] != gallery.shape[1]:
             raise DistapError(
                 f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
             )
         self.dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-        self._queries, self._gallery = queries.to(self.dtype), gallery
+        self._queries, self._gallery, self.world = queries.to(self.dtype), gallery, world
         width = max(pairs // max(len(queries), 1), 1)
-        self.spans = [range(start, min(start + width, len(gallery))) for start in range(0, len(gallery), width)]
+        self._height = min(max(CONVERTED_NUMBERS // gallery.shape[1], 1), width)  # rows of a block
+        blocks, width = -(-len(gallery) // self._height), width - width % self._height
+        first, stop = (
+            min(rank * blocks // world.size * self._height, len(gallery)) for rank in (world.rank, world.rank + 1)
+        )
+        self.spans = [range(start, min(start + width, stop)) for start in range(first, stop, width)]
         self._kept: tuple[int, Tensor] | None = None
 
     def __iter__(self) -> Iterator[tuple[range, Tensor]]:
@@ -56,9 +66,8 @@ class Tiles:
 
     def _similarities(self, span: range) -> Tensor:
         result = self._queries.new_empty(len(self._queries), len(span))
-        height = max(CONVERTED_NUMBERS // self._gallery.shape[1], 1)
-        for start in range(span.start, span.stop, height):
-            stop = min(start + height, span.stop)
+        for start in range(span.start, span.stop, self._height):
+            stop = min(start + self._height, span.stop)
             rows = converted(self._gallery[start:stop], self._queries, f"rows {start} to {stop - 1} of the gallery")
             torch.mm(self._queries, rows.t(), out=result[:, start - span.start : stop - span.start])
         return result
@@ -90,23 +99,27 @@ def negatives_before(
 ) -> Int64[Tensor, "q P"]:
     """Number of gallery images before each positive that are neither positive nor ignored, 0 where there is none.
 
+    Of ranks that share the gallery, each counts in its tiles; all call this, and all get the sums.
+
     Args:
         tiles: similarities. Positives, ignored images and the head stay masked in the last tile.
         positives: gallery rows of each query, padded with NONE.
         ignored: gallery rows to remove, such as junk and the query itself, padded with NONE.
         head: gallery rows that come first, in this order, whatever their similarity.
     """
-    bounds = torch.full(positives.shape, torch.inf, dtype=tiles.dtype, device=positives.device)
+    bounds = torch.zeros(positives.shape, dtype=tiles.dtype, device=positives.device)
     for number, span in enumerate(tiles.spans):
         query, place = _inside(positives, span)
         if len(query):
             bounds[query, place] = tiles[number][query, positives[query, place] - span.start]
-    in_head, before = _places_in_head(positives, ignored, head)
-    bounds[in_head] = torch.inf
+    bounds = tiles.world.sum(bounds)  # one rank has read each of them
+    in_head, before_in_head = _places_in_head(positives, ignored, head)
+    bounds[in_head | (positives == NONE)] = torch.inf
+    before = torch.zeros_like(positives)
     for span, similarities in tiles:
         mask(similarities, span, positives, ignored, *(() if head is None else (head,)))
         before += count_above(similarities, bounds)
-    return before
+    return tiles.world.sum(before) + before_in_head
 
 
 def mask(similarities: Float[Tensor, "q n"], span: range, *rows: Int64[Tensor, "q _"]) -> None:

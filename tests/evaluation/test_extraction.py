@@ -203,15 +203,15 @@ class StoppedError(Exception):
 
 def stopped_after(monkeypatch, parts: int) -> None:
     """The next extraction ends as if it were killed when it has written so many parts."""
-    write = to_folder.write_part
+    file_of = to_folder.part_file
     left = iter(range(parts))
 
-    def write_or_stop(*arguments):
+    def file_or_stop(*arguments):
         if next(left, None) is None:
             raise StoppedError
-        write(*arguments)
+        return file_of(*arguments)
 
-    monkeypatch.setattr(to_folder, "write_part", write_or_stop)
+    monkeypatch.setattr(to_folder, "part_file", file_or_stop)
 
 
 def test_an_extraction_that_was_stopped_describes_what_is_missing(tmp_path, photos, monkeypatch, described):

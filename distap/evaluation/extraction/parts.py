@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import Box, DamagedImageError
@@ -20,7 +21,7 @@ from distap.telemetry.terminal import counting
 from distap.world import World
 
 FEWEST, MOST = 128, 4096  # images of a part
-PARTS = 64  # of a small data set: enough for many ranks
+PARTS = 1024  # enough for many ranks, unless they would be small
 CHUNK = 16  # images that a worker hands over at once, at most
 PROGRESS_SECONDS = 2.0
 SUMMED_ROWS = 16_384  # descriptors shared among the ranks at once
@@ -34,6 +35,35 @@ class DescribedPart:
     samples: NDArray[np.int64]  # (n,) image numbers
     descriptors: NDArray[np.float32]  # (n, D)
     left_out: dict[int, str]  # reason by image number
+
+
+@dataclass(eq=False)
+class Outbox:
+    """Files that a rank hands over to rank 0, which receives them: only rank 0 needs the folder."""
+
+    world: World
+    receive: Callable[[str, bytes], None]  # on rank 0
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, name: str, data: bytes) -> None:
+        if self.world.rank == 0:
+            self.receive(name, data)
+        else:
+            self.files[name] = data
+
+    def exchange(self) -> None:
+        """Empty the outboxes of all ranks, which call this together."""
+        world, listed = self.world, self.world.gather_values([[name, len(data)] for name, data in self.files.items()])
+        for rank, files in enumerate(listed):
+            for name, size in files if world.rank in (0, rank) else []:
+                with world.collective(f"handing over of {name}"):
+                    if world.rank == rank:
+                        sent = torch.frombuffer(bytearray(self.files.pop(name)), dtype=torch.uint8)
+                        dist.send(sent.to(world.device), group=world.group, group_dst=0)
+                        continue
+                    received = torch.empty(size, dtype=torch.uint8, device=world.device)
+                    dist.recv(received, group=world.group, group_src=rank)
+                self.receive(name, received.cpu().numpy().tobytes())
 
 
 class BrokenOffError(Exception):
@@ -106,9 +136,12 @@ class Extraction:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def described(
-        self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int]
+        self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int], outbox: Outbox | None = None
     ) -> Iterator[tuple[int, DescribedPart]]:
-        """Yield this rank's share of the parts numbered `missing`; workers read ahead across their borders."""
+        """Yield this rank's share of the parts numbered `missing`; workers read ahead across their borders.
+
+        What is in the outbox is handed over every few seconds.
+        """
         describer, images, world = self.describer, self.images, self.world
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
@@ -118,7 +151,7 @@ class Extraction:
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = self.shown and world.rank == 0
         with closing(chunks), counting(f"describing {images.name}", len(images), done, shown) as show:
-            progress = SharedProgress(world, show, self.is_asked_to_stop)
+            progress = SharedProgress(world, show, self.is_asked_to_stop, outbox)
             for number, part in zip(mine, requests, strict=True):
                 with describer.evaluating():
                     described = _described(describer, islice(chunks, len(part)), limit, progress.add)
@@ -174,8 +207,14 @@ class SharedProgress:
     these seconds and one batch.
     """
 
-    def __init__(self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool]) -> None:
-        self._world, self._show, self._is_asked_to_stop = world, show, is_asked_to_stop
+    def __init__(
+        self,
+        world: World,
+        show: Callable[[int], None],
+        is_asked_to_stop: Callable[[], bool],
+        outbox: Outbox | None = None,
+    ) -> None:
+        self._world, self._show, self._is_asked_to_stop, self._outbox = world, show, is_asked_to_stop, outbox
         self._images, self._last = 0, time.monotonic()
 
     def add(self, images: int) -> None:
@@ -189,9 +228,12 @@ class SharedProgress:
             pass
 
     def _exchange(self, finished: bool) -> bool:
-        mine = [self._images, int(finished), int(self._is_asked_to_stop())]
+        waiting = len(self._outbox.files) if self._outbox else 0
+        mine = [self._images, int(finished), int(self._is_asked_to_stop()), waiting]
         counts = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
-        images, done, asked = self._world.sum(counts).tolist()
+        images, done, asked, files = self._world.sum(counts).tolist()
+        if self._outbox and files:
+            self._outbox.exchange()
         if asked:
             raise BrokenOffError
         self._show(images)

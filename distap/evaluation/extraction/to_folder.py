@@ -1,7 +1,7 @@
-"""Describe a data set into a folder, by all ranks. A stopped extraction continues from its finished parts.
+"""Describe a data set into a folder of rank 0, by all ranks. A stopped extraction continues from its finished parts.
 
 OUTPUT/extraction.json     the plan: what is described in which way; written first
-OUTPUT/parts/000012.npz    a part, written atomically by the rank that described it; removed at the end
+OUTPUT/parts/000012.npz    a part, handed over by the rank that described it; removed at the end
 OUTPUT/left_out.txt        images that could not be described, and why
 OUTPUT/about.json ...      the descriptors, see `retrieval/descriptor_files.py`
 """
@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from distap.errors import DistapError
-from distap.evaluation.extraction.parts import DescribedPart, Extraction
+from distap.evaluation.extraction.parts import DescribedPart, Extraction, Outbox
 from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
     DescriptorSet,
@@ -35,8 +34,6 @@ from distap.storage.atomic import write_whole
 
 PLAN_FILE, PARTS_FOLDER, LEFT_OUT_FILE = "extraction.json", "parts", "left_out.txt"
 PLAN_VERSION = 1
-LISTING_SECONDS = 60.0  # for which a network file system may show an old listing of a folder
-POLL_SECONDS = 0.5
 REMEDY = "give what it was begun with, remove the folder, or choose another one"
 
 DType = Literal["float32", "float16"]
@@ -53,15 +50,15 @@ def extract_to_folder(
 ) -> DescriptorSet | None:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
-    Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images, describer
-    and form, a stopped extraction continues from its finished parts, on any number of ranks.
+    Each rank hands the parts that it describes over to rank 0, which joins them. Called again with the same images,
+    describer and form, a stopped extraction continues from its finished parts, on any number of ranks.
 
     Args:
-        output: a new or empty folder, or that of a stopped extraction; the same for all hosts.
+        output: a new or empty folder of rank 0's host, or that of a stopped extraction.
         dtype: of the stored descriptors.
         form: `npy` for arrays, `parquet` for one file.
-        part_images: images of a part, which is described again if it is interrupted; by default a 64th of all, from
-            128 to 4096.
+        part_images: images of a part, which is described again if it is interrupted; by default a 1024th of all,
+            from 128 to 4096.
     Returns:
         The descriptors on rank 0. None on other ranks, which return while rank 0 still writes.
     """
@@ -80,7 +77,7 @@ def extract_to_folder(
         "form": form,
         "part_images": part_images or extraction.part_size,
     }
-    # Only rank 0 looks at the folder, since the others may see an older listing of it.
+    # Only rank 0 needs the folder.
     size = torch.zeros(1, dtype=torch.int64, device=world.device)
     stored: DescriptorSet | None = None
     if world.rank == 0:
@@ -91,13 +88,14 @@ def extract_to_folder(
     done = torch.zeros(len(parts), dtype=torch.uint8, device=world.device)
     if world.rank == 0:
         for number in range(len(done)):
-            done[number] = stored is not None or _part_path(output, number).exists()
+            done[number] = stored is not None or (output / PARTS_FOLDER / _part_name(number)).exists()
     missing = np.flatnonzero(~world.broadcast(done).bool().cpu()).tolist()
     before = len(images) - sum(len(parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
-    for number, part in extraction.described(parts, missing):
-        write_part(output, number, part, dtype)
+    outbox = Outbox(world, lambda name, data: write_whole(output / PARTS_FOLDER / name, data))
+    for number, part in extraction.described(parts, missing, outbox):
+        outbox.add(_part_name(number), part_file(part, dtype))
     if world.rank > 0:
         return None
     if stored is None:
@@ -116,8 +114,8 @@ def left_out_of(output: Path) -> dict[str, str]:
     return {name: reason for name, _, reason in (line.partition("\t") for line in lines)}
 
 
-def write_part(output: Path, number: int, part: DescribedPart, dtype: str) -> None:
-    """Write a part atomically, or raise an UnwritableError."""
+def part_file(part: DescribedPart, dtype: str) -> bytes:
+    """Return the contents of a part's file."""
     buffer = io.BytesIO()
     np.savez(
         buffer,
@@ -126,25 +124,20 @@ def write_part(output: Path, number: int, part: DescribedPart, dtype: str) -> No
         left_out=np.array(list(part.left_out), dtype=np.int64),
         reasons=np.array(list(part.left_out.values()), dtype=np.str_),
     )
-    write_whole(_part_path(output, number), buffer.getvalue())
+    return buffer.getvalue()
 
 
-def _part_path(output: Path, number: int) -> Path:
-    return output / PARTS_FOLDER / f"{number:06d}.npz"
+def _part_name(number: int) -> str:
+    return f"{number:06d}.npz"
 
 
 @contextmanager
 def _open_part(output: Path, number: int) -> Iterator[Any]:
     """Open the arrays of a part, each of which is read on access. A damaged part is removed."""
-    path = _part_path(output, number)
-    deadline = time.monotonic() + LISTING_SECONDS
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)  # another host has written it
+    path = output / PARTS_FOLDER / _part_name(number)
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
-    except FileNotFoundError as error:
-        raise DistapError(f"{path}: another rank wrote it, but it is not here: all hosts need one folder") from error
     except Exception as error:  # zipfile, zlib and numpy raise many kinds
         path.unlink(missing_ok=True)
         raise DistapError(
