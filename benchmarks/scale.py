@@ -13,6 +13,7 @@ from typer import Option
 
 from benchmarks import harness
 from benchmarks.data_sets import SHARDS, SIDE, write_repeated
+from benchmarks.many_ranks import evaluation_of, stage_two_of, step_of, store_of
 from benchmarks.measuring import private_bytes
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
@@ -47,8 +48,30 @@ BATCH_COLUMNS = (
 )
 
 
+STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
+STEP_BATCH, PAIRS_OF, DIMENSIONS, LEAST_OF_A_RANK = 512, 60_000, 256, 1024
+STEP_CAPTION = (
+    f"Seconds of each stage of a step, B = {STEP_BATCH}, with a tiny network; the ranks share this machine's cores. "
+    "MB: private memory of a rank."
+)
+STEP_COLUMNS = "ranks={ranks}|" + "|".join(f"{name}={{{name}:.3f}}" for name in STAGES) + "|MB={private_mb:,.0f}"
+MANY_CAPTION = (
+    f"The part of one rank, with the rows of the others given; C = {DIMENSIONS}, one thread. MB: its peak. at most: "
+    "by formula. gathered: of that, what arrives from all ranks."
+)
+MANY_COLUMNS = (
+    "B={batch:,}|ranks={ranks:,}|stage two s={seconds:,.1f}|MB={peak_mb:,.0f}|at most={formula_mb:,.0f}|"
+    "gathered={gathered_mb:,.0f}"
+)
+SHARED_COLUMNS = "ranks={ranks:,}|all pairs s={seconds:,.1f}|store ms={round_ms:,.1f}|of rank 0={leader_ms:,.1f}"
+SHARED_CAPTION = (
+    f"all pairs: one rank's part of ranking {PAIRS_OF:,} images for each. store: the requests of all in a second "
+    "in which all wait for one."
+)
+
+
 class ScaleBenchmark(harness.Benchmark):
-    """Print what it takes to open an index and to draw a batch, by the size of the data set and the step.
+    """Print what grows: with the images of a data set, with the step, and with the ranks.
 
     Data sets are made up, with ten images a class; those of the sampling `classes` have 1,000 classes in all. Each
     row is measured in a process of its own. Linux only. 100 million images take 20 GB of disk and of memory.
@@ -58,6 +81,13 @@ class ScaleBenchmark(harness.Benchmark):
     images: Annotated[list[int], Option(help="Images of a data set; repeat for several.")] = [10**5, 10**6, 10**7]
     batch: Annotated[int, Option(help="Images of a global batch.", min=4000)] = 4096
     sampling: Annotated[list[str], Option(help="Ways to sample.")] = ["random", "p_by_k", "super_p_by_k", "classes"]
+    ranks: Annotated[list[int], Option(help="Ranks on this machine that do a step.")] = [1, 2, 4, 8, 16, 32]
+    simulated: Annotated[list[int], Option(help="Ranks of which one is measured.")] = [1, 8, 64, 256, 1024]
+    stage_two: Annotated[list[int], Option(help="B whose stage two is measured; from 1,024 images a rank on.")] = [
+        65_536,
+        262_144,
+        1_048_576,
+    ]
     shards: Annotated[Path | None, Option(help="Data set to measure.", hidden=True)] = None
     row: Annotated[str, Option(help="What to measure of it.", hidden=True)] = ""
 
@@ -72,11 +102,28 @@ class ScaleBenchmark(harness.Benchmark):
                     if classes != FEW_CLASSES:
                         indexes.append(first | self._measured(folder, "later"))
                     batches += [self._measured(folder, name) for name in samplings]
+        steps = [harness.measure_on_ranks(self.model_copy(update={"row": "step"}), one, 1) for one in self.ranks]
+        steps = [{**step, **dict.fromkeys(STAGES, 0.0), **step["stages"]} for step in steps]
+        many = [
+            self._of_many("stage two", ranks, batch)
+            for batch in self.stage_two
+            for ranks in self.simulated
+            if batch // ranks == LEAST_OF_A_RANK
+        ]
+        shared = [self._of_many("shared", ranks) for ranks in self.simulated]
         tables = [
             harness.table_of("Opening the index of a data set", INDEX_CAPTION, indexes, INDEX_COLUMNS),
             harness.table_of(f"Drawing a batch of {self.batch:,}", "", batches, BATCH_COLUMNS),
+            harness.table_of("A step of several ranks", STEP_CAPTION, steps, STEP_COLUMNS),
+            harness.table_of("Stage two of one of many ranks", MANY_CAPTION, many, MANY_COLUMNS),
+            harness.table_of("What many ranks share", SHARED_CAPTION, shared, SHARED_COLUMNS),
         ]
-        return harness.Report(indexes + batches, tables)
+        return harness.Report(indexes + batches + steps + many + shared, tables)
+
+    def _of_many(self, row: str, ranks: int, batch: int = 0) -> harness.Row:
+        of_row = self.model_copy(update={"row": row, "simulated": [ranks], "stage_two": [batch]})
+        found: harness.Row = harness.measure_on_ranks(of_row, 1, 1)
+        return found
 
     def _measured(self, folder: str, row: str) -> harness.Row:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
@@ -85,6 +132,13 @@ class ScaleBenchmark(harness.Benchmark):
         return found
 
     def on_rank(self, world: World) -> harness.Row:
+        if self.row == "step":
+            return step_of(world, STEP_BATCH)
+        if self.row == "stage two":
+            return stage_two_of(self.simulated[0], self.stage_two[0], DIMENSIONS)
+        if self.row == "shared":
+            [ranks] = self.simulated
+            return evaluation_of(ranks, PAIRS_OF, DIMENSIONS) | store_of(ranks)
         assert self.shards is not None
         if self.row == "first":
             return _first(self.shards)

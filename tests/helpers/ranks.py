@@ -50,13 +50,11 @@ def on_ranks(
             target=_run, args=(theirs, dict(os.environ), rank, size, port, joins, function, arguments)
         )
         process.start()
+        theirs.close()
         pipes.append(mine)
         processes.append(process)
     try:
-        answers = [
-            pickle.loads(pipe.recv_bytes()) if pipe.poll(timeout) else RankFailedError("a rank did not answer")
-            for pipe in pipes
-        ]
+        answers = [_answer(pipe, timeout) for pipe in pipes]
     finally:
         for process in processes:
             process.join(10)
@@ -69,6 +67,13 @@ def on_ranks(
 
 class RankFailedError(Exception):
     """What went wrong on a rank, with its traceback."""
+
+
+def _answer(pipe: Connection, timeout: float) -> Any:
+    try:
+        return pickle.loads(pipe.recv_bytes()) if pipe.poll(timeout) else RankFailedError("a rank did not answer")
+    except EOFError:
+        return RankFailedError("a rank ended without an answer")
 
 
 def _run(

@@ -1,0 +1,144 @@
+"""What W ranks cost: a step of real ones on this machine, and the part of one rank of many that are not there."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.nn.functional import normalize
+
+from benchmarks.contenders import IMAGES_A_CLASS, SeededBatch, Task, ThreeStages, seeded_network
+from benchmarks.measuring import peak_bytes, private_bytes
+from distap.processes.beats import Beats
+from distap.ranking.gather import FACTS_BYTES, LEAST_SENT, MOST_CHUNKS, Gathering
+from distap.ranking.losses.quantized import QuantizedAP
+from distap.ranking.rank import rank_descriptors
+from distap.retrieval.metrics import evaluate_labelled_set
+from distap.world import CPU, Arrival, World
+
+BACKBONE, IMAGE_SIZE, MICRO_BATCH = "test_resnet", 32, 8
+ROUNDS = 5
+BUDGET = 2**28  # bytes of ranking beside the descriptors
+BIN_SLOPES = 2 * (QuantizedAP().centres - 1)  # float32 values of each descriptor, of positives and of negatives
+SILENCE = 60.0
+ROUNDS_OF_STORE = 5
+
+
+def step_of(world: World, batch: int) -> dict[str, Any]:
+    """Median seconds of each stage of the step of a tiny network, on this rank."""
+    network = seeded_network(BACKBONE, "random").to(world.device)
+    shared = SeededBatch(batch, IMAGE_SIZE, IMAGES_A_CLASS, world)
+    step = ThreeStages(Task(network, shared, MICRO_BATCH, QuantizedAP(), world))
+    for _ in range(1 + ROUNDS):
+        world.barrier()
+        step()
+    stages = {name: statistics.median(one.get(name, 0.0) for one in step.seconds[1:]) for name in step.seconds[-1]}
+    return {"ranks": world.size, "stages": stages, "private_mb": private_bytes() / 1e6}
+
+
+@dataclass(frozen=True)
+class OneOfMany(World):
+    """One rank of W whose collectives return at once: a gather brings given rows, a sum what this rank has."""
+
+    rows: Tensor = field(default_factory=lambda: torch.empty(0))  # of all ranks in slot order, as they travel
+    taken: list[int] = field(default_factory=lambda: [0])
+
+    def start_gather(self, rows: Tensor) -> Arrival:
+        first = self.taken[0]
+        self.taken[0] += self.size * len(rows)
+        return Arrival(self, rows, self.rows[first : self.taken[0]].clone())
+
+    def gather_rows(self, rows: Tensor, total: int) -> Tensor:
+        return rows.repeat(-(-total // len(rows)), *[1] * (rows.ndim - 1))[:total]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def maximum(self, value: float) -> float:
+        return value
+
+
+def stage_two_of(ranks: int, batch: int, dimensions: int) -> dict[str, Any]:
+    """Seconds and peak memory of stage two of one of W ranks, beside the other ranks' rows that are given."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(batch) // IMAGES_A_CLASS
+    descriptors = normalize(torch.randn(batch, dimensions, generator=generator))
+    facts = torch.stack([labels, torch.arange(batch), torch.ones_like(labels)], dim=1).view(torch.float32)
+    world = OneOfMany(0, ranks, rows=torch.cat([facts, descriptors], dim=1))
+    own = slice(0, None, ranks)
+    mine, of_mine = descriptors[own].clone(), labels[own].clone()
+    del descriptors, facts
+
+    def rank() -> None:
+        world.taken[0] = 0
+        gathering = Gathering(world, batch)
+        gathering.add(mine, of_mine, torch.ones_like(of_mine, dtype=torch.bool))
+        rank_descriptors(QuantizedAP(), gathering.finish(), "sharded", BUDGET)
+
+    rank()  # compiles
+    seconds: list[float] = []
+    peak = peak_bytes(lambda: seconds.append(_seconds(rank)), CPU)
+    return {
+        "batch": batch,
+        "ranks": ranks,
+        "seconds": seconds[0],
+        "peak_mb": peak / 1e6,
+        "formula_mb": stage_two_bytes(ranks, batch, dimensions) / 1e6,
+        "gathered_mb": batch * (4 * dimensions + FACTS_BYTES) / 1e6,
+    }
+
+
+def stage_two_bytes(ranks: int, batch: int, dimensions: int) -> float:
+    """Bytes that stage two of a rank takes beside pixels and network, with float32 descriptors.
+
+    The gallery and its facts, and a copy by class; a chunk on its way, as it comes and in slot order; the slopes of
+    all descriptors, as they come and as a table; the budget; and what the rank sends.
+    """
+    row = 4 * dimensions + FACTS_BYTES
+    chunk = batch / min(MOST_CHUNKS, max(batch // ranks // LEAST_SENT, 1))
+    gallery, slopes = batch * (row + 4 * dimensions), 2 * batch * 4 * BIN_SLOPES
+    return gallery + 2 * chunk * row + slopes + BUDGET + batch / ranks * row
+
+
+def evaluation_of(ranks: int, images: int, dimensions: int) -> dict[str, Any]:
+    """Seconds of one of W ranks that share the ranking of all pairs of N images."""
+    generator = torch.Generator().manual_seed(0)
+    descriptors = normalize(torch.randn(images, dimensions, generator=generator))
+    labels = torch.arange(images) // IMAGES_A_CLASS
+    seconds = _seconds(lambda: evaluate_labelled_set(descriptors, labels, 0, world=OneOfMany(0, ranks)))
+    return {"ranks": ranks, "images": images, "seconds": seconds}
+
+
+def store_of(ranks: int) -> dict[str, Any]:
+    """Milliseconds of a round in which all of W ranks wait, and so say what they do and ask for the others.
+
+    One process sends the requests of all, one after another, to a real store. `leader`: the part of rank 0.
+    """
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    beats = [Beats(rank, ranks, SILENCE) for rank in range(ranks)]
+    rounds, leaders = [], []
+    for number in range(1 + ROUNDS_OF_STORE):
+        said = {"beat": number, "activity": "gather", "seconds": 1.0, "begun": {"": 7}, "waiting": "all_gather"}
+        started = time.perf_counter()
+        for one in beats[1:]:
+            one.say(store, said)
+            store.check(["verdict"])
+            one.listen(store)
+        leader = time.perf_counter()
+        beats[0].say(store, said)
+        ended = time.perf_counter()
+        rounds.append(ended - started)
+        leaders.append(ended - leader)
+    milliseconds = (1e3 * statistics.median(times[1:]) for times in (rounds, leaders))
+    return {"ranks": ranks} | dict(zip(("round_ms", "leader_ms"), milliseconds, strict=True))
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
