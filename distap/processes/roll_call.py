@@ -27,6 +27,7 @@ from distap.errors import CollectiveError
 from distap.processes.daemon import in_daemon
 
 POLL_SECONDS = 0.05
+FEW_RANKS = 128  # more of them ask the store less often
 LATE_SECONDS = 2.0  # beyond the time-out, before a call to the store counts as hanging
 logger = logging.getLogger("distap")
 
@@ -108,10 +109,11 @@ def _answer_roll_call(
             answered = attempt
         late = time.monotonic() > deadline
         if answered and (me.rank == 0 or late) and not store.check(["result"]):
-            answers = [f"here/{rank}" for rank in range(size) if store.check([f"here/{rank}"])]
-            present = [RankProcess(**json.loads(store.get(answer))) for answer in answers]
-            error = _absent(size, present, timeout_seconds) if late else ""
-            if len(present) == size or late:
+            keys = [f"here/{rank}" for rank in range(size)]
+            if late or store.check(keys):
+                answers = [key for key in keys if store.check([key])] if late else keys
+                present = [RankProcess(**json.loads(answer)) for answer in store.multi_get(answers)]
+                error = _absent(size, present, timeout_seconds) if late else ""
                 store.set("result", json.dumps({"members": [asdict(member) for member in present], "error": error}))
         if answered and store.check(["result"]):
             result = json.loads(store.get("result"))
@@ -122,7 +124,7 @@ def _answer_roll_call(
                 return attempt, members
         if late:
             raise CollectiveError(_absent(size, [me], timeout_seconds))
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS * max(1, size / FEW_RANKS))
 
 
 def _absent(size: int, present: Sequence[RankProcess], timeout_seconds: float) -> str:
