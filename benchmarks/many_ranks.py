@@ -96,13 +96,13 @@ def stage_two_of(ranks: int, batch: int, dimensions: int) -> dict[str, Any]:
 def stage_two_bytes(ranks: int, batch: int, dimensions: int) -> float:
     """Bytes that stage two of a rank takes beside pixels and network, with float32 descriptors.
 
-    The gallery and its facts, and a copy by class; a chunk on its way, as it comes and in slot order; the slopes of
-    all descriptors, as they come and as a table; the budget; and what the rank sends.
+    The gallery and its facts, and a copy by class; a chunk on its way, as it comes, in slot order, and what takes
+    part of it; the slopes of all descriptors, likewise, and as a table; ten integers an image; and the budget.
     """
     row = 4 * dimensions + FACTS_BYTES
     chunk = batch / min(MOST_CHUNKS, max(batch // ranks // LEAST_SENT, 1))
-    gallery, slopes = batch * (row + 4 * dimensions), 2 * batch * 4 * BIN_SLOPES
-    return gallery + 2 * chunk * row + slopes + BUDGET + batch / ranks * row
+    of_images = (row + 4 * dimensions) + 3 * 4 * BIN_SLOPES + 10 * 8
+    return batch * of_images + 3 * chunk * row + BUDGET
 
 
 def evaluation_of(ranks: int, images: int, dimensions: int) -> dict[str, Any]:

@@ -56,11 +56,11 @@ STEP_CAPTION = (
 )
 STEP_COLUMNS = "ranks={ranks}|" + "|".join(f"{name}={{{name}:.3f}}" for name in STAGES) + "|MB={private_mb:,.0f}"
 MANY_CAPTION = (
-    f"The part of one rank, with the rows of the others given; C = {DIMENSIONS}, one thread. MB: its peak. at most: "
-    "by formula. gathered: of that, what arrives from all ranks."
+    f"The part of one rank, with the rows of the others given; C = {DIMENSIONS}, one thread. MB: its peak. "
+    "gathered: of that, what arrives from all ranks."
 )
 MANY_COLUMNS = (
-    "B={batch:,}|ranks={ranks:,}|stage two s={seconds:,.1f}|MB={peak_mb:,.0f}|at most={formula_mb:,.0f}|"
+    "B={batch:,}|ranks={ranks:,}|stage two s={seconds:,.1f}|MB={peak_mb:,.0f}|formula MB={formula_mb:,.0f}|"
     "gathered={gathered_mb:,.0f}"
 )
 SHARED_COLUMNS = "ranks={ranks:,}|all pairs s={seconds:,.1f}|store ms={round_ms:,.1f}|of rank 0={leader_ms:,.1f}"

@@ -121,8 +121,8 @@ def _read(storage: Storage, name: str, where: str) -> Index:
 def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
     storage, names = storage_of(source.base, remote), index.shard_name.tolist()
     first = storage.about(names[0])  # alone, so that a wrong setting is tried once
-    with ThreadPoolExecutor(THREADS if source.scheme else 1) as pool:
-        found = [first, *pool.map(storage.about, names[1:])]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = [first, *(pool.map if source.scheme else map)(storage.about, names[1:])]
     for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
         if shard.size != size:
             raise DistapError(
