@@ -33,7 +33,6 @@ from distap.retrieval.metrics import (
     AT,
     decomposability_gap,
     evaluate_labelled_set,
-    random_batches,
 )
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.world import ALONE, World
@@ -87,9 +86,8 @@ class DescribedLabelledSet:
         result = replace(result, **values)
         figures = result.summary()
         if self.of.gap_batch is not None:
-            batch, whole = min(self.of.gap_batch, len(labels)), None if refinement.parts else figures["mAP"]
-            batches = random_batches(len(labels), batch, torch.Generator().manual_seed(0))
-            figures["gap"] = decomposability_gap(self.descriptors, labels.to(device), batches, whole)
+            whole = None if refinement.parts else figures["mAP"]
+            figures["gap"] = decomposability_gap(self.descriptors, labels.to(device), self.of.gap_batch, whole)
         count = int(result.is_query.sum())
         about = {
             "data": self.of.images.name,

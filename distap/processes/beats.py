@@ -94,11 +94,8 @@ class Beats:
             return {LEADER: others[LEADER]}
         return dict(sorted(others.items()))
 
-    def any_left(self) -> bool:
-        return any(other.has_left for other in self.others.values())
-
-    def all_left(self) -> bool:
-        return all(other.has_left for other in self.others.values())
+    def left(self) -> list[bool]:
+        return [other.has_left for other in self.others.values()]
 
     def forgive(self, seconds: float) -> None:
         """This process was stopped for a while: nobody else was silent in that time."""

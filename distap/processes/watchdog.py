@@ -86,7 +86,7 @@ class Watchdog:
         deadline = time.monotonic() + self._silence
         self._farewell = farewell
         # The store ends with the process that serves it, and the others may still want to read this farewell.
-        while self.party.serves and time.monotonic() < deadline and not self._known.all_left():
+        while self.party.serves and time.monotonic() < deadline and not all(self._known.left()):
             self._look_at_once()
         self._leaving.set()
         self._awake.set()
@@ -130,7 +130,7 @@ class Watchdog:
     def _explanation(self, name: str, error: Exception) -> str:
         """Wait a few beats for the others' farewells, condemn all ranks, and return the verdict."""
         deadline = time.monotonic() + self._silence + self.beat_seconds
-        while self.verdict is None and time.monotonic() < deadline and not self._known.any_left():
+        while self.verdict is None and time.monotonic() < deadline and not any(self._known.left()):
             self._look_at_once()
         self._is_raised = True
         self._condemn(f"{self._here(name)} failed: {self._reasons()}; {_first_line(error)}")

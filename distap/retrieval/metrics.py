@@ -24,9 +24,9 @@ from distap.errors import DistapError
 from distap.retrieval.ranks import (
     NONE,
     Tiles,
+    best,
     converted,
     interpolated_precision,
-    mask,
     negatives_before,
     padded,
     precision_at_positives,
@@ -187,9 +187,7 @@ def _ranked(
         tiles = Tiles(_converted_rows(asking, rows), gallery, BLOCK_PAIRS)
         own_head = None if head is None else head[rows]
         if neighbours:
-            nearest[rows] = _nearest(tiles, ignored, neighbours)
-            if own_head is not None:
-                nearest[rows] = _headed(own_head, nearest[rows])
+            nearest[rows] = best(tiles, ignored, own_head, neighbours)
         ranks = ranks_of_positives(negatives_before(tiles, positives, ignored, own_head), positives != NONE)
         precision[rows], at_r[rows], hits[rows] = _of_ranks(ranks, at)
         first[rows] = ranks[:, 0]
@@ -202,10 +200,7 @@ def _ranked(
 
 
 def decomposability_gap(
-    descriptors: Tensor | NDArray[Any],
-    labels: Int64[Tensor, " N"],
-    batches: Iterable[Tensor],
-    whole: float | None = None,
+    descriptors: Tensor | NDArray[Any], labels: Int64[Tensor, " N"], batch: int, whole: float | None = None
 ) -> float:
     """By how much mAP within batches overstates mAP over the whole set (Ramzi et al. 2021, eq. 6).
 
@@ -213,26 +208,20 @@ def decomposability_gap(
     positive, since a batch holds fewer negatives, and NaN if no batch holds two images of a class.
 
     Args:
-        batches: rows (B,) of each; one without two images of a class is left out.
+        batch: images of each. Batches split the images at random, always alike; a remainder is in none.
         whole: mAP of all images, if it is known.
     """
+    batch = min(batch, len(labels))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     values = []
-    for rows in batches:
+    for rows in order[: len(order) - len(order) % batch].view(-1, batch):
         own = labels[rows]
         if bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
-            described = descriptors[rows if isinstance(descriptors, Tensor) else rows.cpu().numpy()]
+            described = descriptors[rows if isinstance(descriptors, Tensor) else rows.numpy()]
             values.append(evaluate_labelled_set(described, own, 0).summary()["mAP"])
     if whole is None:
         whole = evaluate_labelled_set(descriptors, labels, 0).summary()["mAP"]
     return float(np.mean(values)) - whole if values else float("nan")
-
-
-def random_batches(images: int, batch: int, generator: torch.Generator) -> Iterator[Int64[Tensor, " B"]]:
-    """Rows of batches that split the images at random; images that do not fill a batch are in none."""
-    if batch > images:
-        raise DistapError(f"a batch of {batch} images from a set of {images}; take smaller batches")
-    order = torch.randperm(images, generator=generator)
-    return iter(order[: images - images % batch].view(-1, batch))
 
 
 def _of_ranks(ranks: Int64[Tensor, "q P"], at: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,22 +281,3 @@ def _converted_rows(descriptors: Tensor | NDArray[Any], rows: Int64[Tensor, " q"
     if isinstance(descriptors, Tensor):
         return descriptors[rows]
     return converted(descriptors[rows.cpu().numpy()], torch.empty(0, device=rows.device))
-
-
-def _nearest(tiles: Tiles, ignored: Tensor, neighbours: int) -> Tensor:
-    """The most similar images, best first, without those to ignore."""
-    parts = []
-    for span, similarities in tiles:
-        mask(similarities, span, ignored)
-        values, columns = similarities.topk(min(neighbours, len(span)), dim=1)
-        parts.append((values, columns + span.start))
-    values, found = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-    return found.gather(1, values.topk(neighbours, dim=1).indices)
-
-
-def _headed(head: Tensor, nearest: Tensor) -> Tensor:
-    """The head, then the nearest images that are not in it; as many as `nearest` has."""
-    later = nearest.clone()
-    for own, first in zip(later, head, strict=True):
-        own[:] = torch.cat([first, own[~torch.isin(own, first)]])[: len(own)]
-    return later

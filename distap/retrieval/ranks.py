@@ -117,12 +117,26 @@ def negatives_before(
     bounds[in_head | (positives == NONE)] = torch.inf
     before = torch.zeros_like(positives)
     for span, similarities in tiles:
-        mask(similarities, span, positives, ignored, *(() if head is None else (head,)))
+        _mask(similarities, span, positives, ignored, *(() if head is None else (head,)))
         before += count_above(similarities, bounds)
     return tiles.world.sum(before) + before_in_head
 
 
-def mask(similarities: Float[Tensor, "q n"], span: range, *rows: Int64[Tensor, "q _"]) -> None:
+def best(tiles: Tiles, ignored: Int64[Tensor, "q _"], head: Tensor | None, k: int) -> Int64[Tensor, "q k"]:
+    """The head, then the most similar gallery images that are neither in it nor ignored; k in all."""
+    parts = []
+    for span, similarities in tiles:
+        _mask(similarities, span, ignored)
+        values, columns = similarities.topk(min(k, len(span)), dim=1)
+        parts.append((values, columns + span.start))
+    values, found = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    found = found.gather(1, values.topk(k, dim=1).indices)
+    for own, first in zip(found, () if head is None else head, strict=head is not None):
+        own[:] = torch.cat([first, own[~torch.isin(own, first)]])[:k]
+    return found
+
+
+def _mask(similarities: Float[Tensor, "q n"], span: range, *rows: Int64[Tensor, "q _"]) -> None:
     """Set the similarities to some gallery rows to minus infinity. Column j belongs to gallery row `span[j]`."""
     for table in rows:
         query, place = _inside(table, span)

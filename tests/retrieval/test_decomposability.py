@@ -5,8 +5,7 @@ import torch
 from retrieval_reference import average_precision, labelled_orders, mean
 from torch.nn.functional import normalize
 
-from distap.errors import DistapError
-from distap.retrieval.metrics import decomposability_gap, random_batches
+from distap.retrieval.metrics import decomposability_gap
 
 
 def mean_average_precision(descriptors, labels):
@@ -22,26 +21,34 @@ def clusters():
     return normalize(centres[labels] + own), labels
 
 
-def test_the_gap_is_that_of_evaluating_each_batch_and_the_whole():
+def test_the_gap_is_that_of_evaluating_each_batch_and_the_whole(monkeypatch):
     descriptors, labels = clusters()
-    batches = [*random_batches(90, 20, torch.Generator().manual_seed(1))]
-    assert sorted(len(batch) for batch in batches) == [20] * 4
-    assert len(torch.cat(batches).unique()) == 80
-    batches.append(torch.arange(0, 90, 6))  # no two of a class
+    one_of_each = torch.arange(0, 90, 6)
+    others = torch.tensor([row for row in range(90) if row % 6])
+    order = torch.cat([one_of_each, others])
+    monkeypatch.setattr(torch, "randperm", lambda images, generator: order[:images])
     whole = mean_average_precision(descriptors, labels)
-    within = mean([mean_average_precision(descriptors[batch], labels[batch]) for batch in batches[:-1]])
+    batches = order.view(6, 15)[1:]  # the first tells nothing
+    within = mean([mean_average_precision(descriptors[batch], labels[batch]) for batch in batches])
     assert within > whole
     for values, known in ((descriptors, None), (descriptors.numpy(), None), (descriptors, whole)):
-        assert decomposability_gap(values, labels, batches, known) == pytest.approx(within - whole, abs=1e-12)
+        assert decomposability_gap(values, labels, 15, known) == pytest.approx(within - whole, abs=1e-12)
 
 
-def test_the_whole_set_as_the_only_batch_has_no_gap():
+def test_batches_are_drawn_at_random_and_always_alike(monkeypatch):
     descriptors, labels = clusters()
-    assert decomposability_gap(descriptors, labels, random_batches(90, 90, torch.Generator())) == pytest.approx(0)
+    gap = decomposability_gap(descriptors, labels, 20)
+    assert gap == decomposability_gap(descriptors, labels, 20)
+    monkeypatch.setattr(torch, "randperm", lambda images, generator: torch.arange(images))
+    assert gap != decomposability_gap(descriptors, labels, 20)
 
 
-def test_batches_that_tell_nothing_have_no_gap():
+@pytest.mark.parametrize("batch", [90, 91])
+def test_the_whole_set_as_the_only_batch_has_no_gap(batch):
     descriptors, labels = clusters()
-    assert math.isnan(decomposability_gap(descriptors, labels, [torch.arange(0, 90, 6)]))
-    with pytest.raises(DistapError, match="batch of 91 images from a set of 90"):
-        random_batches(90, 91, torch.Generator())
+    assert decomposability_gap(descriptors, labels, batch) == pytest.approx(0)
+
+
+def test_batches_that_all_tell_nothing_have_no_gap():
+    descriptors, labels = clusters()
+    assert math.isnan(decomposability_gap(descriptors, labels, 1))

@@ -136,8 +136,7 @@ class SharedIndex(Index):
 
     @cached_property
     def names(self) -> NDArray[np.str_]:
-        names: NDArray[np.str_] = getattr(self, self.facts["names"])
-        return names
+        return self.path if self.facts["names"] == "path" else self.key
 
     @cached_property
     def classes(self) -> Classes:
