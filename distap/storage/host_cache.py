@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distap.errors import DistapError
-from distap.storage.atomic import locked, replacing_folder
+from distap.storage.atomic import UnwritableError, locked, replacing_folder
 from distap.storage.locations import scheme_of
 
 
@@ -19,9 +18,9 @@ def short_digest(*parts: Any) -> str:
 
 
 def own_folder(kind: str, place: str) -> Path:
-    """Return the folder for one `kind` of file about a `place`, a path or URL; a DistapError if it is not the user's.
+    """Return the folder for one `kind` of file about a `place`, a path or URL, or raise an UnwritableError.
 
-    What is in it is believed, so it may not come with the data.
+    What is in it is believed, so it has to be the user's, and may not come with the data.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     folder = cache / "distap" / kind / short_digest(place if scheme_of(place) else str(Path(place).resolve()))
@@ -29,9 +28,9 @@ def own_folder(kind: str, place: str) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise DistapError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
+        raise UnwritableError(f"{folder}: cannot be made: {error.strerror}; {remedy}") from error
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise DistapError(f"{folder}: somebody else's; {remedy}")
+        raise UnwritableError(f"{folder}: somebody else's; {remedy}")
     return folder
 
 
@@ -41,7 +40,7 @@ def made_once(kind: str, place: str, version: Any, make: Callable[[Path], None])
     Folders of its other versions are removed. Processes that have mapped files of theirs keep them.
 
     Raises:
-        DistapError: the folder cannot be written, or `make` raised it.
+        UnwritableError: the folder cannot be written. Others are those of `make`.
     """
     home = own_folder(kind, place)
     folder = home / short_digest(version)

@@ -641,3 +641,11 @@ def test_an_index_is_in_memory_where_the_cache_cannot_be_written(shards, shared,
     assert len(load_index(shards)) == 9
     assert "each process holds the whole index in its memory" in caplog.text
     assert "No space left on device" in caplog.text
+
+
+def test_an_index_is_in_memory_where_the_user_has_no_cache(shards, shared, monkeypatch, tmp_path, caplog):
+    occupied = tmp_path / "file"
+    occupied.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
+    assert len(load_index(shards)) == 9
+    assert f"{occupied}/distap/index" in caplog.text and "cannot be made" in caplog.text
