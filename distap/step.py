@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from distap.device_copies import copied, mover
 from distap.engine.base import Engine, Replica
 from distap.randomness import seed_for
 from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, NothingToRankError, Ranking, rank_descriptors, start_gathering
-from distap.stages.device_copies import copied, mover
 from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes
 from distap.stages.replay_drift import drift, drift_error, mixes_images
 from distap.stopwatch import Stopwatch

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -20,23 +21,24 @@ class Stopwatch:
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.begins: Callable[[str, bool], object] = lambda name, is_inner: None  # told of each stage
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device if device is not None and device.type != "cpu" else None
+        self._module = torch.get_device_module(device)
         self._inside = 0.0  # seconds of inner stages since the current stage began
         self._depth = 0
         self._elsewhere: dict[str, float] = {}
-        self._on_device: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._on_device: list[tuple[str, Any, Any]] = []  # stages that events begin and end
 
     @contextmanager
     def stage(self, name: str, part_of_outer: bool = False) -> Iterator[None]:
         """Count the enclosed seconds for `name`; with `part_of_outer`, for the enclosing stage as well."""
         self.begins(name, self._depth > 0)
         if part_of_outer and self._device is not None and self._depth:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(torch.cuda.current_stream(self._device))
+            begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
+            begin.record(self._module.current_stream(self._device))
             try:
                 yield
             finally:
-                end.record(torch.cuda.current_stream(self._device))
+                end.record(self._module.current_stream(self._device))
                 self._on_device.append((name, begin, end))
             return
         outer_inside, self._inside = self._inside, 0.0
@@ -63,7 +65,7 @@ class Stopwatch:
 
     def _now(self) -> float:
         if self._device is not None and self._depth == 0:
-            torch.cuda.synchronize(self._device)
+            self._module.synchronize(self._device)
             while self._on_device:
                 name, begin, end = self._on_device.pop()
                 self.seconds[name] += begin.elapsed_time(end) / 1000

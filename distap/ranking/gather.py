@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from distap.device_copies import ToHost, queued
 from distap.ranking.loss import Counter, Gathered, full_precision, strips
 from distap.world import Arrival, World
 
@@ -32,7 +33,9 @@ class Gathering:
         self.arrived = 0  # slots of all ranks that have arrived
         self._share = -(-slots // world.size)
         self._unsent = deque(strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS))))
-        self._on_the_way: deque[Arrival] = deque()
+        self._on_the_way = deque[Arrival]()
+        self._landed = deque[tuple[Tensor, ToHost]]()  # chunks whose facts are on their way to the CPU
+        self._facts = torch.empty(slots, 3, dtype=torch.int64)
         self._filled = self._in_gallery = self._counted = 0  # own rows added; rows of the gallery; slots counted
         self._packed: Tensor | None = None
 
@@ -50,35 +53,41 @@ class Gathering:
         """
         own_rows, filled = len(self.world.slots(self.slots)), self._filled + len(descriptors)
         known = torch.full_like(labels, -1) if images is None else images
-        facts = torch.stack([labels, known, taking_part.long()], dim=1).to(descriptors.device)
+        facts = queued(torch.stack([labels, known, taking_part.long()], dim=1), descriptors.device)
         # NaN and infinity times 0 are NaN, and a sum is ten times as fast as a look at each value.
         facts[:, 2] *= (descriptors * 0).sum(dim=1) == 0
         rows = torch.cat([facts.view(descriptors.dtype), descriptors], dim=1)
         if self._packed is None:
             self._packed = rows.new_zeros(self._share, rows.shape[1])
             self._gallery = descriptors.new_empty(self.slots, descriptors.shape[1])
-            self._facts = facts.new_empty(self.slots, 3)
         self._packed[self._filled : filled] = rows
         self._filled = filled
         # A rank with one row less than others leaves the last row of its last chunk zero: it takes no part.
         while self._unsent and min(self._unsent[0].stop, own_rows) <= filled:
             self._on_the_way.append(self.world.start_gather(self._packed[self._unsent.popleft()]))
-        while self._on_the_way and self._on_the_way[0].is_here():
-            self._receive()
+        self._take_in(waits=False)
 
-    def _receive(self) -> None:
-        """Wait for the chunk that was sent first, and take it in."""
-        rows = self._on_the_way.popleft().rows()[: self.slots - self.arrived]
-        width = FACTS_BYTES // rows.element_size()
-        facts = rows[:, :width].contiguous().view(torch.int64)
-        arrived = rows[facts[:, 2].bool(), width:]
-        self._facts[self.arrived : self.arrived + len(rows)] = facts
+    def _take_in(self, waits: bool) -> None:
+        """Take the chunks that are here, or wait for all; the facts of a chunk follow it to the CPU."""
+        while self._on_the_way and (waits or self._on_the_way[0].is_here()):
+            rows = self._on_the_way.popleft().rows()
+            width = FACTS_BYTES // rows.element_size()
+            facts = rows[:, :width].contiguous().view(torch.int64)
+            self._landed.append((rows[:, width:], ToHost(facts)))
+        while self._landed and (waits or self._landed[0][1].is_here()):
+            rows, to_host = self._landed.popleft()
+            self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
+
+    def _receive(self, rows: Float[Tensor, "n C"], facts: Int64[Tensor, "m 3"]) -> None:
+        """Add a chunk of m slots to the gallery, and count it if there is enough to count."""
+        arrived = rows[queued(facts[:, 2].nonzero().flatten(), rows.device)]
+        self._facts[self.arrived : self.arrived + len(facts)] = facts
         self._gallery[self._in_gallery : self._in_gallery + len(arrived)] = arrived
-        self.arrived += len(rows)
+        self.arrived += len(facts)
         self._in_gallery += len(arrived)
         is_last = self.arrived == self.slots
         if self.counter is not None and (is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size):
-            facts = self._facts[self._counted : self.arrived].cpu()
+            facts = self._facts[self._counted : self.arrived]
             takes_part = facts[:, 2].bool()
             is_own = torch.arange(self._counted, self.arrived) % self.world.size == self.world.rank
             with full_precision(rows.device):
@@ -92,14 +101,14 @@ class Gathering:
         own_rows = len(self.world.slots(self.slots))
         if self._filled != own_rows or self._packed is None:
             raise ValueError(f"rank {self.world.rank} added {self._filled} of its {own_rows} rows")
-        while self._on_the_way:
-            self._receive()
-        self._packed = None
+        self._take_in(waits=True)
+        self._packed, gallery = None, self._gallery[: self._in_gallery]
         taking_part = self._facts[:, 2].bool()
-        labels, images, _ = self._facts[taking_part].unbind(dim=1)
-        is_own = torch.arange(self.slots, device=labels.device) % self.world.size == self.world.rank
-        own = is_own[taking_part].nonzero().flatten()
-        return Gathered(self._gallery[: self._in_gallery], labels, images, own, taking_part, self.world)
+        labels, images, _ = self._facts[taking_part].t().contiguous().unbind()
+        is_own = torch.arange(self.slots) % self.world.size == self.world.rank
+        of_images = labels, images, is_own[taking_part].nonzero().flatten(), taking_part
+        labels, images, own, taking_part = (queued(each, gallery.device) for each in of_images)
+        return Gathered(gallery, labels, images, own, taking_part, self.world)
 
 
 def gather(

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from distap.device_copies import queued
 from distap.ranking.loss import Budget, strips
 
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
@@ -35,7 +36,7 @@ class Images:
         """The chosen of some images, which lie in the gallery from `first_position`."""
         numbers = chosen.nonzero().flatten()
         order = numbers[labels[numbers].argsort(stable=True)]
-        on_device = order.to(descriptors.device)
+        on_device = queued(order, descriptors.device)
         return Images(descriptors[on_device], labels[order], on_device + first_position, first_row)
 
 
@@ -77,8 +78,8 @@ class Tile:
             return None
         device = self.queries.descriptors.device
         place = torch.arange(most, device=device)
-        columns = (begin.to(device)[:, None] + place).clamp_(max=len(theirs) - 1)
-        return columns, place < size.to(device)[:, None]
+        columns = (queued(begin, device)[:, None] + place).clamp_(max=len(theirs) - 1)
+        return columns, place < queued(size, device)[:, None]
 
 
 def triangle(own: Images, budget: Budget) -> Iterator[Tile]:

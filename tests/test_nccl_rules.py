@@ -1,0 +1,100 @@
+"""Ranks share their work as NCCL allows it: `helpers/nccl_rules.py` says what it refuses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_rules import nccl_rules
+from problems import problem
+from ranks import RankFailedError, on_ranks
+from test_on_a_device import LOSSES
+from torch.nn.functional import normalize
+from twin_device import twin_device, values
+
+from distap.evaluation.describing import on_all_ranks
+from distap.evaluation.extraction.parts import Outbox, SharedProgress
+from distap.ranking.gather import gather
+from distap.ranking.loss import build_loss
+from distap.ranking.rank import rank_descriptors
+from distap.retrieval import metrics
+from distap.retrieval.ground_truth_metrics import LandmarkQuery, evaluate_landmarks
+
+IMAGES = 91  # uneven on two ranks and on three
+
+
+def shared(world, folder):
+    """What ranks share in a training and an evaluation; on one rank, what it should be."""
+    with twin_device() as device, nccl_rules():
+        world = replace(world, device=device)
+        raw, labels = problem(4, IMAGES, 7, dtype=torch.float32)
+        descriptors, mine = normalize(raw), slice(world.rank, None, world.size)
+        present = torch.arange(IMAGES) != 17
+        facts = (one[mine].to(device) for one in (descriptors, labels, present))
+        gathered, found = gather(*facts, world, IMAGES), {}
+        for mode in ("sharded", "central"):
+            for name in LOSSES:
+                loss = build_loss(name).sized(60, 8, 0)
+                if loss.learned is not None:
+                    loss.learned.to(device)
+                ranking = rank_descriptors(loss, gathered, mode, memory_bytes=2**16)
+                found[mode, name] = values(ranking.loss), values(ranking.gradient)
+        metrics.MOST_QUERIES = 8  # several blocks a rank
+        gallery = descriptors.to(device)
+        found["figures"] = metrics.evaluate_labelled_set(gallery, labels.to(device), world=world).summary()
+        truth = [LandmarkQuery((row, row + 20), "Public" if row % 2 else "Private") for row in range(15)]
+        found["truth"] = evaluate_landmarks(gallery[:15], gallery, truth, world=world).summary
+        found["values"] = world.gather_values({"rank": world.rank})
+        files = {}
+        outbox = Outbox(world, files.__setitem__)
+        outbox.add(f"{world.rank}.npz", b"part" * (world.rank + 1))
+        SharedProgress(world, lambda images: None, lambda: False, outbox).finish()
+        found["files"] = files
+        path, array = folder / f"{world.rank}.npy", None  # where only rank 0 has a file
+        if world.rank == 0:
+            array = np.arange(12.0).reshape(4, 3)
+            np.save(path, array)
+        found["array"] = on_all_ranks(world, array, path)
+        world.barrier()
+        return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_their_work_by_what_nccl_allows(ranks, tmp_path):
+    [alone] = on_ranks(1, shared, tmp_path)
+    answers = on_ranks(ranks, shared, tmp_path)
+    for mode in ("sharded", "central"):
+        for name in LOSSES:
+            expected, rows = alone[mode, name]
+            for rank, answer in enumerate(answers):
+                found, own = answer[mode, name]
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(own, rows[rank::ranks], rtol=1e-4, atol=1e-6)
+    for answer in answers:
+        assert (answer["figures"], answer["truth"]) == (alone["figures"], alone["truth"])
+        assert answer["values"] == [{"rank": rank} for rank in range(ranks)]
+        assert answer["array"].tolist() == alone["array"].tolist()
+    assert answers[0]["files"] == {f"{rank}.npz": b"part" * (rank + 1) for rank in range(ranks)}
+
+
+REFUSED = {
+    "of a tensor on the CPU": lambda world: replace(world, device=torch.device("cpu")).maximum(1.0),
+    "not contiguous": lambda world: world.sum(torch.zeros(3, 2, device=world.device).t()),
+    "of torch.complex64": lambda world: world.sum(torch.zeros(3, dtype=torch.complex64, device=world.device)),
+    r"all_gather_into_tensor of \[\[\[2, 3\], \[1, 3\]\], \[\[4, 3\], \[2, 3\]\]\]": lambda world: world.start_gather(
+        torch.zeros(world.rank + 1, 3, device=world.device)
+    ),
+    "all_gather_object: NCCL has none": lambda world: dist.all_gather_object([None] * 2, world.rank),
+}
+
+
+def refused(world, name):
+    with twin_device() as device, nccl_rules():
+        return REFUSED[name](replace(world, device=device))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nccl_refuses_is_found(name):
+    with pytest.raises(RankFailedError, match=f"RefusedError: .*{name}"):
+        on_ranks(2, refused, name)
