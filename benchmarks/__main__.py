@@ -19,6 +19,7 @@ BENCHMARKS = {
     "memory": "benchmarks.memory:MemoryBenchmark",
     "network": "benchmarks.network:NetworkBenchmark",
     "scale": "benchmarks.scale:ScaleBenchmark",
+    "gpu": "benchmarks.gpu:GPUBenchmark",
     "trace": "benchmarks.trace:TraceBenchmark",
 }
 

@@ -31,7 +31,7 @@ from distap.model.pooling import GeMPooling
 from distap.model.speed.folding import Describer
 from distap.multistage import Multistage
 from distap.ranking.loss import Loss
-from distap.stages.micro_batches import MicroBatchSizes, Rows, cut
+from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
 from distap.step import StepResult, ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -69,13 +69,16 @@ class SeededBatch:
         self.pixels[rows] = 0
 
 
-def seeded_network(backbone: str, weights: str) -> RetrievalNetwork:
-    """Return a network in training mode; `weights` is random, timm, a file with a suffix, or a package."""
+def seeded_network(backbone: str, weights: str, image_size: int | None = None) -> RetrievalNetwork:
+    """Return a network in training mode; `weights` is random, timm, a file with a suffix, or a package.
+
+    Some networks are built for one size of images.
+    """
     torch.manual_seed(0)
     chosen: Any = {"random": RandomWeights(), "timm": TimmWeights()}.get(weights)
     if chosen is None:
         chosen = FileWeights(Path(weights)) if Path(weights).suffix else PackageWeights(weights)
-    return build_network(TimmBackbone(backbone), chosen, GeMPooling()).train()
+    return build_network(TimmBackbone(backbone), chosen, GeMPooling(), image_size=image_size).train()
 
 
 def adam(network: nn.Module) -> Optimizer:
@@ -159,9 +162,13 @@ class ThreeStages:
         self.result: StepResult
 
     def __call__(self) -> None:
+        self.on(self._batch)
+
+    def on(self, batch: Batch) -> None:
+        """Do a step on another batch of the same size."""
         self._step.stopwatch.seconds.clear()
-        self.result = self._step(self._batch, 0.0)
-        self.forwards = 1 + self.result.replayed / self._batch.total
+        self.result = self._step(batch, 0.0)
+        self.forwards = 1 + self.result.replayed / batch.total
         self.seconds.append(dict(self._step.stopwatch.seconds))
 
 

@@ -82,7 +82,7 @@ class Benchmark(BaseModel):
         raise NotImplementedError
 
     def run(self) -> None:
-        """Measure, print the tables, and write the files that the options name."""
+        """Measure, print what was found, and write it to files."""
         report = self.report()
         if report is None:
             return
@@ -90,6 +90,10 @@ class Benchmark(BaseModel):
             console.print(text_table(*table))
         for note in report.notes:
             console.print(note, markup=False)
+        self.write(report)
+
+    def write(self, report: Report) -> None:
+        """Write the files that the options name."""
         settings = self.model_dump(mode="json")
         if self.json_file is not None:
             everything = {"settings": settings, "machine": machine(), "figures": report.figures}
@@ -191,8 +195,12 @@ def machine() -> dict[str, str]:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(": ")[1] for line in lines if line.startswith("model name")] or [platform.processor()]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else names[0]
-    versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"device": device, "date": date.today().isoformat(), **versions}
+    facts = {"device": device, "date": date.today().isoformat(), "distap": __version__}
+    if torch.cuda.is_available():
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        asked = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        facts |= {"driver": asked.stdout.strip(), "cores": str(len(os.sched_getaffinity(0)))}
+    return {**facts, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def over(value: float | None, other: float | None) -> float | None:

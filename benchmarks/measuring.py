@@ -79,20 +79,32 @@ def graph_bytes(network: nn.Module, images: Tensor) -> float:
     return saved.bytes / len(images)
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> float:
+def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 1.0, may_use_tf32: bool = True) -> float:
     """Floating-point operations a second of the fastest of many products of two square matrices."""
     side = MATRIX_SIDE[device.type]
     left, right, out = (torch.rand(side, side, device=device).to(dtype) for _ in range(3))
-    before, best = torch.get_float32_matmul_precision(), float("inf")
+    before = torch.get_float32_matmul_precision()
     # Convolutions of float32 use TF32 on a GPU, so products may as well.
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
-    ends = time.perf_counter() + seconds
-    while (started := time.perf_counter()) < ends:
-        torch.mm(left, right, out=out)
-        synchronise(device)
-        best = min(best, time.perf_counter() - started)
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" and may_use_tf32 else "highest")
+    best = _least_seconds(lambda: torch.mm(left, right, out=out), device, seconds)
     torch.set_float32_matmul_precision(before)
     return 2 * side**3 / best
+
+
+def memory_rate(device: torch.device, seconds: float = 1.0) -> float:
+    """Bytes a second that the fastest of many copies reads and writes, of tensors that no cache holds."""
+    source = torch.zeros(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _least_seconds(lambda: target.copy_(source), device, seconds)
+
+
+def _least_seconds(action: Callable[[], object], device: torch.device, seconds: float) -> float:
+    best, ends = float("inf"), time.perf_counter() + seconds
+    while (started := time.perf_counter()) < ends:
+        action()
+        synchronise(device)
+        best = min(best, time.perf_counter() - started)
+    return best
 
 
 class CollectiveCalls(NamedTuple):

@@ -91,7 +91,7 @@ class RankingBenchmark(harness.Benchmark):
         (batch,), memory_bytes = self.batch, None if self.memory_mb is None else self.memory_mb * 10**6
         gathered = self._gathered(world)
         losses = {name: build_loss(name) for name in self.loss}
-        candidates: dict[str, Callable[[], object]] = {"dense": _dense_product(gathered)}
+        candidates: dict[str, Callable[[], object]] = {"dense": dense_product(gathered)}
         for name, loss in losses.items():
             candidates[name] = partial(rank_descriptors, loss, gathered, "sharded", memory_bytes)
             if world.size == 1 and materialised_bytes(loss, batch) <= self.materialised_mb * 10**6:
@@ -128,7 +128,7 @@ class RankingBenchmark(harness.Benchmark):
         return gather(descriptors, labels, torch.ones_like(labels, dtype=torch.bool), world, batch)
 
 
-def _dense_product(gathered: Gathered) -> Callable[[], object]:
+def dense_product(gathered: Gathered) -> Callable[[], object]:
     """Return an action: this rank's rows of one B x B x C product, into memory that is there already."""
     rows, columns = gathered.descriptors[gathered.own], gathered.descriptors.t()
     return partial(torch.mm, rows, columns, out=rows.new_zeros(len(rows), columns.shape[1]))

@@ -102,11 +102,11 @@ class StepBenchmark(harness.Benchmark):
 
     def report(self) -> harness.Report | None:
         found = harness.measure_on_ranks(self, self.world_size, self.threads)
-        return None if found is None else self._report(found)
+        return None if found is None else self.report_of(found)
 
     def on_rank(self, world: World) -> harness.Row:
         precision: PrecisionName = "bf16" if self.bf16 else "float32"
-        network = seeded_network(self.backbone, self.weights).to(world.device)
+        network = seeded_network(self.backbone, self.weights, self.image_size).to(world.device)
         task = self._task(self.batch, network, world, precision)
         images = task.images(task.micro_batches[0])
         with autocast(precision, world.device.type):
@@ -165,7 +165,8 @@ class StepBenchmark(harness.Benchmark):
         images = SeededBatch(batch, self.image_size, IMAGES_A_CLASS, world)
         return Task(network, images, self.micro_batch, QuantizedAP(), world, precision)
 
-    def _report(self, found: harness.Row) -> harness.Report:
+    def report_of(self, found: harness.Row) -> harness.Report:
+        """Make a report of what rank 0 measured."""
         figures = found["figures"]
         floors = {row["contender"]: row for row in figures if row["contender"] in (TWO_PASSES, ONE_PASS)}
         title = (

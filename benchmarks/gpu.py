@@ -1,0 +1,429 @@
+"""What a GPU does with distap, in ten minutes: is it exact, and how fast is each part beside what it must do.
+
+Each part runs in a process of its own, with its own time limit, and what was found is written after each.
+"""
+
+import copy
+import importlib.util
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from typer import Option
+
+from benchmarks import harness
+from benchmarks.contenders import IMAGES_A_CLASS, Floor, SeededBatch, Task, ThreeStages, seeded_network
+from benchmarks.evaluation import labelled_set
+from benchmarks.measuring import matrix_rate, memory_rate, relative_difference
+from benchmarks.photos import jpeg, photo
+from benchmarks.ranking import dense_product
+from benchmarks.step import TWO_PASSES, StepBenchmark
+from distap.data.images.augmentation import CropFlipColour
+from distap.data.images.whole_images import Sizing
+from distap.data.loading.indexed import IndexedSource
+from distap.data.loading.training import LoadingJob, ShareOfBatch
+from distap.data.sampling.random import RandomSampling
+from distap.data.settings import PixelSettings
+from distap.data.shards.packing import pack
+from distap.engine.ddp import DDPSettings
+from distap.engine.deepspeed.config import DeepSpeedSettings
+from distap.engine.fsdp import FSDPSettings
+from distap.engine.settings import PrecisionName
+from distap.errors import DistapError
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.model.speed.compiling import compile_backbone
+from distap.ranking import compiling
+from distap.ranking.gather import gather
+from distap.ranking.histogram import passes
+from distap.ranking.loss import SizedLoss, build_loss
+from distap.ranking.losses.quantized import QuantizedAP
+from distap.ranking.rank import rank_descriptors
+from distap.registry import REGISTRY
+from distap.retrieval.ground_truth_metrics import LandmarkQuery, evaluate_landmarks
+from distap.retrieval.metrics import evaluate_labelled_set
+from distap.stages.micro_batches import MicroBatchSizes
+from distap.step import ThreeStageStep
+from distap.stopwatch import Stopwatch
+from distap.storage.locations import parse_source
+from distap.world import CPU, World
+
+LOSSES = [name for name in REGISTRY["loss"] if name not in ("metric_learning", "sum")]
+ENGINES: dict[str, Any] = {
+    "ddp": DDPSettings(),
+    "fsdp": FSDPSettings(),
+    **{f"zero {stage}": DeepSpeedSettings(stage=stage) for stage in (1, 2, 3)},
+}
+DIMENSIONS = 512
+RATE = 1e4  # of plain gradient descent, by whose step a gradient is measured: large, so that rounding is small
+PHOTOS = 64  # different ones that a loader reads; more are copies
+# Of the histogram's pairs, half of the matrix by symmetry: products of pass one and, both ways, of pass two; and the
+# bytes that must cross the device's memory: a similarity twice, its bin twice, and its slope three times.
+PRODUCTS, PAIR_BYTES = 1.5, (2 * 4 + 2 * 1 + 3 * 4) / 2
+
+
+class Part(NamedTuple):
+    """One part of the benchmark."""
+
+    seconds: int  # after which it is ended
+    measure: Callable[["GPUBenchmark", World], harness.Report]
+
+
+class GPUBenchmark(harness.Benchmark):
+    """Print what a GPU does with distap: exactness, ranking, the step, evaluation, describing, and tests marked gpu.
+
+    With `--quick`, small sizes, to see that everything runs. `--device cpu` leaves GPUs alone.
+    """
+
+    name: ClassVar[str] = "gpu"
+    out: Annotated[Path | None, Option(help="Folder to write gpu.json and gpu.html to, after each part.")] = None
+    device: Annotated[Literal["cuda", "cpu"], Option(help="What to measure.")] = "cuda"
+    quick: Annotated[bool, Option("--quick", help="Small sizes.")] = False
+    part: Annotated[list[str], Option(help="Measure this part; repeat for several.")] = []
+    rounds: harness.Rounds = 3
+
+    def report(self) -> harness.Report:
+        if unknown := set(self.part) - set(PARTS):
+            raise DistapError(f"--part {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise DistapError("no GPU is here; --device cpu measures the CPU")
+        if self.out is not None:
+            self.json_file, self.page = self.out / "gpu.json", self.out / "gpu.html"
+        whole = harness.Report({}, [], [])
+        for name in self.part or PARTS:
+            started = time.perf_counter()
+            try:
+                found = self._in_a_process(name)
+                whole.tables.extend(harness.FiguresTable(*table) for table in found["tables"])
+                outcome, notes = "done", found["notes"]
+                whole.figures[name] = found["figures"]
+            except DistapError as error:
+                outcome, notes = "failed", [str(error)]
+                whole.figures[name] = {"failed": str(error)}
+            spent = f"{name}: {outcome} after {time.perf_counter() - started:.0f} s"
+            print(spent, flush=True)
+            whole = whole._replace(notes=[*whole.notes, spent, *notes])
+            self.write(whole)
+        return whole
+
+    def _in_a_process(self, name: str) -> Any:
+        """Measure a part in a process of its own; a DistapError if it fails or takes too long."""
+        command = harness.worker_command(self.model_copy(update={"part": [name]}))
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})
+        with tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+            try:
+                output, _ = process.communicate(timeout=PARTS[name].seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                raise DistapError(f"{name} took more than {PARTS[name].seconds} s") from None
+            log.seek(0)
+            if process.returncode:
+                raise DistapError(f"{name}: " + " | ".join(log.read().strip().splitlines()[-3:]))
+        return harness.worker_result(self, output, 0)
+
+    def on_rank(self, world: World) -> harness.Row:
+        figures, tables, notes = PARTS[self.part[0]].measure(self, world)
+        return {"figures": figures, "tables": tables, "notes": list(notes)}
+
+    def _sized(self, full: Any, quick: Any) -> Any:
+        return quick if self.quick else full
+
+    def _exactness(self, world: World) -> harness.Report:
+        """A step's gradient beside that in float64 on the CPU, by loss and precision, then by engine."""
+        exact = self._task(World(), torch.float64)
+        task, rows = self._task(world, torch.float32), []
+        wanted = {name: _gradient(exact, name) for name in LOSSES}
+        for name in LOSSES:
+            row: harness.Row = {"what": name}
+            for title, (precision, tf32) in PRECISIONS.items():
+                with _tf32(tf32):
+                    row[title] = relative_difference(_gradient(task, name, precision), wanted[name])
+            rows.append(row)
+        for name, engine in ENGINES.items():
+            if name.startswith("zero") and not importlib.util.find_spec("deepspeed"):
+                continue
+            row = {"what": f"ap_q, {name}"}
+            for title in ("float32", "bf16"):
+                with _tf32(False):
+                    found = _gradient(task, "ap_q", PRECISIONS[title][0], engine)
+                row[title] = relative_difference(found, wanted["ap_q"])
+            rows.append(row)
+        columns = "|".join(["what={what}", *(f"{title}={{{title}:.0e}}" for title in PRECISIONS)])
+        caption = "Length of the difference over that of the whole network's gradient in float64 on the CPU."
+        return harness.Report(rows, [harness.table_of("gradient of a step", caption, rows, columns)])
+
+    def _task(self, world: World, dtype: torch.dtype) -> Task:
+        network = seeded_network("resnet10t", "random").to(world.device, dtype)
+        batch = SeededBatch(self._sized(64, 32), 64, IMAGES_A_CLASS, world)
+        return Task(network, batch, 16, QuantizedAP(), world)
+
+    def _tests(self, world: World) -> harness.Report:
+        """All tests marked gpu."""
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        lines = done.stdout.strip().splitlines()
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        last = lines[-1].strip("= ") if lines else "pytest said nothing"
+        counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
+        return harness.Report({"counts": counts, "failed": failed}, [], [f"tests marked gpu: {last}", *failed])
+
+    def _ranking(self, world: World) -> harness.Report:
+        """AP_Q as compiled, eager and by hand, beside one dense product and the least that it has to do."""
+        rows, bandwidth = [], memory_rate(world.device)
+        rate = matrix_rate(world.device, torch.float32, may_use_tf32=False)
+        for batch in self._sized([4096, 16_384, 65_536] if self.device == "cuda" else [1024, 4096], [512]):
+            labels = torch.arange(batch, device=world.device) // 8
+            centres = torch.randn(batch // 8, DIMENSIONS, generator=torch.Generator().manual_seed(0))
+            own = torch.randn(batch, DIMENSIONS, generator=torch.Generator().manual_seed(1))
+            descriptors = normalize(normalize(centres).to(world.device)[labels] + normalize(own).to(world.device))
+            gathered = gather(descriptors, labels, torch.ones_like(labels, dtype=torch.bool), world, batch)
+            ways: dict[str, harness.Turns] = {}
+            for way in ("eager", "compiled", "by hand") if self.device == "cuda" else ("eager", "compiled"):
+                candidates: dict[str, Callable[[], object]] = {
+                    way: partial(rank_descriptors, QuantizedAP(), gathered),
+                    "dense": dense_product(gathered),
+                }
+                with _counting(way):
+                    for candidate in candidates.values():
+                        candidate()
+                    ways |= harness.take_turns(candidates, self.rounds, world)
+            dense = ways.pop("dense").median
+            least = max(PRODUCTS * 2 * batch**2 * DIMENSIONS / rate, batch**2 * PAIR_BYTES / bandwidth)
+            for way, turns in ways.items():
+                rows.append(
+                    {
+                        **{"batch": batch, "way": way, "ms": 1e3 * turns.median, "dense_ms": 1e3 * dense},
+                        **{"x_dense": turns.median / dense, "x_least": turns.median / least},
+                    }
+                )
+        columns = (
+            "B={batch:,}|way={way}|ms={ms:,.2f}|dense ms={dense_ms:,.2f}|x dense={x_dense:.2f}|x least={x_least:.1f}"
+        )
+        caption = (
+            f"x dense: times a B x B x {DIMENSIONS} product of float32 in the same turns. x least: times the longer "
+            f"of its products at {rate / 1e12:.2f} TFLOP/s and its bytes at {bandwidth / 1e12:.3f} TB/s, as measured."
+        )
+        return harness.Report(rows, [harness.table_of("AP_Q and its gradient", caption, rows, columns)])
+
+    def _step(self, world: World, backbone: str, image_size: int, batch: int, micro_batch: int) -> harness.Report:
+        """A step of a network beside its bare passes, cached gradients and full-batch autograd."""
+        backbone, image_size = self._sized(backbone, "resnet10t"), self._sized(image_size, 64)
+        batch, micro_batch = self._sized(batch, 32), self._sized(micro_batch, 8)
+        settings = StepBenchmark(
+            backbone=backbone,
+            image_size=image_size,
+            batch=batch,
+            micro_batch=micro_batch,
+            ranks=1,
+            rounds=self.rounds,
+            bf16=self.device == "cuda",
+        )
+        found = settings.on_rank(world)
+        of_step = settings.report_of(found)
+        rows, note = self._compiled_and_fed(settings, world)
+        columns = "step={step}|s={seconds:.3f}|images/s={rate:,.0f}|x passes={x_passes:.3f}"
+        title = f"{backbone}, {image_size} px, B = {batch:,}: compiled, and fed with photographs"
+        caption = "x passes: times the eager passes 2f + 1b, the medians."
+        tables = [*of_step.tables, harness.table_of(title, caption, rows, columns)]
+        return harness.Report({"step": found, "more": rows}, tables, [*of_step.notes, note])
+
+    def _compiled_and_fed(self, settings: StepBenchmark, world: World) -> tuple[list[harness.Row], str]:
+        """The step with a compiled network, and with images that a loader reads; and how many cores must read."""
+        precision: PrecisionName = "bf16" if settings.bf16 else "float32"
+        network = seeded_network(settings.backbone, "random", settings.image_size).to(world.device)
+        batch = SeededBatch(settings.batch, settings.image_size, IMAGES_A_CLASS, world)
+        task = Task(network, batch, settings.micro_batch, QuantizedAP(), world, precision)
+        eager, compiles = ThreeStages(task), partial(compile_backbone, sizes=[settings.micro_batch])
+        candidates: dict[str, Callable[[], None]] = {TWO_PASSES: Floor(task, True), "eager": eager}
+        candidates["compiled"] = ThreeStages(task, change=compiles)
+        for candidate in candidates.values():
+            candidate()
+        seconds = {name: of.median for name, of in harness.take_turns(candidates, self.rounds, world).items()}
+        workers = max(len(os.sched_getaffinity(0)) - 1, 1)
+        with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
+            shares = _photographs(Path(folder), settings, world, workers)
+            for name, use in (("eager, fed", eager.on), ("reading alone", _read)):
+                use(next(shares))  # what was read before counts for nothing
+                started = time.perf_counter()
+                for share in itertools.islice(shares, self.rounds):
+                    use(share)
+                harness.synchronise(world.device)
+                seconds[name] = (time.perf_counter() - started) / self.rounds
+            shares.close()
+        cores = workers * seconds["reading alone"] / seconds["eager"]
+        floor = seconds[TWO_PASSES]
+        rows = [
+            {"step": name, "seconds": spent, "rate": settings.batch / spent, "x_passes": spent / floor}
+            for name, spent in seconds.items()
+        ]
+        return rows, f"{workers} workers read; the eager step would need {cores:.1f} cores that read and nothing else"
+
+    def _evaluation(self, world: World) -> harness.Report:
+        """Evaluation and exact search on the device, beside the CPU."""
+        images, gallery = self._sized((60_000, 1_000_000) if self.device == "cuda" else (5000, 50_000), (600, 1000))
+        descriptors, labels = labelled_set(images, DIMENSIONS)
+        generator = torch.Generator().manual_seed(0)
+        rows_of = [(70 + number, 140 + number) for number in range(70)]
+        truth = [LandmarkQuery(rows, "Public" if rows[0] % 2 else "Private") for rows in rows_of]
+        others = normalize(torch.randn(gallery, DIMENSIONS, generator=generator))
+        rows = []
+        for device in dict.fromkeys((world.device, CPU)):
+            own, theirs, queries = descriptors.to(device), labels.to(device), others[:70].to(device)
+            on_device = others.to(device)
+            actions: dict[str, Callable[[], object]] = {
+                f"all pairs of {images:,}": partial(evaluate_labelled_set, own, theirs),
+                f"70 queries, {gallery:,} images": partial(evaluate_landmarks, queries, on_device, truth),
+            }
+            if device.type == CPU.type and importlib.util.find_spec("faiss"):
+                from distap.retrieval.nearest import nearest
+
+                search = partial(nearest, others[:70].numpy(), others.numpy(), 100)
+                actions[f"Faiss: 100 of {gallery:,}, for 70"] = search
+            for what, action in actions.items():
+                action()
+                turns = harness.take_turns({what: action}, 1 if device is CPU else self.rounds, world)
+                rows.append({"what": what, "device": device.type, "seconds": turns[what].median})
+        table = harness.table_of("evaluation", "", rows, "what={what}|device={device}|s={seconds:.3f}")
+        return harness.Report(rows, [table])
+
+    def _describing(self, world: World) -> harness.Report:
+        """Images a second of describing photographs as `extract` and `serve` do."""
+        backbone, precision = self._sized("resnet50", "resnet10t"), "bf16" if self.device == "cuda" else "float32"
+        network, rows = seeded_network(backbone, "random").to(world.device), []
+        files = [jpeg(photo(512, 512, seed), 90) for seed in range(self._sized(16, 2))]
+        for sizing in ("crop 224", "side 512") if not self.quick else ("crop 64",):
+            describer = ImageDescriber(network, Sizing.parse(sizing), precision=precision)  # type: ignore[arg-type]
+            side = int(sizing.split()[1])
+            pixels = torch.zeros(
+                self._sized(256 if self.device == "cuda" else 16, 4), 3, side, side, dtype=torch.uint8
+            )
+            many, one = (
+                partial(describer.describe_pixels, pixels, len(pixels)),
+                partial(describer.describe, files[:1]),
+            )
+            candidates: dict[str, Callable[[], object]] = {"many": many, "one": one}
+            for candidate in candidates.values():
+                candidate()
+            turns = harness.take_turns(candidates, self.rounds, world)
+            rate, latency = len(pixels) / turns["many"].median, 1e3 * turns["one"].median
+            rows.append({"sizing": sizing, "rate": rate, "latency": latency})
+        columns = "sizing={sizing}|images/s={rate:,.0f}|ms of one={latency:.1f}"
+        caption = "images/s: of pixels that are there. ms of one: an encoded photograph of 512 pixels, decoded too."
+        return harness.Report(
+            rows, [harness.table_of(f"describing, {backbone}, {precision}", caption, rows, columns)]
+        )
+
+
+def _gradient(task: Task, loss: str, precision: PrecisionName = "float32", engine: Any = ENGINES["ddp"]) -> Tensor:
+    """The gradient of all parameters by which a step of plain gradient descent moved them, float64 on the CPU."""
+    network = copy.deepcopy(task.network)
+    before = _parameters(network)
+    replica = engine.build(
+        network, lambda: torch.optim.SGD(network.parameters(), lr=RATE), task.world, precision=precision
+    )
+    chosen, sizes = build_loss(loss), MicroBatchSizes(task.micro_batch)
+    if isinstance(chosen, SizedLoss):
+        chosen = chosen.sized(task.batch.total // IMAGES_A_CLASS, network.dimensions, seed=0)
+        assert chosen.learned is not None
+        chosen.learned.to(network.mean.device)
+    step = ThreeStageStep(replica, chosen, task.world, 0, sizes, max_drift=float("inf"))
+    result = step(task.batch, RATE)
+    if result.skipped:
+        raise DistapError(f"{loss}, {precision}: the step was skipped, a {result.skipped} is not finite")
+    with replica.describing():  # parameters are whole inside
+        return (before - _parameters(network)) / RATE
+
+
+def _parameters(network: torch.nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().double().cpu().flatten() for parameter in network.parameters()])
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Whether convolutions and products of float32 may use TF32 inside."""
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before[0]
+        torch.set_float32_matmul_precision(before[1])
+
+
+@contextmanager
+def _counting(way: str) -> Iterator[None]:
+    """Count pairs eager, compiled or by hand inside, whatever would be chosen."""
+
+    def by_hand(function: Any, kernel: Any, _: object) -> Any:
+        return kernel or torch.compile(function, dynamic=True)
+
+    compiling.compiled.cache_clear()
+    with (
+        patch.object(compiling, "PAYS_FROM_PAIRS", float("inf") if way == "eager" else 0),
+        patch.object(compiling, "_choice", by_hand if way == "by hand" else compiling._choice),
+        patch.object(passes, "_counts_by_hand", passes._counts_by_hand if way == "by hand" else lambda _: None),
+    ):
+        yield
+    compiling.compiled.cache_clear()
+
+
+def _photographs(folder: Path, settings: StepBenchmark, world: World, workers: int) -> Generator[ShareOfBatch]:
+    """Batches of photographs that workers read, each a third larger than what is cropped."""
+    side = settings.image_size * 4 // 3
+    photos = [jpeg(photo(side, side, seed), 90) for seed in range(min(PHOTOS, settings.batch))]
+    for number in range(settings.batch):
+        path = folder / "images" / str(number // IMAGES_A_CLASS) / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(photos[number % len(photos)])
+    pack(folder / "images", folder / "shards")
+    job = LoadingJob(
+        parse_source(folder / "shards"),
+        RandomSampling(batch_size=settings.batch),
+        seed=0,
+        transform=CropFlipColour().transform(settings.image_size),
+        image_size=settings.image_size,
+        chunk=settings.micro_batch,
+        workers=workers,
+        pixels=PixelSettings(hold="memory"),
+    )
+    yield from IndexedSource().open(job, world, Stopwatch()).shares(range(1_000_000))
+
+
+def _read(share: ShareOfBatch) -> None:
+    share.images(slice(0, share.total))
+
+
+PRECISIONS: dict[str, tuple[PrecisionName, bool]] = {
+    "float32": ("float32", False),
+    "TF32": ("float32", True),
+    "bf16": ("bf16", False),
+    "fp16": ("fp16", False),
+}
+PARTS = {
+    "exactness": Part(120, GPUBenchmark._exactness),
+    "tests": Part(120, GPUBenchmark._tests),
+    "ranking": Part(120, GPUBenchmark._ranking),
+    "describing": Part(60, GPUBenchmark._describing),
+    "evaluation": Part(90, GPUBenchmark._evaluation),
+    "ResNet-50": Part(120, lambda self, world: self._step(world, "resnet50", 224, 2048, 128)),
+    "ViT-S/14": Part(120, lambda self, world: self._step(world, "vit_small_patch14_dinov2", 224, 2048, 128)),
+    "ResNet-101": Part(120, lambda self, world: self._step(world, "resnet101", 800, 256, 16)),
+}
