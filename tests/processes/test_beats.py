@@ -54,7 +54,7 @@ def test_nobody_is_of_note_while_all_go_on():
         everyone_says(store, beats, number)
     beats[3].listen(store)
     assert list(beats[3].known()) == [LEADER]
-    assert not beats[3].any_left()
+    assert not any(beats[3].left())
 
 
 def test_every_rank_learns_who_left_who_is_silent_and_who_is_behind():
@@ -70,7 +70,7 @@ def test_every_rank_learns_who_left_who_is_silent_and_who_is_behind():
         assert known[2].said["left"] == "finished"
         assert known[1].is_behind("", 7)
         assert not known[2].is_behind("", 7)
-    assert beats[7].any_left()
+    assert any(beats[7].left())
 
 
 def test_a_silent_leader_is_named_alone_since_what_it_wrote_is_old():
