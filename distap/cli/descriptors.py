@@ -171,7 +171,7 @@ def index_command(
         Path | None, typer.Option(help=RECALL, show_default="1,000 of the indexed, each without itself")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Build on all GPUs; needs faiss-gpu.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Build on all GPUs; needs distap[gpu].")] = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
 

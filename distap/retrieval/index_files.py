@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import faiss
 import numpy as np
 import torch
 from jaxtyping import Float, Float32
@@ -35,10 +34,11 @@ from distap.retrieval.descriptor_files import (
     write_about,
 )
 from distap.retrieval.indexing import BuiltIndex, build_index
-from distap.retrieval.nearest import as_float32, bounded_threads
+from distap.retrieval.nearest import as_float32, bounded_threads, installed_faiss
 from distap.storage.atomic import refuse_foreign, sync_path
 from distap.storage.hashing import FileIdentity, file_identity
 
+faiss = installed_faiss()
 INDEX_FILE = "index.faiss"
 FILES = (INDEX_FILE, KEYS_FILE, CLASSES_FILE)
 

@@ -12,13 +12,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import faiss
 import numpy as np
 from jaxtyping import Float
 
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.retrieval.nearest import as_float32, bounded_threads, gallery_blocks, nearest, without_rows
+from distap.retrieval.nearest import (
+    as_float32,
+    bounded_threads,
+    gallery_blocks,
+    installed_faiss,
+    nearest,
+    without_rows,
+)
+
+faiss = installed_faiss()
 
 ADDED_NUMBERS = 2**20  # numbers added at once: few, so that a slowly growing graph shows its progress
 SAMPLE_NUMBERS = 2**27  # most numbers that an index is trained on: 512 MB in float32
@@ -87,7 +95,7 @@ def build_index(
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
             raise DistapError(f"{factory!r} cannot search by inner product; choose another index")
         if search:
-            faiss.ParameterSpace().set_index_parameters(index, search)  # type: ignore[arg-type]  # it takes text
+            faiss.ParameterSpace().set_index_parameters(index, search)  # it takes text
         ivf: Any = faiss.try_extract_index_ivf(index)
         sample = max(SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST * (ivf.nlist if ivf else 0))
         if kind == "ivf-pq":  # its settings suit a small gallery, so Faiss need not warn of it
@@ -95,7 +103,10 @@ def build_index(
             codes.cp.min_points_per_centroid = codes.pq.cp.min_points_per_centroid = 1
         if gpu:
             if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
-                raise DistapError("--gpu: the installed Faiss or this machine has no GPU; install faiss-gpu")
+                raise DistapError(
+                    "--gpu: this machine or its Faiss has no GPU; the extra `gpu` brings one that can use it"
+                )
+
             index = faiss.index_cpu_to_all_gpus(index)
         if not index.is_trained:
             rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
@@ -179,7 +190,7 @@ def _file_bytes(index: Any) -> int:
         sizes.append(len(piece))
         return len(piece)
 
-    writer = faiss.PyCallbackIOWriter(count)  # type: ignore[attr-defined]  # missing from its annotations
+    writer = faiss.PyCallbackIOWriter(count)
     faiss.write_index(index, writer)
     del writer  # flushes its buffer
     return sum(sizes)

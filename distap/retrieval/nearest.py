@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import faiss
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int64
@@ -12,7 +11,19 @@ from numpy.typing import NDArray
 from distap.errors import DistapError
 
 BLOCK_NUMBERS = 2**24  # numbers of the gallery held in float32 at once: 64 MB
+GPU_RESULTS = 2048  # most for a query that Faiss finds on a GPU
 SORTED_QUERIES = 1024  # queries whose results are sorted at once
+
+
+def installed_faiss() -> Any:
+    """The module of Faiss, which only search needs. A DistapError if it is missing."""
+    try:
+        import faiss
+        import faiss.contrib.exhaustive_search
+    except ImportError as error:
+        remedy = "pip install 'distap[cpu]', or 'distap[gpu]' for NVIDIA GPUs"
+        raise DistapError(f"the search for neighbours needs Faiss: {remedy} ({error})") from error
+    return faiss
 
 
 def nearest(
@@ -20,7 +31,8 @@ def nearest(
 ) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
     """Similarities and rows of the k nearest gallery descriptors of each query, by inner product, best first.
 
-    Among equal similarities, the lower row comes first. Numbers of any float type are compared in float32.
+    Among equal similarities, the lower row comes first. Numbers of any float type are compared in float32. A build
+    of Faiss for GPUs searches on all GPUs that it sees.
 
     Args:
         gallery: (N, C); a memory map is read once, in blocks.
@@ -38,20 +50,18 @@ def nearest(
     if not kept or not len(queries):
         return np.zeros((len(queries), kept), np.float32), np.zeros((len(queries), kept), np.int64)
     bounded_threads()
+    faiss = installed_faiss()
     asked = as_float32(queries, 0, "query")
-    heap = faiss.ResultHeap(len(asked), wanted, keep_max=True)
-    for start, block in gallery_blocks(gallery):
-        similarities, rows = faiss.knn(asked, block, min(wanted, len(block)), metric=faiss.METRIC_INNER_PRODUCT)
-        heap.add_result(similarities, rows + start)
-    heap.finalize()
+    blocks = (block for _, block in gallery_blocks(gallery))
+    gpus = -1 if wanted <= GPU_RESULTS else 0  # -1: all
+    search = faiss.contrib.exhaustive_search.knn_ground_truth
+    similarities, rows = search(asked, blocks, wanted, faiss.METRIC_INNER_PRODUCT, ngpu=gpus)
     for start in range(0, len(asked), SORTED_QUERIES):  # Faiss leaves the order of ties open
         some = slice(start, start + SORTED_QUERIES)
-        order = np.lexsort((heap.I[some], -heap.D[some]), axis=1)
-        heap.D[some] = np.take_along_axis(heap.D[some], order, axis=1)
-        heap.I[some] = np.take_along_axis(heap.I[some], order, axis=1)
-    if exclude_self:
-        return without_rows(heap.D, heap.I, np.arange(len(queries)))
-    return heap.D, heap.I
+        order = np.lexsort((rows[some], -similarities[some]), axis=1)
+        similarities[some] = np.take_along_axis(similarities[some], order, axis=1)
+        rows[some] = np.take_along_axis(rows[some], order, axis=1)
+    return without_rows(similarities, rows, np.arange(len(queries))) if exclude_self else (similarities, rows)
 
 
 def without_rows(
@@ -85,4 +95,4 @@ def as_float32(values: NDArray[Any], first_row: int, what: str) -> NDArray[np.fl
 
 def bounded_threads() -> None:
     """Let Faiss use as many threads as torch, so that ranks on one machine share its cores."""
-    faiss.omp_set_num_threads(torch.get_num_threads())
+    installed_faiss().omp_set_num_threads(torch.get_num_threads())
