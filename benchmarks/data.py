@@ -23,7 +23,8 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.photos import jpeg, photo
 from distap.data.images.augmentation import CropAndVary, CropFlipColour, Croppable, Transform, seeded
-from distap.data.images.decoding import Box, EncodedImage, Shape, reduction
+from distap.data.images.cropping import Box, Shape, reduction
+from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.training import LoadingJob
 from distap.data.sampling.random import RandomSampling

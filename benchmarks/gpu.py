@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -55,6 +56,7 @@ from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval.ground_truth_metrics import LandmarkQuery, evaluate_landmarks
 from distap.retrieval.metrics import evaluate_labelled_set
+from distap.retrieval.nearest import installed_faiss, nearest
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
@@ -258,16 +260,18 @@ class GPUBenchmark(harness.Benchmark):
         seconds = {name: of.median for name, of in harness.take_turns(candidates, self.rounds, world).items()}
         workers = max(len(os.sched_getaffinity(0)) - 1, 1)
         with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
-            shares = _photographs(Path(folder), settings, world, workers)
-            for name, use in (("eager, fed", eager.on), ("reading alone", _read)):
-                use(next(shares))  # what was read before counts for nothing
-                started = time.perf_counter()
-                for share in itertools.islice(shares, self.rounds):
-                    use(share)
-                harness.synchronise(world.device)
-                seconds[name] = (time.perf_counter() - started) / self.rounds
-            shares.close()
-        cores = workers * seconds["reading alone"] / seconds["eager"]
+            shards = _photographs(Path(folder), settings)
+            for decode in ("cpu", "gpu") if self.device == "cuda" else ("cpu",):
+                shares = _read_by(workers, shards, settings, world, decode)
+                for name, use in (("eager, fed", eager.on), ("reading alone", _read)):
+                    use(next(shares))  # what was read before counts for nothing
+                    started = time.perf_counter()
+                    for share in itertools.islice(shares, self.rounds):
+                        use(share)
+                    harness.synchronise(world.device)
+                    seconds[f"{name}, JPEG by {decode}"] = (time.perf_counter() - started) / self.rounds
+                shares.close()
+        cores = workers * seconds["reading alone, JPEG by cpu"] / seconds["eager"]
         floor = seconds[TWO_PASSES]
         rows = [
             {"step": name, "seconds": spent, "rate": settings.batch / spent, "x_passes": spent / floor}
@@ -291,10 +295,8 @@ class GPUBenchmark(harness.Benchmark):
                 f"all pairs of {images:,}": partial(evaluate_labelled_set, own, theirs),
                 f"70 queries, {gallery:,} images": partial(evaluate_landmarks, queries, on_device, truth),
             }
-            if device.type == CPU.type and importlib.util.find_spec("faiss"):
-                from distap.retrieval.nearest import nearest
-
-                search = partial(nearest, others[:70].numpy(), others.numpy(), 100)
+            if (gpus := _gpus_of_faiss(device)) is not None:
+                search = partial(_nearest, gpus, others[:70].numpy(), others.numpy(), 100)
                 actions[f"Faiss: 100 of {gallery:,}, for 70"] = search
             for what, action in actions.items():
                 action()
@@ -385,8 +387,8 @@ def _counting(way: str) -> Iterator[None]:
     compiling.compiled.cache_clear()
 
 
-def _photographs(folder: Path, settings: StepBenchmark, world: World, workers: int) -> Generator[ShareOfBatch]:
-    """Batches of photographs that workers read, each a third larger than what is cropped."""
+def _photographs(folder: Path, settings: StepBenchmark) -> Path:
+    """Shards of a batch of photographs, whose sides are a third longer than those of the crops."""
     side = settings.image_size * 4 // 3
     photos = [jpeg(photo(side, side, seed), 90) for seed in range(min(PHOTOS, settings.batch))]
     for number in range(settings.batch):
@@ -394,8 +396,15 @@ def _photographs(folder: Path, settings: StepBenchmark, world: World, workers: i
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(photos[number % len(photos)])
     pack(folder / "images", folder / "shards")
+    return folder / "shards"
+
+
+def _read_by(
+    workers: int, shards: Path, settings: StepBenchmark, world: World, decode: Literal["cpu", "gpu"]
+) -> Generator[ShareOfBatch]:
+    """Batches of these images that workers read."""
     job = LoadingJob(
-        parse_source(folder / "shards"),
+        parse_source(shards),
         RandomSampling(batch_size=settings.batch),
         seed=0,
         transform=CropFlipColour().transform(settings.image_size),
@@ -403,8 +412,23 @@ def _photographs(folder: Path, settings: StepBenchmark, world: World, workers: i
         chunk=settings.micro_batch,
         workers=workers,
         pixels=PixelSettings(hold="memory"),
+        decode=decode,
     )
     yield from IndexedSource().open(job, world, Stopwatch()).shares(range(1_000_000))
+
+
+def _gpus_of_faiss(device: torch.device) -> int | None:
+    """How many GPUs the installed Faiss is to use for a device; None if it cannot."""
+    if not importlib.util.find_spec("faiss"):
+        return None
+    if device.type == "cpu":
+        return 0
+    return installed_faiss().get_num_gpus() or None
+
+
+def _nearest(gpus: int, queries: np.ndarray, gallery: np.ndarray, k: int) -> None:
+    with patch.object(installed_faiss(), "get_num_gpus", lambda: gpus):
+        nearest(queries, gallery, k)
 
 
 def _read(share: ShareOfBatch) -> None:

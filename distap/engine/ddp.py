@@ -39,7 +39,7 @@ class DDPEngine(Engine):
     reduce_seconds = 0.0
 
     def _spread(self, settings: DDPSettings | None) -> None:
-        self._sum = _SumOverRanks(self.world.group)
+        self._sum = SumOverRanks(self.world.group)
         self._replicas: DistributedDataParallel | None = None
         if self.world.size == 1:
             return
@@ -77,7 +77,7 @@ class DDPEngine(Engine):
 
 
 @dataclass
-class _SumOverRanks:
+class SumOverRanks:
     """DDP's communication hook, without DDP's division by W.
 
     It holds no reference to the engine: Python's garbage collector does not see DDP's hook, nor a cycle through it.

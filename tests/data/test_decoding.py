@@ -15,7 +15,8 @@ from PIL import Image, ImageFile, ImageOps
 from benchmarks.photos import jpeg, photo
 from distap.data.images import decoding
 from distap.data.images.augmentation import central_box
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, decode, image_size, reduction
+from distap.data.images.cropping import reduction
+from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, decode, image_size
 from distap.data.images.formats import jxl_size, readable_formats
 from distap.data.loading.training import Failure
 from distap.errors import FAILED, DistapError

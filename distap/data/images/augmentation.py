@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from distap.data.images.decoding import Box, Shape
+from distap.data.images.cropping import Box, Shape
 from distap.errors import DistapError
 from distap.registry import suggestion
 
@@ -20,7 +20,9 @@ ENUMERATIONS = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}
 class Croppable(Protocol):
     """An image that a transform can crop, such as `EncodedImage`."""
 
-    size: tuple[int, int]  # width and height, pixels
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, pixels."""
 
     def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
         """(3, height, width) uint8: a part of the image, scaled; `scaled` allows decoding at reduced scale."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
 
+from distap.data.images.cropping import Box, StoredImage, Turns
 from distap.data.images.formats import format_of, jxl_size, missing_reader, readable_formats
 from distap.errors import FAILED, DistapError
 
@@ -29,12 +29,9 @@ MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 # Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest image's. Files in
 # use have up to some twenty scans; a few bytes of a scan can make the decoder go through the whole image.
 MAX_SCANS, MAX_SCANNED = 100, 16
-FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 UNNAMED = "an image"
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 
-Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
-Shape = tuple[int, int]  # height and width, pixels
 
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
@@ -76,13 +73,6 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Im
     return EncodedImage(data, max_pixels, name).whole()
 
 
-def reduction(box: Box, shape: Shape) -> int:
-    """The greatest of FACTORS that leaves a box at least a shape, or 1."""
-    height, width = shape
-    across, down = box[2] - box[0], box[3] - box[1]
-    return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
-
-
 def image_file(image: Any) -> bytes:
     """The bytes of an image's file; pixels become a PNG, which loses nothing.
 
@@ -118,7 +108,7 @@ def image_file(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-class EncodedImage:
+class EncodedImage(StoredImage):
     """An image file in memory, which is decoded as far as a crop needs it; `size` is its width and height, upright.
 
     This and the methods raise DamagedImageError if it is no image of `readable_formats`, has more pixels than
@@ -136,58 +126,28 @@ class EncodedImage:
             if not self._is_jpeg:
                 self._image.load()  # EXIF may stand after the pixels
                 _refuse_large(*self._image.size, max_pixels)  # HEIF may tell another size now
-            self._turns = _turns(self._image)
-        self.size = self._image.size[::-1] if self._turns[2] else self._image.size
+            super().__init__(self._image.size, _turns(self._image))
 
-    def crop(self, box: Box, shape: Shape, scaled: bool = True) -> Tensor:
-        """(3, height, width) uint8: a part of the upright image, scaled to a shape.
-
-        The part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of
-        the file, where f is its `reduction`. libjpeg then decodes at 1/f if `scaled`, which makes one pixel of each
-        block, and an antialiased bilinear resize does the rest.
-        """
-        height, width = shape
-        factor = reduction(box, shape)
-        done = factor if scaled and self._is_jpeg else 1
-        left, top, right, bottom = self._stored(box)
-        with self._told():
-            block = factor // done  # pixels of the decoded image
-            part = (
-                left // factor * block,
-                top // factor * block,
-                min(-(-right // factor), self._image.width // factor) * block,
-                min(-(-bottom // factor), self._image.height // factor) * block,
-            )
-            decoded = torch.from_numpy(np.array(_rgb(self._decoded(done).crop(part)))).permute(2, 0, 1)
-        across, down, transposed = self._turns
-        pixels: Tensor = F.resize(decoded, [width, height] if transposed else [height, width], antialias=True)
-        pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
-        return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
+    @property
+    def plain_jpeg(self) -> bytes | None:
+        """The file if it is a whole JPEG, grey or in three colours, which other decoders know too."""
+        is_plain = self._is_jpeg and self._image.mode in ("L", "RGB") and not seems_cut(self._data)
+        return self._data if is_plain else None
 
     def whole(self) -> Image.Image:
         """The image, upright and RGB."""
         width, height = self.size
         return Image.fromarray(self.crop((0, 0, width, height), (height, width)).permute(1, 2, 0).numpy())
 
-    def _decoded(self, factor: int) -> Image.Image:
-        """The image as stored, at 1/factor of its size."""
-        if not self._is_jpeg:
-            return self._image
-        image = _open(self._data, self._max_pixels)
-        image.draft(None, (image.width // factor, image.height // factor))
-        image.load()
-        return image
-
-    def _stored(self, box: Box) -> Box:
-        """A box of the upright image as a box of the stored one."""
-        across, down, transposed = self._turns
-        width, height = self._image.size
-        left, top, right, bottom = (box[1], box[0], box[3], box[2]) if transposed else box
-        if across:
-            left, right = width - right, width - left
-        if down:
-            top, bottom = height - bottom, height - top
-        return left, top, right, bottom
+    def _decoded(self, part: Box, factor: int) -> Tensor:
+        with self._told():
+            image, done = self._image, 1
+            if self._is_jpeg:
+                image, done = _open(self._data, self._max_pixels), factor
+                image.draft(None, (image.width // factor, image.height // factor))
+                image.load()
+            cropped = _rgb(image.crop((part[0] // done, part[1] // done, part[2] // done, part[3] // done)))
+            return torch.from_numpy(np.array(cropped)).permute(2, 0, 1)
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
@@ -228,8 +188,7 @@ def _refuse_large(width: int, height: int, max_pixels: int) -> None:
         raise DamagedImageError("too_large", f"{width} x {height} pixels, the limit of a side is {MAX_SIDE}")
 
 
-def _turns(image: Image.Image) -> tuple[bool, bool, bool]:
-    """Tell whether EXIF mirrors the stored image left to right, mirrors it top to bottom, and transposes it."""
+def _turns(image: Image.Image) -> Turns:
     if image.format == "JXL" and not getattr(image, "jpeg", False):
         return False, False, False  # its decoder has turned it already, whatever EXIF says
     try:

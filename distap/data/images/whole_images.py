@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
 from distap.data.images.augmentation import central_box
-from distap.data.images.decoding import MAX_PIXELS, Box, DamagedImageError, EncodedImage, Shape
+from distap.data.images.cropping import Box, Shape
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.loading.workers import handed_over
 from distap.errors import DistapError
 

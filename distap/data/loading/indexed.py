@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
+from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
 from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.training import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
@@ -139,9 +141,16 @@ class IndexedImages:
         def chunks(readings: int) -> Generator[Chunk]:
             images, asked = SlotImages(job, self._reader, self.plan), requests(readings)
             options: dict[str, Any] = {"batch_sampler": asked, "collate_fn": images.collated, "where": images.where}
-            return handed_over(images, job.workers, job.prefetch, **job.handing_over, **options)
+            loaded = handed_over(images, job.workers, job.prefetch, **job.handing_over, **options)
+            return loaded if job.decode == "cpu" else self._decoded(loaded)
 
         return shares_of(job, self._world, self._stopwatch, steps, chunks)
+
+    def _decoded(self, chunks: Generator[Chunk]) -> Generator[Chunk]:
+        decoder = GPUDecoder(self._job.augmented, self._world.device, self._job.max_pixels)
+        with closing(chunks):
+            for chunk in chunks:
+                yield chunk.decoded(decoder)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}  # the plan is a function of the step
@@ -151,7 +160,7 @@ class IndexedImages:
 
 
 @dataclass(frozen=True)
-class SlotImages(Dataset[tuple[Tensor, Loaded]]):
+class SlotImages(Dataset[tuple[Tensor | StoredJPEG, Loaded]]):
     """Images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
     An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.
@@ -161,19 +170,24 @@ class SlotImages(Dataset[tuple[Tensor, Loaded]]):
     reader: Reader
     plan: Plan
 
-    def __getitem__(self, request: tuple[int, int, int]) -> tuple[Tensor, Loaded]:
+    def __getitem__(self, request: tuple[int, int, int]) -> tuple[Tensor | StoredJPEG, Loaded]:
         step, slot, sample = request
         failures: list[Failure] = []
         for candidate in self._candidates(step, slot, sample):
             name = self.reader.where(candidate)
             try:
-                pixels = self.job.augmented(self.reader.encoded(candidate), step, slot)
+                pixels = self._pixels(self.reader.encoded(candidate), step, slot)
             except DamagedImageError as error:
                 failures.append(Failure.of(name, error))
             else:
                 return pixels, Loaded(candidate, int(self.plan.classes.labels[candidate]), name, failures)
         blank = torch.zeros(3, self.job.image_size, self.job.image_size, dtype=torch.uint8)
         return blank, Loaded(NO_SAMPLE, -1, self.reader.where(sample), failures)
+
+    def _pixels(self, image: EncodedImage, step: int, slot: int) -> Tensor | StoredJPEG:
+        if self.job.decode == "gpu" and (data := image.plain_jpeg):
+            return StoredJPEG(data, image.turns, step, slot)
+        return self.job.augmented(image, step, slot)
 
     def where(self, request: tuple[int, int, int]) -> str:
         return self.reader.where(request[2])
@@ -182,6 +196,9 @@ class SlotImages(Dataset[tuple[Tensor, Loaded]]):
         yield sample
         yield from self.plan.stand_ins(step, slot).tolist()
 
-    def collated(self, loaded: list[tuple[Tensor, Loaded]]) -> Chunk:
-        pixels, images = zip(*loaded, strict=True)
-        return Chunk(torch.stack(pixels), list(images), self.reader.storage.meter.take())
+    def collated(self, loaded: list[tuple[Tensor | StoredJPEG, Loaded]]) -> Chunk:
+        given, images = zip(*loaded, strict=True)
+        encoded = {row: one for row, one in enumerate(given) if isinstance(one, StoredJPEG)}
+        none = torch.zeros(0, 3, self.job.image_size, self.job.image_size, dtype=torch.uint8)
+        pixels = torch.cat([none, *(one[None] for one in given if isinstance(one, Tensor))])
+        return Chunk(pixels, list(images), self.reader.storage.meter.take(), encoded=encoded)

@@ -111,6 +111,8 @@ class StreamedImages:
         self._sampling.require(len(self._shards.names), world.size)
         if self.index is not None:
             RandomSampling(self._sampling.size).check(self.index.classes)
+        if job.decode == "gpu":
+            raise DistapError("data.decode is gpu, which needs indexed reading; set data.decode to cpu")
         if job.pixels.hold == "reread":
             raise DistapError("data.pixels.hold is reread, but streamed reading meets each image once; choose spool")
         self.size = self._sampling.size
@@ -208,7 +210,7 @@ class StreamImages(IterableDataset[Chunk]):
 
 def _interleaved(parts: list[Chunk]) -> Chunk:
     """The chunks of all workers, which have equal numbers of rows and of streams, as one of the rank."""
-    pixels, images, traffic, cursors = zip(*parts, strict=True)
+    pixels, images, traffic, cursors, _ = zip(*parts, strict=True)
     return Chunk(
         torch.stack(pixels, 1).flatten(0, 1) if len(parts) > 1 else pixels[0],
         list(chain(*zip(*images, strict=True))),

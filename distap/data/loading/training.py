@@ -4,13 +4,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import InitVar, dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from distap.data.images.augmentation import Croppable, Transform, seeded
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
+from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
 from distap.data.loading.pixels import HeldPixels, Reread, held_pixels
 from distap.data.loading.workers import LONGEST_WAIT
 from distap.data.plan import Sampling
@@ -45,6 +46,7 @@ class LoadingJob:
     max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
     remote: RemoteSettings | None = None
     cache: CacheSettings | None = None  # of shards on this host's disk
+    decode: Literal["cpu", "gpu"] = "cpu"  # by workers, or by the rank on its device
 
     @property
     def handing_over(self) -> dict[str, Any]:
@@ -101,10 +103,23 @@ class Loaded(NamedTuple):
 class Chunk(NamedTuple):
     """Some images as a worker hands them over."""
 
-    pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image
+    pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image; of those not in `encoded`
     images: list[Loaded]
     traffic: Traffic  # of reading them
     cursors: list[tuple[int, ...]] = []  # noqa: RUF012 - positions of the worker's streams behind them, if it has any
+    encoded: dict[int, StoredJPEG] = {}  # noqa: RUF012 - images that the rank is to decode, by their row
+
+    def decoded(self, decoder: GPUDecoder) -> "Chunk":
+        """The chunk with all its pixels; what cannot be decoded is missing."""
+        images, pixels, ready = list(self.images), list[Tensor](), iter(self.pixels)
+        found = dict(zip(self.encoded, decoder(list(self.encoded.values())), strict=True))
+        for row, image in enumerate(images):
+            given = found[row] if row in found else next(ready)
+            if isinstance(given, DamagedImageError):
+                images[row] = Loaded(NO_SAMPLE, -1, image.name, [*image.failures, Failure.of(image.name, given)])
+                given = self.pixels.new_zeros(self.pixels.shape[1:])
+            pixels.append(given)
+        return self._replace(pixels=torch.stack(pixels), images=images, encoded={})
 
 
 @dataclass(eq=False)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import Box, DamagedImageError
+from distap.data.images.cropping import Box
+from distap.data.images.decoding import DamagedImageError
 from distap.data.images.image_sets import ImageSet
 from distap.data.images.whole_images import SizedChunk, SizedImages, batches_of_one_shape, sized_chunks
 from distap.errors import DistapError

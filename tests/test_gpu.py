@@ -1,0 +1,246 @@
+"""What only a GPU can show; test_on_a_device.py and test_nccl_rules.py show what can be seen without one."""
+
+import copy
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from batches import TensorBatch
+from networks import noise, random_network
+from problems import problem
+from prometheus_client import CollectorRegistry
+from servers import free_ports
+from stores import found_checkpoint
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.photos import jpeg, photo
+from distap.checkpoint.writer import CheckpointWriter
+from distap.data.images.augmentation import CropFlipColour
+from distap.data.images.decoding import EncodedImage
+from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
+from distap.device_copies import DeviceCopies, ToHost
+from distap.engine.ddp import DDPEngine, SumOverRanks
+from distap.ranking.gather import gather
+from distap.ranking.histogram.passes import soft_counts
+from distap.ranking.loss import Budget, build_loss
+from distap.ranking.losses.quantized import QuantizedAP
+from distap.ranking.rank import rank_descriptors
+from distap.registry import REGISTRY
+from distap.retrieval.metrics import evaluate_labelled_set
+from distap.stages.micro_batches import MicroBatchSizes
+from distap.stages.sizes import free_memory
+from distap.step import ThreeStageStep
+from distap.stopwatch import Stopwatch
+from distap.telemetry.metrics import TrainingMetrics
+from distap.telemetry.tracing import Tracer
+from distap.world import World, joined_world
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda")
+IMAGES = 40
+LOSSES = sorted(set(REGISTRY["loss"]) - {"metric_learning", "sum"})
+
+
+def stepped(network, device, precision="float32", sizes=None, network_of=lambda network: network):
+    """The result of a step, the way that it moved the parameters, float64, and its stopwatch."""
+    world, network = World(device=device), network_of(copy.deepcopy(network)).to(device)
+    before = [parameter.detach().cpu().double().clone() for parameter in network.parameters()]
+    optimizer = torch.optim.SGD(network.parameters(), lr=1000.0)
+    engine = DDPEngine(network, lambda: optimizer, world, precision=precision)
+    options = {"max_drift": math.inf, "stopwatch": Stopwatch(device)}
+    step = ThreeStageStep(engine, QuantizedAP(), world, 0, sizes or MicroBatchSizes(8, 16), **options)
+    batch = TensorBatch(noise(IMAGES), torch.arange(IMAGES) // 4, world, 1)
+    batch.pixels = batch.pixels.pin_memory() if device.type == "cuda" else batch.pixels
+    result = step(batch, 1000.0)
+    after = [parameter.detach().cpu().double().clone() for parameter in network.parameters()]
+    moved = torch.cat([(new - old).flatten() for old, new in zip(before, after, strict=True)])
+    return result, moved, step
+
+
+def distance(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("precision", "near"), [("float32", 0.02), ("bf16", 0.3), ("fp16", 0.1)])
+def test_a_step_is_exact_and_its_stages_are_timed(precision, near):
+    network = random_network().train()
+    _, expected, _ = stepped(network.double(), torch.device("cpu"))
+    result, found, step = stepped(network.float(), DEVICE, precision)
+    assert result.skipped is None and result.replay_drift < 0.05
+    assert distance(found, expected) < near
+    seconds = step.stopwatch.seconds
+    assert 0 < seconds["network"] < seconds["describe"] + seconds["replay"]
+
+
+def test_dropout_is_the_same_in_describe_and_replay_and_leaves_the_random_state_alone():
+    network, state = random_network(drop_rate=0.5, drop_path_rate=0.5).train(), torch.cuda.get_rng_state()
+    (first, moved, _), (second, again, _) = (stepped(network, DEVICE, sizes=MicroBatchSizes(8)) for _ in range(2))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert first.replay_drift < 1e-4 and first.loss == pytest.approx(second.loss, rel=1e-5)
+    assert distance(moved, again) < 1e-2
+
+
+def test_float16_halves_its_scale_where_gradients_overflow():
+    network = random_network().train()
+    engine = DDPEngine(
+        network.to(DEVICE),
+        lambda: torch.optim.SGD(network.parameters()),
+        World(device=DEVICE),
+        precision="fp16",
+    )
+    before, scale = next(network.parameters()).clone(), float(engine.state_dict()["scaler.scale"])
+    with engine.accumulating(True):
+        descriptors = engine.forward(noise(2).to(DEVICE))
+        engine.backward(descriptors, torch.full_like(descriptors, 1e30))
+    assert not math.isfinite(engine.update(0.1))
+    assert float(engine.state_dict()["scaler.scale"]) == scale / 2 and torch.equal(next(network.parameters()), before)
+
+
+class Hungry(torch.nn.Module):
+    """Runs out of the device's memory from so many images on."""
+
+    def __init__(self, network, most):
+        super().__init__()
+        self.network, self.most = network, most
+
+    def forward(self, images):
+        if len(images) > self.most:
+            torch.empty(2**45, dtype=torch.uint8, device=images.device)
+        return self.network(images)
+
+
+def test_micro_batches_are_halved_until_they_fit():
+    network, sizes = random_network().train(), MicroBatchSizes(16, 16)
+    _, expected, _ = stepped(network, DEVICE)
+    _, found, step = stepped(network, DEVICE, sizes=sizes, network_of=lambda network: Hungry(network, 5))
+    assert (step.sizes.replay, step.sizes.describe) == (4, 4)
+    assert distance(found, expected) < 1e-2
+
+
+def test_copies_arrive_whole_while_both_sides_go_on():
+    copies, busy = DeviceCopies(DEVICE), torch.randn(2048, 2048, device=DEVICE)
+    pixels, results = torch.randint(0, 256, (12, 64, 3, 64, 64), dtype=torch.uint8).pin_memory(), []
+    for images in pixels:
+        arrived = copies(images)
+        for _ in range(5):
+            busy = normalize(busy @ busy)
+        results.append(ToHost(arrived.long().sum()))
+    assert [int(result.tensor()) for result in results] == pixels.long().flatten(1).sum(1).tolist()
+
+
+def gathered_on(device, dtype):
+    raw, labels = problem(4, 300, 7)
+    raw, labels = normalize(raw).to(device, dtype), labels.unique(return_inverse=True)[1].to(device)
+    return gather(raw, labels, torch.ones_like(labels, dtype=torch.bool), World(device=device), len(labels))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_near_to_float64_on_the_cpu(name):
+    rankings = []
+    for device, dtype in ((DEVICE, torch.float32), (torch.device("cpu"), torch.float64)):
+        gathered = gathered_on(device, dtype)
+        loss = build_loss(name).sized(int(gathered.labels.max()) + 1, gathered.descriptors.shape[1], 0)
+        if loss.learned is not None:
+            loss.learned.to(device)
+        rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))
+    found, expected = rankings
+    assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-4)
+    if name != "blackbox_ap":  # its gradient is a difference of two rankings, of which near ties decide
+        assert distance(found.gradient.double().cpu(), expected.gradient) < 1e-3
+
+
+def test_ranking_takes_a_share_of_the_free_memory():
+    free, whole = free_memory(DEVICE), torch.cuda.get_device_properties(DEVICE).total_memory
+    assert 0 < Budget(torch.device("cuda", torch.cuda.current_device())).half <= whole // 8 and 0 < free < whole
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 129), (300, 1000)])
+def test_the_kernel_counts_as_its_twin(shape):
+    triton_counts = pytest.importorskip("distap.ranking.histogram.triton_counts")
+    similarities = torch.rand(shape, device=DEVICE) * 2 - 1
+    similarities[0, 0] = -torch.inf
+    found = triton_counts.soft_counts_by_hand(similarities, 1.0, 0.1, 20)
+    torch.testing.assert_close(found, soft_counts(similarities, 1.0, 0.1, 20), rtol=1e-5, atol=1e-4)
+
+
+def test_ddp_sums_its_bucket_over_nccl(monkeypatch):
+    facts = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)}
+    for name, value in facts.items():
+        monkeypatch.setenv(name, str(value))
+    with joined_world() as world:
+        assert dist.get_backend() == "nccl"
+        layer = torch.nn.Linear(3, 2).to(world.device)
+        replicas = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+        replicas.register_comm_hook(None, SumOverRanks(None).all_reduce)
+        replicas(torch.ones(4, 3, device=world.device)).sum().backward()
+        assert torch.equal(layer.weight.grad.cpu(), torch.full((2, 3), 4.0))
+        assert float(world.sum(torch.tensor(2.0, device=world.device))) == 2
+
+
+def test_a_checkpoint_takes_tensors_of_the_device(tmp_path):
+    tensors = {"network.a": torch.arange(6.0, device=DEVICE).view(2, 3)}
+    writer = CheckpointWriter(tmp_path / "checkpoints", World(device=DEVICE), 1)
+    writer.save(3, tensors, {"step": 3}, {"data": "d"}, None)
+    tensors["network.a"].zero_()  # what follows does not reach what was saved
+    writer.wait()
+    assert torch.equal(found_checkpoint(tmp_path).tensors()["network.a"], torch.arange(6.0).view(2, 3))
+
+
+def test_nvml_tells_the_utilisation():
+    pytest.importorskip("pynvml")
+    registry = CollectorRegistry()
+    TrainingMetrics(True, (), registry)
+    assert 0 <= registry.get_sample_value("distap_device_utilization_ratio") <= 1
+
+
+def test_evaluation_is_that_of_the_cpu():
+    raw, labels = problem(5, 500, 16, dtype=torch.float32)
+    found = evaluate_labelled_set(normalize(raw).to(DEVICE), labels.to(DEVICE)).summary()
+    assert found == pytest.approx(evaluate_labelled_set(normalize(raw), labels).summary(), abs=1e-4)
+
+
+def test_faiss_searches_on_the_gpu():
+    faiss = pytest.importorskip("faiss")
+    if not faiss.get_num_gpus():
+        pytest.skip("this Faiss has no GPU")
+    from distap.retrieval.nearest import nearest
+
+    values = np.random.default_rng(0).normal(size=(5000, 32)).astype(np.float32)
+    similarities, rows = nearest(values[:50], values, 10, exclude_self=True)
+    exact = values[:50] @ values.T
+    np.fill_diagonal(exact, -np.inf)
+    assert (rows == np.argsort(-exact, axis=1)[:, :10]).mean() > 0.99
+    np.testing.assert_allclose(similarities, -np.sort(-exact, axis=1)[:, :10], rtol=1e-4)
+
+
+def test_jpeg_is_decoded_on_the_gpu_as_by_pillow():
+    transform = CropFlipColour().transform(224, scaled_decoding=False)
+
+    def augment(image, step, slot):
+        torch.manual_seed(slot)
+        return transform(image)
+
+    files = [jpeg(photo(500, 400, seed), 90) for seed in range(4)]
+    stored = [StoredJPEG(data, EncodedImage(data).turns, 0, slot) for slot, data in enumerate(files)]
+    for slot, (data, found) in enumerate(zip(files, GPUDecoder(augment, DEVICE)(stored), strict=True)):
+        assert (found.int() - augment(EncodedImage(data), 0, slot).int()).abs().float().mean() < 2
+
+
+def test_a_trace_has_the_kernels(tmp_path):
+    tracer = Tracer(tmp_path, rank=0)
+    tracer.agreed(1)
+    tracer.begin(0)
+    (torch.ones(64, 64, device=DEVICE) @ torch.ones(64, 64, device=DEVICE)).sum().item()
+    tracer.step_done(1)
+    tracer.finish()
+    (path,) = tmp_path.glob("*.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
