@@ -64,7 +64,7 @@ def extract_command(
 
     After a stop, the same command continues from the finished parts, on any number of ranks. Images that cannot be
     used are listed in OUTPUT/left_out.txt. On several machines start `torchrun [...] -m distap.cli extract [...]` on
-    each, with an OUTPUT that all of them see.
+    each; OUTPUT is written by rank 0.
     """
     if ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets for the ranks that it starts
         from distap.launcher import launch

@@ -163,6 +163,7 @@ def in_turn(
         takes: (m,) how many have it now, at most `longest` and at most the count.
         key, of: what the orders are a function of, and a number for each set, (m,).
     """
+    counts = np.maximum(counts, 1)  # an empty set takes none
     rounds, first = np.divmod(starts, counts)
     columns = np.arange(int(takes.max()))
     is_later, places = np.divmod(first[:, None] + columns, counts[:, None])

@@ -87,7 +87,9 @@ class DescribedLabelledSet:
         figures = result.summary()
         if self.of.gap_batch is not None:
             whole = None if refinement.parts else figures["mAP"]
-            figures["gap"] = decomposability_gap(self.descriptors, labels.to(device), self.of.gap_batch, whole)
+            figures["gap"] = decomposability_gap(
+                self.descriptors, labels.to(device), self.of.gap_batch, whole, self.world
+            )
         count = int(result.is_query.sum())
         about = {
             "data": self.of.images.name,

@@ -242,8 +242,10 @@ class Watchdog:
                 found.append(f"{member} has not been heard of for {silent:.0f} s; it was in {doing}")
             elif collective is not None and other.is_behind(collective.channel, collective.number):
                 found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
-        all_here = "every rank has begun it, so one may hang in it, or the network between them is broken"
-        return _listed(found, self._known.is_cut) or all_here
+        nobody = "every rank has begun it, so one may hang in it, or the network between them is broken"
+        if self._known.is_cut:
+            nobody = "more ranks lag behind than rank 0 tells of; its own log names those that have not reached it"
+        return _listed(found, self._known.is_cut) or nobody
 
 
 def is_of_the_network(error: BaseException) -> bool:

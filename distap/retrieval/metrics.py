@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from numpy.typing import NDArray
@@ -200,7 +199,11 @@ def _ranked(
 
 
 def decomposability_gap(
-    descriptors: Tensor | NDArray[Any], labels: Int64[Tensor, " N"], batch: int, whole: float | None = None
+    descriptors: Tensor | NDArray[Any],
+    labels: Int64[Tensor, " N"],
+    batch: int,
+    whole: float | None = None,
+    world: World = ALONE,
 ) -> float:
     """By how much mAP within batches overstates mAP over the whole set (Ramzi et al. 2021, eq. 6).
 
@@ -210,18 +213,22 @@ def decomposability_gap(
     Args:
         batch: images of each. Batches split the images at random, always alike; a remainder is in none.
         whole: mAP of all images, if it is known.
+        world: ranks that share the work; all of them call this with the same arguments.
     """
     batch = min(batch, len(labels))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    values = []
-    for rows in order[: len(order) - len(order) % batch].view(-1, batch):
+    batches = order[: len(order) - len(order) % batch].view(-1, batch)
+    values = torch.zeros(2, len(batches), dtype=torch.float64)  # mAP, and whether there is one
+    for number in range(world.rank, len(batches), world.size):
+        rows = batches[number]
         own = labels[rows]
         if bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
             described = descriptors[rows if isinstance(descriptors, Tensor) else rows.numpy()]
-            values.append(evaluate_labelled_set(described, own, 0).summary()["mAP"])
+            values[:, number] = torch.tensor([evaluate_labelled_set(described, own, 0).summary()["mAP"], 1.0])
     if whole is None:
-        whole = evaluate_labelled_set(descriptors, labels, 0).summary()["mAP"]
-    return float(np.mean(values)) - whole if values else float("nan")
+        whole = evaluate_labelled_set(descriptors, labels, 0, world=world).summary()["mAP"]
+    found, counts = world.sum(values.to(world.device)).cpu()
+    return float(found[counts > 0].mean()) - whole if counts.any() else float("nan")
 
 
 def _of_ranks(ranks: Int64[Tensor, "q P"], at: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,12 @@ def own_folder(kind: str, place: str) -> Path:
 
     What is in it is believed, so it has to be the user's, and may not come with the data.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    folder = cache / "distap" / kind / short_digest(place if scheme_of(place) else str(Path(place).resolve()))
     remedy = "set XDG_CACHE_HOME to a folder of your own"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError as error:
+        raise UnwritableError(f"this user has no home; {remedy}") from error
+    folder = cache / "distap" / kind / short_digest(place if scheme_of(place) else str(Path(place).resolve()))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -35,20 +40,26 @@ def own_folder(kind: str, place: str) -> Path:
 
 
 def made_once(kind: str, place: str, version: Any, make: Callable[[Path], None]) -> Path:
-    """Return the folder that `make` filled for a version of what is at a place, once for all processes.
+    """Return the folder that `make` filled for a version of what is at a place, once for all processes of this host.
 
-    Folders of its other versions are removed. Processes that have mapped files of theirs keep them.
+    Folders of its other versions are removed. Processes that have mapped their files keep them, as these are on the
+    same host: hosts that share a home have folders of their own.
 
     Raises:
         UnwritableError: the folder cannot be written. Others are those of `make`.
     """
-    home = own_folder(kind, place)
+    home = own_folder(kind, place) / platform.node()
     folder = home / short_digest(version)
     if not folder.is_dir():
-        with locked(home, "writing", wait=True):
+        with ExitStack() as locking:
+            try:
+                locking.enter_context(locked(home, "writing", wait=True))
+            except OSError as error:
+                raise UnwritableError(f"{home}: cannot be locked: {error.strerror}") from error
             if not folder.is_dir():
-                for old in home.iterdir():
-                    shutil.rmtree(old, ignore_errors=True)  # but for the lock, which is a file
+                for old in filter(Path.is_dir, list(home.iterdir())):
+                    # Under another name first: a removal that is cut short leaves nothing that looks whole.
+                    shutil.rmtree(old.rename(home / f".removed-{old.name}"), ignore_errors=True)
                 with replacing_folder(folder) as new:
                     make(new)
     return folder

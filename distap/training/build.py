@@ -280,11 +280,7 @@ def step_of(
 
 
 def trained_network(
-    path: Path | str,
-    world: World,
-    best: bool = False,
-    overrides: Sequence[str] = (),
-    given: nn.Module | None = None,
+    path: Path | str, world: World, best: bool = False, overrides: Sequence[str] = (), given: nn.Module | None = None
 ) -> tuple[NetworkRecipe, RetrievalNetwork]:
     """Load the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 

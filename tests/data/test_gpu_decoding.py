@@ -4,6 +4,7 @@ import pytest
 import torch
 from images import indexed_images, write_images
 from PIL import Image
+from small_trainings import recipe
 
 from benchmarks.photos import jpeg, photo
 from distap.data.images.augmentation import CropFlipColour
@@ -11,6 +12,10 @@ from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
 from distap.data.loading.training import NO_SAMPLE
 from distap.data.shards.packing import pack
+from distap.errors import DistapError
+from distap.stopwatch import Stopwatch
+from distap.training.build import images_of
+from distap.world import World
 
 CPU = torch.device("cpu")
 TRANSFORM = CropFlipColour(colour=0.4).transform(32, scaled_decoding=False)
@@ -83,3 +88,9 @@ def test_what_other_decoders_do_not_know_stays_with_pillow(tmp_path):
     photo(60, 50, 0).convert("CMYK").save(tmp_path / "cmyk.jpg")
     for data in ((tmp_path / "cmyk.jpg").read_bytes(), jpeg(photo(60, 50, 0), 90)[:-40]):
         assert EncodedImage(data).plain_jpeg is None
+
+
+def test_a_rank_without_a_gpu_refuses_to_decode_on_one(tmp_path, training_shards):
+    settings = recipe(tmp_path, training_shards, data__decode="gpu")
+    with pytest.raises(DistapError, match=r"data\.decode: gpu, but this rank trains on its CPU"):
+        images_of(settings, World(), Stopwatch())

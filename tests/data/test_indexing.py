@@ -1,7 +1,9 @@
 import errno
 import io
 import itertools
+import os
 import pickle
+import platform
 import shutil
 import tarfile
 import zlib
@@ -27,7 +29,8 @@ from distap.data.shards.packing import pack
 from distap.data.shards.parallel import forking_context
 from distap.data.shards.tar import BLOCK, read_samples
 from distap.errors import DistapError
-from distap.storage import columns
+from distap.storage import columns, host_cache
+from distap.storage.files import LocalStorage
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings, UnreachableError
 
@@ -555,7 +558,7 @@ def test_a_folder_that_cannot_be_looked_at_is_no_traceback():
 def shared(home, monkeypatch):
     """Have the processes of a host share even a small index; the folder of it."""
     monkeypatch.setattr(loading, "LARGE", 0)
-    return lambda: next(path for path in (home / "distap" / "index").glob("*/*") if path.is_dir())
+    return lambda: next(path for path in (home / "distap" / "index").glob("*/*/*") if path.is_dir())
 
 
 def test_a_shared_index_is_the_same_index(shards, home, monkeypatch):
@@ -649,3 +652,43 @@ def test_an_index_is_in_memory_where_the_user_has_no_cache(shards, shared, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
     assert len(load_index(shards)) == 9
     assert f"{occupied}/distap/index" in caplog.text and "cannot be made" in caplog.text
+
+
+def test_an_index_is_in_memory_where_the_cache_cannot_be_locked(shards, shared, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(host_cache, "locked", refuse)
+    assert len(load_index(shards)) == 9
+    assert "cannot be locked: Permission denied" in caplog.text
+
+
+def test_hosts_that_share_a_home_leave_each_others_files_alone(shards, shared, monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "one")
+    of_one = load_index(shards)
+    os.utime(shards / "index.npz", ns=(0, 0))  # a copy on another host's disk, with the same path
+    monkeypatch.setattr(platform, "node", lambda: "two")
+    of_two = load_index(shards)
+    assert of_one.folder != of_two.folder and of_one.folder.is_dir()
+
+
+def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_whole(shards, shared, monkeypatch):
+    def killed(folder, **_):
+        next(folder.glob("*.npy")).unlink()
+        raise KeyboardInterrupt
+
+    load_index(shards)
+    times = (shards / "index.npz").stat().st_mtime_ns
+    os.utime(shards / "index.npz", ns=(0, 0))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        load_index(shards)
+    os.utime(shards / "index.npz", ns=(times, times))
+    assert isinstance(load_index(shards), SharedIndex)
+    assert len([path for path in shared().parent.iterdir() if path.is_dir()]) == 1
+
+
+def test_an_index_whose_changes_nobody_tells_is_read_each_time(shards, shared, monkeypatch):
+    about = LocalStorage.about
+    monkeypatch.setattr(LocalStorage, "about", lambda files, name: about(files, name)._replace(version=""))
+    assert not isinstance(load_index(shards), SharedIndex)

@@ -1,5 +1,7 @@
 """Ranks share an evaluation: the same bits on any number of them, and no folder that all of them see."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,10 @@ def evaluations(world):
         evaluate_graded(queries, gallery, graded, world=world),
         evaluate_graded(queries, gallery.numpy().astype(np.float16), graded, head=head, world=world),
         evaluate_landmarks(queries, gallery, landmarks, world=world),
+        SimpleNamespace(
+            gap=metrics.decomposability_gap(gallery, labels, 70, None, world),
+            known=metrics.decomposability_gap(gallery, labels, 250, 0.5, world),
+        ),
     ]
     return [vars(result) for result in results]
 
@@ -67,24 +73,34 @@ def assert_same(found, expected):
 def extract_without_a_shared_folder(world, photos, folder):
     """Each rank's folder is its own, as on hosts that share no file system; another run left a file on rank 1's."""
     own = folder / str(world.rank)
-    images = open_images(photos)
+    images, entered, collective = open_images(photos), [], World.collective
+
+    def counted(world, name, *more):
+        entered.append(name)
+        return collective(world, name, *more)
+
+    World.collective = counted
     extract_to_folder(Extraction(describer(), images, world, workers=0), own / "extracted", part_images=4)
     describing = Describing(describer(), world, workers=0, kept_in=own / "kept")
     stale = own / "kept" / "photos" / "descriptors.npy"
     if world.rank == 1:
         stale.parent.mkdir(parents=True)
         np.save(stale, np.zeros((31, 8), np.float32))
-    return describing.descriptors(images, "photos")
+    described = describing.descriptors(images, "photos")
+    World.collective = collective
+    return *described, entered
 
 
 @pytest.mark.slow
 def test_only_rank_0_needs_the_folder_of_descriptors(tmp_path):
     (tmp_path / "photos").mkdir()
     photos = write_photos(tmp_path / "photos")
-    samples, expected = extract_without_a_shared_folder(World(), photos, tmp_path / "alone")
-    for own, descriptors in on_ranks(3, extract_without_a_shared_folder, photos, tmp_path / "several"):
+    samples, expected, _ = extract_without_a_shared_folder(World(), photos, tmp_path / "alone")
+    found = on_ranks(3, extract_without_a_shared_folder, photos, tmp_path / "several")
+    for own, descriptors, entered in found:
         assert np.array_equal(own, samples)
         assert np.array_equal(descriptors, expected)
+        assert entered == found[0][2] and "handing over of parts" in entered  # the watchdog compares their numbers
     found = read_descriptors(tmp_path / "several" / "0" / "extracted")
     assert np.array_equal(found.descriptors, read_descriptors(tmp_path / "alone" / "0" / "extracted").descriptors)
     assert not (tmp_path / "several" / "2").exists()

@@ -103,7 +103,7 @@ def _read(storage: Storage, name: str, where: str) -> Index:
     """Read an index, a large one from the files that the first process of this host has made of it."""
 
     about = storage.about(name)
-    if about.size < LARGE:
+    if about.size < LARGE or not about.version:  # a web server need not tell when a file has changed
         return parse_index(storage.read_whole(name), where)
 
     def parse(keep: Callable[[str, Column], Column] = lambda _, column: column) -> Index:
@@ -111,11 +111,15 @@ def _read(storage: Storage, name: str, where: str) -> Index:
             return parse_index(file.read(), where, keep)
 
     try:
-        folder = made_once("index", storage.where(name), [VERSION, *about], partial(SharedIndex.fill, parse=parse))
+        version = [VERSION, *about]
+        return SharedIndex.at(
+            made_once("index", storage.where(name), version, partial(SharedIndex.fill, parse=parse))
+        )
     except UnwritableError as error:
         logger.warning("%s: each process holds the whole index in its memory, since %s", where, error)
-        return parse()
-    return SharedIndex.at(folder)
+    except FileNotFoundError:  # another process has opened another version meanwhile
+        logger.warning("%s: changes while it is opened; this process holds it in its memory", where)
+    return parse()
 
 
 def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:

@@ -55,16 +55,16 @@ class Outbox:
     def exchange(self) -> None:
         """Empty the outboxes of all ranks, which call this together."""
         world, listed = self.world, self.world.gather_values([[name, len(data)] for name, data in self.files.items()])
-        for rank, files in enumerate(listed):
-            for name, size in files if world.rank in (0, rank) else []:
-                with world.collective(f"handing over of {name}"):
+        with world.collective("handing over of parts"):  # also by ranks without any: the watchdog counts on it
+            for rank, files in enumerate(listed):
+                for name, size in files if world.rank in (0, rank) else []:
                     if world.rank == rank:
                         sent = torch.frombuffer(bytearray(self.files.pop(name)), dtype=torch.uint8)
                         dist.send(sent.to(world.device), group=world.group, group_dst=0)
                         continue
                     received = torch.empty(size, dtype=torch.uint8, device=world.device)
                     dist.recv(received, group=world.group, group_src=rank)
-                self.receive(name, received.cpu().numpy().tobytes())
+                    self.receive(name, received.cpu().numpy().tobytes())
 
 
 class BrokenOffError(Exception):
