@@ -224,7 +224,7 @@ def decomposability_gap(
         own = labels[rows]
         if bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
             described = descriptors[rows if isinstance(descriptors, Tensor) else rows.numpy()]
-            values[:, number] = torch.tensor([evaluate_labelled_set(described, own, 0).summary()["mAP"], 1.0])
+            values[0, number], values[1, number] = evaluate_labelled_set(described, own, 0).summary()["mAP"], 1
     if whole is None:
         whole = evaluate_labelled_set(descriptors, labels, 0, world=world).summary()["mAP"]
     found, counts = world.sum(values.to(world.device)).cpu()
