@@ -14,7 +14,6 @@ BENCHMARKS = {
     "gain": "benchmarks.gain:GainBenchmark",
     "data": "benchmarks.data:DataBenchmark",
     "eval": "benchmarks.evaluation:EvaluationBenchmark",
-    "savings": "benchmarks.savings:SavingsBenchmark",
     "approximations": "benchmarks.approximations:ApproximationsBenchmark",
     "memory": "benchmarks.memory:MemoryBenchmark",
     "network": "benchmarks.network:NetworkBenchmark",

@@ -20,9 +20,9 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.materialised import materialised_loss
 from distap.config.reading import load_recipe
+from distap.engine.precision import describing_in
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
-from distap.model.speed.folding import Describer
 from distap.multistage import Multistage
 from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank
@@ -126,9 +126,9 @@ class ApproximationsBenchmark(harness.Benchmark):
         """Load and describe the global batches of the recipe's first steps."""
         sampling = f"sampling={{name: p_by_k, classes: {size // self.images}, images: {self.images}}}"
         recipe = load_recipe(self.recipe, [*self.set, sampling])
-        describers = {EXACT: Describer(network)}
+        describers = {EXACT: describing_in("float32", network)}
         if self.bf16:
-            describers[BF16] = Describer(network, torch.bfloat16)
+            describers[BF16] = describing_in("bf16", network)
         batches = []
         for share in track(images_of(recipe, World(), Stopwatch()).shares(range(count)), f"B = {size}", count):
             pixels = share.images(slice(0, size)).clone()[share.present]

@@ -23,12 +23,11 @@ from torch.optim import Optimizer
 
 from benchmarks.materialised import materialised_loss
 from distap.engine.ddp import DDPEngine
-from distap.engine.precision import autocast
+from distap.engine.precision import autocast, describing_in
 from distap.engine.settings import PrecisionName
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
-from distap.model.speed.folding import Describer
 from distap.multistage import Multistage
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
@@ -137,14 +136,20 @@ class ThreeStages:
 
     Args:
         keep: micro-batches of this rank whose graph is kept.
-        change: is given the copy of the network to change, and may return what describes it in stage one.
+        change: is given the copy of the network to change.
+        describe_in: precision of stage one; None takes the task's.
     """
 
     def __init__(
-        self, task: Task, keep: int = 0, change: Callable[[RetrievalNetwork], Describer | None] | None = None
+        self,
+        task: Task,
+        keep: int = 0,
+        change: Callable[[RetrievalNetwork], object] | None = None,
+        describe_in: PrecisionName | None = None,
     ) -> None:
         self.network = copy.deepcopy(task.network)
-        describer = change(self.network) if change else None
+        if change:
+            change(self.network)
         self.optimizer = adam(self.network)
         self._batch = task.batch
         self._step = ThreeStageStep(
@@ -155,7 +160,7 @@ class ThreeStages:
             MicroBatchSizes(task.micro_batch, keep=keep),
             max_drift=float("inf"),  # bfloat16 drifts more than trainings tolerate by default
             stopwatch=Stopwatch(task.world.device),  # as in training, so that its cost counts
-            describer=describer,
+            describer=None if describe_in is None else describing_in(describe_in, self.network),
         )
         self.seconds: list[dict[str, float]] = []  # by stage, of each step
         self.forwards = 2.0

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -43,14 +44,22 @@ CAPTION = (
     "distap without scaled decoding. WebDataset: its loader, decoding with Pillow and cropping with torchvision. "
     "faster: how many times distap is, the median over rounds."
 )
-HEADINGS = ("what", "pixels", "KB", "to", "scale", "by", "images/s", "faster")
+HEADINGS = ("what", "format", "pixels", "KB", "to", "scale", "by", "images/s", "faster")
+
+
+class Format(StrEnum):
+    """Of image files, by the ending of their names."""
+
+    jpg, png, webp = "jpg", "png", "webp"
+
+
 Rates = dict[str, list[float]]  # images a second by candidate and round; distap's first
 
 
 class DataBenchmark(harness.Benchmark):
     """Print images a second of decoding and loading, beside Pillow's full decoding and a plain WebDataset loader.
 
-    By default 1-megapixel images for crops of 224, 384 and 800 pixels.
+    By default 1-megapixel JPEG, PNG and WebP images for crops of 224, 384 and 800 pixels.
     """
 
     name: ClassVar[str] = "data"
@@ -61,32 +70,40 @@ class DataBenchmark(harness.Benchmark):
         800,
     ]
     crop: Annotated[float, Option(help="Smallest share of an image that a crop keeps.", min=0.01, max=1)] = 0.5
-    quality: Annotated[int, Option(help="JPEG quality.", min=1, max=100)] = 90
+    quality: Annotated[int, Option(help="Quality of JPEG and WebP.", min=1, max=100)] = 90
+    format: Annotated[list[Format], Option(help="Format of the images; repeat for several.")] = [*Format]
     count: Annotated[int, Option(help="Number of images.", min=32)] = 64
     workers: Annotated[int, Option(help="Workers of the loaders; 0 leaves the loaders out.", min=0)] = 2
     rounds: harness.Rounds = 5
 
     def report(self) -> harness.Report:
         seeds = track(range(self.count), "drawing photos", self.count)
-        files = [jpeg(photo(self.image, self.image, seed), self.quality) for seed in seeds]
+        photos = [photo(self.image, self.image, seed) for seed in seeds]
         transforms = [CropFlipColour(crop=self.crop).transform(size) for size in self.output_size]
         torch.set_num_threads(1)
-        rows = [self._row("decode", transform, files, self._decode(transform, files)) for transform in transforms]
-        with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
-            shards = self._shards(Path(folder), files)
-            for transform in transforms if self.workers else []:
-                rows.append(self._row("load", transform, files, self._load(transform, shards)))
+        rows = []
+        for name in self.format:
+            files = [encoded(one, name, self.quality) for one in photos]
+            for transform in transforms:
+                rows.append(self._row("decode", name, transform, files, self._decode(transform, files)))
+            with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
+                shards = self._shards(Path(folder), files, name)
+                for transform in transforms if self.workers else []:
+                    rows.append(self._row("load", name, transform, files, self._load(transform, shards, name)))
         cells = [line for row in rows for line in _cells(row)]
         return harness.Report(rows, [harness.FiguresTable("images a second", CAPTION, HEADINGS, cells)])
 
-    def _row(self, what: str, transform: CropAndVary, files: Sequence[bytes], rates: Rates) -> harness.Row:
+    def _row(
+        self, what: str, name: Format, transform: CropAndVary, files: Sequence[bytes], rates: Rates
+    ) -> harness.Row:
         own = next(iter(rates.values()))
         scales = []
         for seed in range(len(files)):
             torch.manual_seed(seed)
-            scales.append(1 / reduction(*transform.choose(self.image, self.image)))
+            scales.append(1 / (reduction(*transform.choose(self.image, self.image)) if name == Format.jpg else 1))
         return {
             "what": what,
+            "format": name,
             "image": self.image,
             "output": transform.size,
             "kilobytes": sum(map(len, files)) / len(files) / 1000,
@@ -111,20 +128,20 @@ class DataBenchmark(harness.Benchmark):
         turns = harness.take_turns(decoders, self.rounds, World(), f"decoding to {transform.size} px")
         return {name: [len(files) / spent for spent in of.processor] for name, of in turns.items()}
 
-    def _shards(self, folder: Path, files: Sequence[bytes]) -> Path:
+    def _shards(self, folder: Path, files: Sequence[bytes], name: Format) -> Path:
         """Pack the images into some shards for each worker of WebDataset, which deals out whole shards."""
         for number, data in enumerate(files):
-            path = folder / "images" / str(number // IMAGES_A_CLASS) / f"{number}.jpg"
+            path = folder / "images" / str(number // IMAGES_A_CLASS) / f"{number}.{name}"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         pack(folder / "images", folder / "shards", images_per_shard=max(1, len(files) // (4 * max(1, self.workers))))
         return folder / "shards"
 
-    def _load(self, transform: CropAndVary, shards: Path) -> Rates:
+    def _load(self, transform: CropAndVary, shards: Path, name: Format) -> Rates:
         rates: Rates = {"distap": [], "WebDataset": []}
         for _ in track(range(self.rounds), f"loading at {transform.size} px", self.rounds):
             rates["distap"].append(self._rate(self._by_distap(transform, shards)))
-            rates["WebDataset"].append(self._rate(self._by_webdataset(transform, shards)))
+            rates["WebDataset"].append(self._rate(self._by_webdataset(transform, shards, name)))
         return rates
 
     def _rate(self, chunks: Iterator[Tensor]) -> float:
@@ -154,10 +171,10 @@ class DataBenchmark(harness.Benchmark):
             for start in range(0, batch, CHUNK):
                 yield share.images(slice(start, start + CHUNK))
 
-    def _by_webdataset(self, transform: CropAndVary, shards: Path) -> Iterator[Tensor]:
+    def _by_webdataset(self, transform: CropAndVary, shards: Path, name: Format) -> Iterator[Tensor]:
         dataset = (
             webdataset.WebDataset(sorted(map(str, shards.glob("*.tar"))), shardshuffle=False)
-            .to_tuple("jpg")
+            .to_tuple(name)
             .map(lambda sample: transform(ByTorchvision(sample[0])))
             .repeat()
             .batched(CHUNK, collation_fn=torch.stack)
@@ -165,6 +182,15 @@ class DataBenchmark(harness.Benchmark):
         yield from webdataset.WebLoader(
             dataset, batch_size=None, num_workers=self.workers, prefetch_factor=PREFETCH, persistent_workers=False
         )
+
+
+def encoded(picture: Image.Image, name: Format, quality: int) -> bytes:
+    """The picture's file, as cameras and web sites write it."""
+    if name == Format.jpg:
+        return jpeg(picture, quality)
+    buffer = io.BytesIO()
+    picture.save(buffer, name, quality=quality)
+    return buffer.getvalue()
 
 
 class ByPillow:
@@ -191,7 +217,14 @@ class ByTorchvision(ByPillow):
 
 
 def _cells(row: harness.Row) -> Iterator[list[str]]:
-    first = [row["what"], str(row["image"]), f"{row['kilobytes']:.0f}", str(row["output"]), f"{row['scale']:.2f}"]
+    first = [
+        row["what"],
+        row["format"],
+        str(row["image"]),
+        f"{row['kilobytes']:.0f}",
+        str(row["output"]),
+        f"{row['scale']:.2f}",
+    ]
     for name, rate in row["images_per_second"].items():
         yield [*first, name, f"{rate:,.0f}", f"{row['faster'][name]:.2f}x" if name in row["faster"] else ""]
         first = [""] * len(first)

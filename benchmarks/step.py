@@ -2,8 +2,10 @@
 
 import os
 import statistics
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import model_validator
@@ -38,6 +40,8 @@ from distap.engine.precision import DTYPES, autocast
 from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
+from distap.model.speed.compiling import compile_backbone
+from distap.model.speed.folding import fold_batchnorm
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.sizes import free_memory
 from distap.world import World
@@ -84,6 +88,9 @@ class StepBenchmark(harness.Benchmark):
     rounds: harness.Rounds = 9
     bf16: Annotated[bool, Option("--bf16", help="Compute in bfloat16 instead of float32.")] = False
     memory_batch: Annotated[list[int], Option(help="Measure the peak memory of this B too; repeat for several.")] = []
+    savings: Annotated[bool, Option("--savings", help="Measure each saving inside the network, and all of them.")] = (
+        False
+    )
     only: Annotated[list[str], Option(help="Measure this contender beside the floor; repeat for several.")] = []
 
     @property
@@ -113,7 +120,7 @@ class StepBenchmark(harness.Benchmark):
             forward, graph = forward_flops(network, images), graph_bytes(network, images)
         contenders, omitted = self._contenders(task, graph)
         gradients = {name: gradient_of(step, step.optimizer) for name, step in contenders.items()}
-        exact = next((name for name in ("full batch", "cached gradients") if name in contenders), "distap")
+        exact = next(name for name in ("full batch", "cached gradients", "distap", *self.only) if name in contenders)
         errors = {name: relative_difference(gradient, gradients[exact]) for name, gradient in gradients.items()}
         del gradients  # each is as large as the network
         collectives = {name: collectives_of(step) for name, step in contenders.items()}
@@ -156,6 +163,9 @@ class StepBenchmark(harness.Benchmark):
 
     def _contenders(self, task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
         possible, omitted = possible_contenders(task, graph)
+        if self.savings:
+            with_savings, without = contenders_with_savings(task, graph)
+            possible, omitted = possible | with_savings, omitted | without
         if unknown := set(self.only) - {*possible, *omitted}:
             raise DistapError(f"--only {unknown.pop()!r}: expected one of {', '.join({*possible, *omitted})}")
         wanted = {TWO_PASSES, ONE_PASS, *(self.only or possible)}
@@ -217,6 +227,41 @@ class StepBenchmark(harness.Benchmark):
         return harness.Report(found, tables, notes)
 
 
+def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Return distap with each saving inside the network, some with graphs kept, and why others are left out."""
+    compiling = partial(compile_backbone, sizes=[task.micro_batch])
+    keep, in_bf16 = graphs_kept(task, graph), replace(task, precision="bf16")
+    settings: dict[str, tuple[Task, dict[str, Any]]] = {
+        "folded": (task, {"change": fold_batchnorm}),
+        "compiled": (task, {"change": compiling}),
+        "folded, kept": (task, {"change": fold_batchnorm, "keep": keep}),
+        "compiled, kept": (task, {"change": compiling, "keep": keep}),
+        "channels first": (task, {"change": _channels_first}),
+        "activations checkpointed": (task, {"change": RetrievalNetwork.checkpoint_activations}),
+        "describe in bf16": (task, {"describe_in": "bf16"}),
+        "in bf16": (in_bf16, {}),
+        "in bf16, compiled": (in_bf16, {"change": compiling}),
+    }
+    found, omitted = dict[str, Contender](), dict[str, str]()
+    for name, (own, how) in settings.items():
+        try:
+            found[name] = ThreeStages(own, **how)
+        except DistapError as error:
+            omitted[name] = str(error)
+    return found, omitted
+
+
+def graphs_kept(task: Task, graph: float) -> int:
+    """How many micro-batches have memory to keep their graph, whose bytes an image are `graph`."""
+    free = SHARE_OF_FREE * -task.world.maximum(-free_memory(task.world.device))
+    return max(0, min(len(task.micro_batches), int(free / (graph * task.micro_batch)) - 1))
+
+
+def _channels_first(network: RetrievalNetwork) -> None:
+    network.memory_format = torch.contiguous_format
+    network.to(memory_format=torch.contiguous_format)
+
+
 def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return the contenders that there is memory for, and why there is not for the others.
 
@@ -232,8 +277,7 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
         "Multistage": MultistageLoop(task),
     }
     omitted = {}
-    keep = min(whole, int(free / (graph * task.micro_batch)) - 1)
-    if keep > 0:
+    if keep := graphs_kept(task, graph):
         kept = "graphs kept" if keep >= whole else f"{keep} of {whole} kept"
         chosen[f"distap, {kept}"] = ThreeStages(task, keep)
     else:

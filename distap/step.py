@@ -82,8 +82,7 @@ class ThreeStages:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
-    # Describes in stage one instead of the engine, such as with folded BatchNorm; its method `refresh` takes over the
-    # network's present parameters.
+    # Describes in stage one instead of the engine, such as in a lower precision.
     describer: Forward | None = None
     overlap: bool = True  # gather and count descriptors while the network goes on describing
     ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
@@ -103,8 +102,6 @@ class ThreeStages:
         parts, kept, cheap = list[Tensor](), dict[int, Tensor](), self.describer or self.engine.describe
         with self._stage("describe", batch.step), self.engine.describing():
             self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)  # some engines gather parameters first
-            if self.describer is not None and hasattr(self.describer, "refresh"):
-                self.describer.refresh()
             while start < share:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay

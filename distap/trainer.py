@@ -31,7 +31,6 @@ from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import Tracer
 from distap.training.build import (
-    describer_of,
     engine_of,
     evaluations_of,
     fitting_of,
@@ -102,12 +101,12 @@ class Trainer:
         self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None)
         if not self.is_begun:
             whiten_projection(recipe, self.network, world, only_check)
-        describer = describer_of(recipe, self.network.train())
+        self.network.train()
         self.evaluations = evaluations_of(recipe, self.network, world, sets)
         self.engine = engine_of(recipe, self.network, world)
         memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
         loss_engine, batch = loss_engine_of(recipe, loss, world), self.images.size
-        self.step = step_of(recipe, self.engine, loss, world, batch, describer, memory, self.stopwatch, loss_engine)
+        self.step = step_of(recipe, self.engine, loss, world, batch, memory, self.stopwatch, loss_engine)
         self.state = RunState(recipe, world, self.images, self.engine, memory, loss_engine)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
@@ -183,9 +182,9 @@ class Trainer:
 
     def _after_first_step(self) -> None:
         """Keep as many graphs as memory allows, if the recipe wants that, and log the time since the cold start."""
-        if self.recipe.replay.keep == "auto" and self.engine.keeps_graphs:
+        if isinstance(self.recipe.replay.keep, str) and self.engine.keeps_graphs:
             fitting = fitting_of(self.recipe, self.engine, self.world, self.images.size)
-            self.step.sizes.keep = fitting.kept_graphs(self.step.sizes.replay)
+            self.step.sizes.keep = fitting.kept_graphs(self.step.sizes.replay, self.recipe.replay.budget)
         self.startup.reached("first step")
         self.report.started(self.startup.seconds)
         logger.info("%s", self.startup.summary(self.stopwatch.seconds))

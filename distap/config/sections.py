@@ -5,17 +5,22 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    ByteSize,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StringConstraints,
+    TypeAdapter,
     ValidationError,
 )
 
 from distap.config.validation import ChoosingSection, Remote, Section, StoreURL
 from distap.engine.settings import GroupSettings, PrecisionName, Unit
 from distap.registry import Chosen, unknown_key
+
+BYTES = r"^\d+(\.\d+)? ?[kMGT]i?B$"
 
 
 class MemorySection(Section):
@@ -34,7 +39,6 @@ class DescribeSection(Section):
         None, description="Images in a micro-batch; null takes replay.size, auto finds the fastest that fits."
     )
     precision: PrecisionName | None = Field(None, description="Precision of stage one; null takes the recipe's.")
-    fold_batchnorm: bool = Field(False, description="Fold frozen BatchNorm into the convolutions before it.")
 
 
 class RankSection(Section):
@@ -59,8 +63,10 @@ class ReplaySection(Section):
     size: PositiveInt | Literal["auto"] = Field(
         16, description="Images in a micro-batch, which decide the peak memory; auto finds the fastest that fits."
     )
-    keep: NonNegativeInt | Literal["auto"] = Field(
-        0, description="Micro-batches of a rank that keep their graph from describe, or auto."
+    keep: NonNegativeInt | Literal["auto"] | Annotated[str, StringConstraints(pattern=BYTES)] = Field(
+        0,
+        description="Micro-batches of a rank that keep their graph from describe; bytes that these may take, such as "
+        "4GB; or auto, half of the memory that is free after a step.",
     )
     skip_below: float = Field(
         0.0,
@@ -71,11 +77,18 @@ class ReplaySection(Section):
         None, description="Stop if an image's two descriptors differ by more; null takes 1e-3, or 0.1 below float32."
     )
 
+    @property
+    def budget(self) -> int | None:
+        """Bytes that the graphs which `keep` names may take, if it says so."""
+        is_given = isinstance(self.keep, str) and self.keep != "auto"
+        return TypeAdapter(ByteSize).validate_python(self.keep) if is_given else None
+
 
 class StepSection(Section):
     """The step as a whole."""
 
     compile: bool = Field(False, description="Compile the backbone for describe and replay.")
+    fold_batchnorm: bool = Field(False, description="Compute frozen BatchNorm in the convolution before it.")
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, slower."
     )

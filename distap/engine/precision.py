@@ -1,11 +1,11 @@
 """Mixed precision: autocast regions, and the loss scale of float16."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distap.engine.settings import PrecisionName
 
@@ -20,6 +20,17 @@ def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractCont
     """
     dtype = None if precision == "float32" else DTYPES[precision]  # a float64 network stays float64
     return torch.autocast(device_type, dtype, enabled=dtype is not None)
+
+
+def describing_in(precision: PrecisionName, network: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What describes images (n, 3, height, width) without a graph, in this precision."""
+
+    def describe(images: Tensor) -> Tensor:
+        with torch.no_grad(), autocast(precision, images.device.type):
+            descriptors: Tensor = network(images)
+            return descriptors
+
+    return describe
 
 
 @dataclass

@@ -48,8 +48,11 @@ class Fitting:
         with self._engine.describing(), torch.no_grad():
             return self._fastest("describe", describe or self._engine.describe)
 
-    def kept_graphs(self, size: int) -> int:
-        """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made."""
+    def kept_graphs(self, size: int, budget: int | None = None) -> int:
+        """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made.
+
+        They take no more than `budget` bytes; None is a share of the free memory.
+        """
         size = min(size, self._share)
         try:
             graph = self._bytes_of_graph(size)
@@ -57,9 +60,10 @@ class Fitting:
             if not is_out_of_memory(error):
                 raise
             return 0
-        room, needed = free_memory(self._world.device) * SHARE_FOR_GRAPHS, -(-self._share // size)
+        room = free_memory(self._world.device) * SHARE_FOR_GRAPHS if budget is None else budget
+        needed = -(-self._share // size)
         count = min(int(room / max(graph, 1)), needed)
-        text = "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB were free for them"
+        text = "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB may be used"
         logger.info(text, count, needed, graph / 1e9, room / 1e9)
         return count
 

@@ -17,7 +17,7 @@ from distap.data.loading.training import LoadingJob, TrainingImages
 from distap.engine.base import Engine
 from distap.engine.ddp import DDPEngine
 from distap.engine.optimizer import parameter_groups
-from distap.engine.precision import DTYPES
+from distap.engine.precision import describing_in
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -25,7 +25,7 @@ from distap.evaluation.sets import EvaluationSet, open_set
 from distap.model.backbone import RandomWeights, TimmBackbone
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone
-from distap.model.speed.folding import Describer
+from distap.model.speed.folding import fold_batchnorm
 from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
@@ -118,14 +118,6 @@ def with_given(
     return recipe.model_copy(update={"model": model, "data": data})
 
 
-def describer_of(recipe: Recipe, network: RetrievalNetwork) -> Describer | None:
-    """Build a cheaper describer for stage one, before the engine takes the network, if the recipe asks for one."""
-    describe = recipe.describe
-    if describe.precision in (None, recipe.precision) and not describe.fold_batchnorm:
-        return None
-    return Describer(network, DTYPES[describe.precision or recipe.precision], describe.fold_batchnorm)
-
-
 def describing_of(
     recipe: NetworkRecipe,
     network: RetrievalNetwork,
@@ -203,6 +195,8 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
+    if recipe.step.fold_batchnorm:
+        fold_batchnorm(network)
     engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     if recipe.ema is not None:
         engine.keep_average(recipe.ema.decay)
@@ -240,32 +234,31 @@ def step_of(
     loss: Loss,
     world: World,
     batch: int,
-    describer: Describer | None = None,
     memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
     loss_engine: Engine | None = None,
 ) -> ThreeStageStep:
     """Build the recipe's step for global batches of `batch` images, and measure micro-batch sizes that are `auto`."""
-    replay, describe = recipe.replay.size, recipe.describe.size
+    replay, describe, precision = recipe.replay.size, recipe.describe.size, recipe.describe.precision
+    describer = None if precision in (None, recipe.precision) else describing_in(precision, engine.network)
     if replay == "auto":
         replay = fitting_of(recipe, engine, world, batch).replay_size()
     if describe == "auto":
         same = mixes_images(engine.network) is not None
         describe = None if same else fitting_of(recipe, engine, world, batch).describe_size(describer)
-    if recipe.replay.keep == "auto" and not engine.keeps_graphs:
-        logger.warning("replay.keep is auto, but this engine can hold only one graph at a time, so none is kept")
+    keep = recipe.replay.keep
+    if isinstance(keep, str) and not engine.keeps_graphs:
+        logger.warning("replay.keep is %s, but this engine can hold only one graph at a time: none is kept", keep)
     if recipe.step.compile:
         assert isinstance(engine.network, RetrievalNetwork)
         sizes = [min(size, len(world.slots(batch))) for size in (replay, describe or replay)]
         compile_backbone(engine.network, sizes)
-        if describer is not None and recipe.describe.fold_batchnorm:
-            describer.compile(sizes)
     return ThreeStageStep(
         engine,
         loss,
         world,
         recipe.seed,
-        MicroBatchSizes(replay, describe, 0 if recipe.replay.keep == "auto" else recipe.replay.keep),
+        MicroBatchSizes(replay, describe, 0 if isinstance(keep, str) else keep),
         mode=recipe.rank.mode,
         memory_bytes=recipe.rank.memory_bytes,
         memory=CrossBatchMemory(0) if memory is None else memory,

@@ -97,6 +97,8 @@ def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):
     for greater, fits in ((0, True), (1, False)):
         for changes in ({"size": size + greater}, {"keep": keep + greater}):
             assert (sum(cost(**changes).memory.values()) <= machine.memory) is fits
+    graph = NETWORK.graph(2)
+    assert [cost(keep=f"{kB}kB").kept for kB in (0, int(2 * graph / 1000) + 1)] == [0, 2]
 
 
 def test_a_sharded_step_has_less_on_each_gpu_and_sends_as_much_as_an_all_reduce():

@@ -126,10 +126,22 @@ def test_a_wrong_key_or_value_is_named_with_what_was_expected(recipe, override, 
 
 
 def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
-    for key in ("describe.fold_batchnorm", "step.compile"):
+    for key in ("step.fold_batchnorm", "step.compile"):
         with pytest.raises(DistapError, match=rf"{key} needs all parameters on every rank, but stage 3 of deepspeed"):
             load_recipe(recipe, ["engine={name: deepspeed, stage: 3}", f"{key}=true"])
-    load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "describe.fold_batchnorm=true"])
+    load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "step.fold_batchnorm=true"])
+
+
+def test_folding_and_compiling_exclude_each_other(recipe):
+    with pytest.raises(DistapError, match=r"step\.fold_batchnorm and step\.compile are both set"):
+        load_recipe(recipe, ["step={fold_batchnorm: true, compile: true}"])
+
+
+def test_kept_graphs_may_have_a_budget_in_bytes(recipe):
+    budgets = [load_recipe(recipe, [f"replay.keep={keep}"]).replay.budget for keep in (3, "auto", "4GB", "1.5 GiB")]
+    assert budgets == [None, None, 4 * 10**9, 3 * 2**29]
+    with pytest.raises(DistapError, match=r"replay\.keep: '4 apples'"):
+        load_recipe(recipe, ["replay.keep=4 apples"])
 
 
 def test_all_problems_are_told_at_once(recipe):

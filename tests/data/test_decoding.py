@@ -6,6 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from costly_images import arithmetic_jpeg
 from hypothesis import given, settings
@@ -58,14 +59,33 @@ def test_the_reduction_never_makes_a_crop_smaller_than_the_result():
 
 
 def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
-    sizes = []
-    load = ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: sizes.append(image.size) or load(image))
+    shapes, decode_jpeg = [], simplejpeg.decode_jpeg
+
+    def noted(*arguments, **settings):
+        found = decode_jpeg(*arguments, **settings)
+        shapes.append(found.shape)
+        return found
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", noted)
     image = EncodedImage(jpeg(PHOTO, 90))
-    for size, scaled, decoded in [(50, True, (76, 51)), (51, True, (151, 102)), (50, False, (301, 203))]:
-        sizes.clear()
+    for size, scaled in [(50, True), (51, True), (50, False)]:
         image.crop((0, 0, 201, 203), (size, size), scaled)
-        assert set(sizes) == {decoded}
+    assert shapes == [(51, 76, 3), (102, 151, 3), (203, 301, 3)]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}])
+def test_pixels_of_a_jpeg_are_those_of_pillow_at_every_scale(mode, options):
+    for width, height in ((301, 203), (64, 8), (17, 33)):
+        data = encoded(PHOTO.resize((width, height)).convert(mode), "JPEG", **options)
+        for factor in (8, 4, 2, 1):
+            image = Image.open(io.BytesIO(data))
+            image.draft(None, (width // factor, height // factor))
+            if width // factor and height // factor:
+                box = (0, 0, width // factor * factor, height // factor * factor)
+                expected = pixels(image.convert("RGB"))[: height // factor, : width // factor]
+                found = EncodedImage(data)._decoded(box, factor).permute(1, 2, 0).numpy()
+                np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("size", [203, 150, 101, 70, 50, 40, 25])
@@ -326,11 +346,11 @@ def test_a_cut_image_is_called_truncated(file_format):
 
 
 def test_an_error_of_any_kind_is_damage(monkeypatch):
-    def fail(_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ArithmeticError
 
     image = EncodedImage(jpeg(PHOTO, 90))
-    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", fail)
     with pytest.raises(DamagedImageError, match="ArithmeticError"):
         image.crop((0, 0, 9, 9), (9, 9))
 

@@ -13,7 +13,7 @@ from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
 from distap.model.speed import compiling
 from distap.model.speed.compiling import CompiledBackbone, compile_backbone
-from distap.model.speed.folding import Describer
+from distap.model.speed.folding import fold_batchnorm
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
@@ -112,20 +112,15 @@ def test_steps_with_a_compiled_network_are_those_of_the_uncompiled_one(networks)
     # The last micro-batch has three images, so that it is padded.
     results = []
     for network in map(copy.deepcopy, networks):
-        describe = Describer(network, fold_batchnorm=True)
-        if network.compiled is not None:
-            describe.compile([4])
+        fold_batchnorm(network)
         optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
         engine = DDPEngine(network, lambda optimizer=optimizer: optimizer, World())
-        for describer in (None, describe):
-            step = ThreeStageStep(
-                engine, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5, describer=describer
-            )
-            for number in range(2):
-                batch = SeededBatch(15, 16, 3, World())
-                batch.step = number
-                results.append(step(batch, 1e-3))
-    plain, compiled = results[:4], results[4:]
+        step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5)
+        for number in range(2):
+            batch = SeededBatch(15, 16, 3, World())
+            batch.step = number
+            results.append(step(batch, 1e-3))
+    plain, compiled = results[:2], results[2:]
     for one, other in zip(plain, compiled, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=1e-4)
         assert other.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-2)

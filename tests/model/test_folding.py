@@ -7,11 +7,14 @@ from torch import nn
 
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
-from distap.model.speed.folding import Describer
+from distap.model.pooling import GeM
+from distap.model.speed.folding import fold_batchnorm
 
 
 def folded(network):
-    return Describer(network, fold_batchnorm=True)
+    """A copy of the network that is folded, and how many BatchNorm layers that folds."""
+    other = copy.deepcopy(network)
+    return other, fold_batchnorm(other)
 
 
 def trained_a_little(network, seed=0):
@@ -26,7 +29,8 @@ def trained_a_little(network, seed=0):
                     (module.weight, 1.0, 0.5),
                     (module.bias, 0.0, 0.1),
                 ):
-                    tensor.copy_(centre + width * (2 * torch.rand(tensor.shape, generator=generator) - 1))
+                    if tensor is not None:
+                        tensor.copy_(centre + width * (2 * torch.rand(tensor.shape, generator=generator) - 1))
     return network
 
 
@@ -43,50 +47,74 @@ def largest_difference(network, other, seed=5):
     ("backbone", "folds"),
     [("resnet10t", 14), ("tf_efficientnet_lite0", 49), ("mobilenetv3_small_050", 34)],
 )
-def test_folded_descriptors_are_the_networks_to_rounding(backbone, folds):
+def test_a_folded_network_gives_the_descriptors_of_the_network_to_rounding(backbone, folds):
     network = trained_a_little(random_network(backbone, projection=16)).train()
-    twin = folded(network)
-    assert len(twin.folds) == folds
-    assert largest_difference(network, twin) < 1e-5
+    other, found = folded(network)
+    assert found == folds
+    assert largest_difference(network, other) < 1e-5
+    trained_a_little(other, seed=1)
+    assert largest_difference(network, other) > 1e-3
     trained_a_little(network, seed=1)
-    assert largest_difference(network, twin) > 1e-3
-    twin.refresh()
-    assert largest_difference(network, twin) < 1e-5
+    assert largest_difference(network, other) < 1e-5
+    assert largest_difference(network.eval(), other.eval()) < 1e-5
 
 
-def test_a_refresh_takes_over_every_weight_without_taking_memory():
-    network = random_network("resnet10t", projection=16).train()
-    twin = folded(network)
-    places = [fold.folded.weight.data_ptr() for fold in twin.folds]
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-    network.head.weight = nn.Parameter(torch.randn_like(network.head.weight))
-    twin.refresh()
-    assert largest_difference(network, twin) < 1e-5
-    assert places == [fold.folded.weight.data_ptr() for fold in twin.folds]
+@pytest.mark.parametrize("backbone", ["resnet10t", "tf_efficientnet_lite0", "mobilenetv3_small_050"])
+def test_every_parameter_gets_the_gradient_of_the_network(backbone):
+    network = trained_a_little(random_network(backbone)).double().train()
+    gradients = []
+    for one in (network, folded(network)[0]):
+        one(noise()).mul(torch.tensor([[1.0], [2.0]])).cumsum(1).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert (gradients[1][name] - expected).norm() <= 1e-9 * expected.norm(), name
 
 
 def test_a_folded_network_drops_what_the_network_drops():
     network = trained_a_little(random_network("mobilenetv3_small_050", drop_rate=0.3, drop_path_rate=0.5)).train()
-    twin = folded(network)
-    assert largest_difference(network, twin) < 1e-5
-    assert (twin(noise()) - twin(noise())).abs().max() > 1e-3
-    network.eval()
-    twin.refresh()
-    assert largest_difference(network, twin, 1) == largest_difference(network, twin, 2) < 1e-5
+    other, _ = folded(network)
+    assert largest_difference(network, other) < 1e-5
+    assert (other(noise()) - other(noise())).abs().max() > 1e-3
 
 
-def test_folding_leaves_the_network_as_it_was():
-    network = random_network("resnet10t").train()
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    twin = folded(network)
-    assert not twin(noise()).requires_grad
-    after = network.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
+def test_parameters_keep_their_names_and_a_copy_computes_with_its_own():
+    network = trained_a_little(random_network("resnet10t")).train()
+    other, _ = folded(network)
+    assert list(other.state_dict()) == list(network.state_dict())
+    copied = trained_a_little(copy.deepcopy(other), seed=1)
+    assert largest_difference(network, other) < 1e-5
+    assert largest_difference(trained_a_little(network, seed=1), copied) < 1e-5
+
+
+def test_parameters_that_do_not_train_get_no_gradient():
+    network, _ = folded(random_network("resnet10t").train())
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
     network(noise()).sum().backward()
-    assert all(parameter.grad is not None for parameter in network.parameters())
+    for name, parameter in network.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+
+
+class Plain(nn.Module):
+    """BatchNorm without parameters of its own, behind a convolution with and one without a bias."""
+
+    num_features = 4
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False))
+        self.rest = nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4))
+
+    def forward(self, x):
+        return self.rest(self.stem(x).relu()).relu()
+
+
+def test_a_bias_and_batchnorm_without_parameters_are_folded_too():
+    network = trained_a_little(RetrievalNetwork(Plain(), GeM()).train())
+    other, found = folded(network)
+    assert found == 2
+    assert largest_difference(network, other) < 1e-5
 
 
 class Branching(nn.Module):
@@ -133,29 +161,3 @@ def test_networks_that_cannot_be_folded_are_refused_with_the_reason():
         folded(random_network("convnext_atto"))
     with pytest.raises(DistapError, match="needs frozen BatchNorm"):
         folded(random_network("resnet10t", batchnorm="batch"))
-
-
-@pytest.mark.parametrize("fold", [False, True])
-def test_describing_in_bfloat16_gives_float32_descriptors_close_to_the_networks(fold):
-    network = trained_a_little(random_network("resnet10t")).train()
-    describe = Describer(network, torch.bfloat16, fold_batchnorm=fold)
-    described = describe(noise())
-    assert described.dtype == torch.float32 and not described.requires_grad
-    assert 0 < largest_difference(network, describe) < 0.02
-
-
-def test_a_describer_follows_the_network_after_its_refresh():
-    network = trained_a_little(random_network("resnet10t")).train()
-    describers = Describer(network), Describer(network, torch.float32, fold_batchnorm=True)
-    trained_a_little(network, seed=1)
-    for describe in describers:
-        describe.refresh()
-        assert largest_difference(network, describe) < 1e-5
-
-
-def test_a_folded_network_may_be_copied_with_the_network():
-    network = trained_a_little(random_network("resnet10t")).train()
-    other, twin = copy.deepcopy((network, folded(network)))
-    trained_a_little(other, seed=1)
-    twin.refresh()
-    assert largest_difference(other, twin) < 1e-5

@@ -117,6 +117,7 @@ def test_all_graphs_are_kept_where_there_is_room_for_them(caplog):
     fitting = Fitting(engine_with(with_graph=99, without=99), World(), image_size=16, share=10)
     assert fitting.kept_graphs(4) == 3
     assert "3 of 3 micro-batches keep their graph" in caplog.text
+    assert fitting.kept_graphs(4, budget=0) == 0
     few = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=2)
     assert few.kept_graphs(64) == 1  # a micro-batch holds no more than the share
     none = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=64)

@@ -12,7 +12,7 @@ from distap.trainer import Trainer
 
 ENGINES = [
     {"engine": {"name": "ddp", "bucket_megabytes": 5.0}},
-    {"engine": "fsdp", "replay": {"size": 4, "keep": 2}, "describe": {"fold_batchnorm": True}},
+    {"engine": "fsdp", "replay": {"size": 4, "keep": 2}, "step": {"fold_batchnorm": True}},
     {"engine": {"name": "fsdp", "reshard": True}},
     *({"engine": {"name": "deepspeed", "stage": stage}} for stage in (1, 2, 3)),
 ]

@@ -20,7 +20,7 @@ from distap.ranking.rank import rank_descriptors
 from distap.stages.sizes import free_memory
 from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
-from distap.training.build import describer_of, engine_of, fitting_of, network_of, step_of
+from distap.training.build import engine_of, fitting_of, network_of, step_of
 from distap.world import World
 
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
@@ -34,7 +34,6 @@ class Trial:
     def __init__(self, recipe: Recipe, batch: int, network: NetworkCost, world: World) -> None:
         self.recipe, self._batch, self._network, self._world = without_weights(recipe), batch, network, world
         module = network_of(self.recipe, world).train()
-        self._describer = describer_of(self.recipe, module)
         self.engine = engine_of(self.recipe, module, world)
         self._classes = getattr(self.recipe.loss, "classes", None) or CLASSES
         self._loss = self.recipe.loss.sized(self._classes, module.dimensions, self.recipe.seed)
@@ -48,7 +47,7 @@ class Trial:
         """Return a step, and a global batch of random pixels with two images a class."""
         recipe, world = changed(self.recipe, replay={"keep": keep}, rank={"overlap": overlap}), self._world
         stopwatch, samples = Stopwatch(world.device), world.slots(total)
-        step = step_of(recipe, self.engine, self._loss, world, total, self._describer, stopwatch=stopwatch)
+        step = step_of(recipe, self.engine, self._loss, world, total, stopwatch=stopwatch)
         shape = (len(samples), 3, recipe.data.image_size, recipe.data.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
         labels, present = torch.tensor(samples) // 2 % self._classes, torch.ones(len(samples), dtype=torch.bool)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import simplejpeg
 import torch
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
@@ -141,13 +142,34 @@ class EncodedImage(StoredImage):
 
     def _decoded(self, part: Box, factor: int) -> Tensor:
         with self._told():
-            image, done = self._image, 1
-            if self._is_jpeg:
-                image, done = _open(self._data, self._max_pixels), factor
-                image.draft(None, (image.width // factor, image.height // factor))
-                image.load()
-            cropped = _rgb(image.crop((part[0] // done, part[1] // done, part[2] // done, part[3] // done)))
-            return torch.from_numpy(np.array(cropped)).permute(2, 0, 1)
+            left, top, right, bottom = (edge // factor for edge in part) if self._is_jpeg else part
+            pixels = _by_libjpeg(self._data, self._image, factor) if self._is_jpeg else None
+            if pixels is None:
+                image = self._image
+                if self._is_jpeg:
+                    image = _open(self._data, self._max_pixels)
+                    image.draft(None, (image.width // factor, image.height // factor))
+                    image.load()
+                pixels = np.array(_rgb(image.crop((left, top, right, bottom))))
+            else:
+                # In one piece, since a resize would else take twice the time.
+                pixels = np.ascontiguousarray(pixels[top:bottom, left:right])
+            return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any, Any] | None:
+    """Pillow's own pixels (height, width, 3) of a JPEG at 1/factor of its size, in less time.
+
+    None for what only Pillow decodes, or for a file with an error that Pillow may pass over or explain.
+    """
+    if image.mode not in ("L", "RGB"):
+        return None
+    width, height = (-(-side // factor) for side in image.size)
+    try:
+        found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
+    except ValueError:
+        return None
+    return found if found.shape == (height, width, 3) else None
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:

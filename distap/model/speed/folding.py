@@ -1,29 +1,28 @@
-"""A cheaper stage one: lower precision, and frozen BatchNorm folded into the convolutions before it.
+"""Frozen BatchNorm computed inside the convolution before it, in every stage.
 
 With frozen statistics, BatchNorm multiplies each channel by a number and adds another. So does a convolution with
-other weights, and stage one needs no graph, so a twin of the network can do both at once:
+other weights:
 
-    convolution(x, w, b) -> BatchNorm      becomes      convolution(x, scale * w, scale * (b - mean) + shift)
+    convolution(x, w, b) -> BatchNorm      is      convolution(x, scale * w, scale * (b - mean) + shift)
+
+The right side goes through the large activations once instead of twice, and autograd sends its gradient on to w, b,
+scale and shift. Parameters keep their names and places.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
-from timm.layers.conv2d_same import Conv2dSame
+from timm.layers.conv2d_same import Conv2dSame, conv2d_same
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
-from distap.model.speed.compiling import compile_backbone
 
 # Exactly these types: a subclass may use its weight in another way, for example standardise it.
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, Conv2dSame)
@@ -31,72 +30,16 @@ NORMALISERS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, BatchNormAct2d)
 TOLERANCE = 1e-6  # of features in float64, relative; a wrong pair changes the first digits
 
 
-class Describer:
-    """Describes images without a graph; the difference to replay is the replay drift.
+def fold_batchnorm(network: RetrievalNetwork) -> int:
+    """Compute each frozen BatchNorm in the convolution before it from now on; return how many there are.
 
-    Folding leaves the network as it is. Its twin shares every tensor except the folded convolutions, `folds`.
-
-    Args:
-        network: the one that is trained; to fold BatchNorm, before an engine wraps it.
-        dtype: of convolutions and matrix products; None keeps that of the parameters.
+    An engine may wrap the network before or after, but must not take single modules' parameters away. A DistapError
+    tells if BatchNorm is not frozen, if none stands right behind a convolution, or if folding changes the features.
     """
-
-    def __init__(
-        self, network: RetrievalNetwork, dtype: torch.dtype | None = None, fold_batchnorm: bool = False
-    ) -> None:
-        self._dtype = dtype if dtype != torch.float32 else None
-        self._source = self._network = network
-        self.folds: list[Fold] = []
-        if not fold_batchnorm:
-            return
-        network.require_frozen("describe.fold_batchnorm", "scales and shifts by the micro-batch")
-        pairs = _checked_pairs(network.backbone)
-        self._network = cast(RetrievalNetwork, _twin(network))
-        self.folds = _fold(network.backbone, self._network.backbone, pairs, self._dtype)
-        folded = {id(fold.folded) for fold in self.folds}
-        live = dict(network.named_modules())
-        named = self._network.named_modules()
-        self._shared = [(m, live[name]) for name, m in named if id(m) not in folded and name in live]
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take over the network's present weights; call it once a step, while the parameters are whole."""
-        if not self.folds:
-            return
-        if self._network.training != self._source.training:
-            self._network.train(self._source.training)
-        for module, source in self._shared:
-            for own, its in ((module._parameters, source._parameters), (module._buffers, source._buffers)):
-                own.update((name, its[name]) for name in own if own[name] is not its[name])
-        for fold in self.folds:
-            fold.refresh()
-
-    def compile(self, sizes: Sequence[int]) -> None:
-        compile_backbone(self._network, sizes)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return descriptors (n, C) of a micro-batch, float32 or wider."""
-        # A new region each time: it caches casts of weights, which are stale after the next update.
-        with torch.no_grad(), torch.autocast(images.device.type, self._dtype, enabled=self._dtype is not None):
-            return self._network(images)
-
-
-@dataclass(frozen=True)
-class Fold:
-    """A convolution, the BatchNorm behind it, and the convolution that replaces both."""
-
-    convolution: nn.Conv2d
-    normaliser: nn.BatchNorm2d
-    folded: nn.Conv2d
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        own, norm = self.convolution, self.normaliser
-        assert norm.running_mean is not None and norm.running_var is not None and self.folded.bias is not None
-        statistics = norm.running_mean, norm.running_var, norm.eps
-        weight, bias = fuse_conv_bn_weights(own.weight, own.bias, *statistics, norm.weight, norm.bias)
-        self.folded.weight.copy_(weight)
-        self.folded.bias.copy_(bias)
+    network.require_frozen("step.fold_batchnorm", "scales and shifts by the micro-batch")
+    pairs = _checked_pairs(network.backbone)
+    _fold(network.backbone, pairs)
+    return len(pairs)
 
 
 def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
@@ -119,15 +62,13 @@ def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
         expected, pairs = _observed(trial, example)
         if not pairs:
             raise DistapError(
-                f"describe.fold_batchnorm: {name} has no BatchNorm right behind a convolution; set it to false"
+                f"step.fold_batchnorm: {name} has no BatchNorm right behind a convolution; set it to false"
             )
-        folded = _twin(trial)
-        for fold in _fold(trial, folded, pairs, None):
-            fold.refresh()
-        error = float((folded(example) - expected).abs().max() / expected.abs().max())
+        _fold(trial, pairs)
+        error = float((trial(example) - expected).abs().max() / expected.abs().max())
     if not error <= TOLERANCE:
         raise DistapError(
-            f"describe.fold_batchnorm: folding {len(pairs)} BatchNorm layers of {name} changes its features by "
+            f"step.fold_batchnorm: folding {len(pairs)} BatchNorm layers of {name} changes its features by "
             f"{error:.1g}, relative to the largest; set it to false"
         )
     return pairs
@@ -160,24 +101,27 @@ def _observed(backbone: nn.Module, example: Tensor) -> tuple[Tensor, list[tuple[
     return output, [pair for pair in found if all(calls[name] == uses[name] == 1 for name in pair)]
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """Copy the modules, but not their tensors."""
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())})
-
-
-def _fold(source: nn.Module, twin: nn.Module, pairs: list[tuple[str, str]], dtype: torch.dtype | None) -> list[Fold]:
-    """Replace the pairs in `twin` by convolutions whose weights are still to be computed."""
-    folds = []
+def _fold(backbone: nn.Module, pairs: list[tuple[str, str]]) -> None:
     for convolution_name, normaliser_name in pairs:
-        convolution, normaliser = source.get_submodule(convolution_name), source.get_submodule(normaliser_name)
+        convolution, normaliser = backbone.get_submodule(convolution_name), backbone.get_submodule(normaliser_name)
         assert isinstance(convolution, nn.Conv2d) and isinstance(normaliser, nn.BatchNorm2d)
-        folded = twin.get_submodule(convolution_name)
-        assert isinstance(folded, nn.Conv2d)
-        weight = torch.empty_like(convolution.weight, dtype=dtype)
-        folded.weight = nn.Parameter(weight, requires_grad=False)
-        folded.bias = nn.Parameter(weight.new_empty(len(weight)), requires_grad=False)
-        replaced = twin.get_submodule(normaliser_name)
-        rest = nn.Sequential(replaced.drop, replaced.act) if isinstance(replaced, BatchNormAct2d) else nn.Identity()
-        twin.set_submodule(normaliser_name, rest)
-        folds.append(Fold(convolution, normaliser, folded))
-    return folds
+        # Not a closure: a copy of the network must compute with its own parameters.
+        vars(convolution)["forward"] = partial(_both, convolution, normaliser)
+        vars(normaliser)["forward"] = partial(_rest, normaliser)
+
+
+def _both(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale, shift = (norm.running_var + norm.eps).rsqrt(), -norm.running_mean
+    if norm.affine:
+        scale = norm.weight * scale
+    shift = scale * (shift if convolution.bias is None else shift + convolution.bias)
+    weight, bias = scale.view(-1, 1, 1, 1) * convolution.weight, shift + norm.bias if norm.affine else shift
+    if isinstance(convolution, Conv2dSame):
+        how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
+        return conv2d_same(x, weight, bias, *how)  # type: ignore[arg-type]
+    return convolution._conv_forward(x, weight, bias)
+
+
+def _rest(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    return norm.act(norm.drop(x)) if isinstance(norm, BatchNormAct2d) else x
