@@ -131,11 +131,6 @@ class Recipe(NetworkRecipe):
                     f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; leave "
                     f"{key} out, or set engine.stage to 2 or engine to fsdp"
                 )
-        if self.step.fold_batchnorm and self.step.compile:
-            raise ValueError(
-                "step.fold_batchnorm and step.compile are both set, but the compiler fuses BatchNorm by itself, and "
-                "would compute the folded weights slowly; leave one of them out"
-            )
         if self.optimizer.head_only and is_deepspeed:
             raise ValueError(
                 "optimizer.head_only is set, but deepspeed moves all parameters in each step; set it to 0, or "

@@ -88,7 +88,9 @@ class StepSection(Section):
     """The step as a whole."""
 
     compile: bool = Field(False, description="Compile the backbone for describe and replay.")
-    fold_batchnorm: bool = Field(False, description="Compute frozen BatchNorm in the convolution before it.")
+    fold_batchnorm: bool = Field(
+        False, description="Compute frozen BatchNorm in the convolution before it, if the compiler does not."
+    )
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, slower."
     )

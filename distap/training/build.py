@@ -195,7 +195,7 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
-    if recipe.step.fold_batchnorm:
+    if recipe.step.fold_batchnorm and not recipe.step.compile:  # the compiler would compute the folded weights slowly
         fold_batchnorm(network)
     engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     if recipe.ema is not None:

@@ -132,11 +132,6 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
     load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "step.fold_batchnorm=true"])
 
 
-def test_folding_and_compiling_exclude_each_other(recipe):
-    with pytest.raises(DistapError, match=r"step\.fold_batchnorm and step\.compile are both set"):
-        load_recipe(recipe, ["step={fold_batchnorm: true, compile: true}"])
-
-
 def test_kept_graphs_may_have_a_budget_in_bytes(recipe):
     budgets = [load_recipe(recipe, [f"replay.keep={keep}"]).replay.budget for keep in (3, "auto", "4GB", "1.5 GiB")]
     assert budgets == [None, None, 4 * 10**9, 3 * 2**29]

@@ -13,7 +13,6 @@ from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
 from distap.model.speed import compiling
 from distap.model.speed.compiling import CompiledBackbone, compile_backbone
-from distap.model.speed.folding import fold_batchnorm
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStageStep
@@ -112,7 +111,6 @@ def test_steps_with_a_compiled_network_are_those_of_the_uncompiled_one(networks)
     # The last micro-batch has three images, so that it is padded.
     results = []
     for network in map(copy.deepcopy, networks):
-        fold_batchnorm(network)
         optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
         engine = DDPEngine(network, lambda optimizer=optimizer: optimizer, World())
         step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5)
