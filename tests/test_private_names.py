@@ -44,7 +44,6 @@ NAMES = {
 ATTRIBUTES = {
     "_backward_active_depth": "DeepSpeed ZeRO: whether a backward pass is under way",
     "_bootstrap_store_info": "torchrun's rendezvous: the ranks' store of the round before",
-    "_buffers": "torch.nn.Module: buffers by name, without those of its parts",
     "_cdata": "torch's storage: which tensors share memory",
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",
@@ -52,7 +51,6 @@ ATTRIBUTES = {
     "_get_fsdp_state": "FSDP2: the state of a unit",
     "_hp_optimizer_states_linked": "DeepSpeed ZeRO: where the optimiser's state is",
     "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
-    "_parameters": "torch.nn.Module: parameters by name, without those of its parts",
     "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
     "_request": "fsspec over HTTP: one request with the settings of the session",
     "_root_post_backward_final_callback": "FSDP2: the end of the last backward pass",

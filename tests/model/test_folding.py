@@ -150,7 +150,18 @@ def test_a_convolution_whose_output_is_used_elsewhere_is_refused():
         folded(RetrievalNetwork(Branching(), nn.AdaptiveAvgPool2d(1)))
 
 
-@pytest.mark.parametrize("backbone", [Rectified, Shared])
+class Mirrored(Branching):
+    """The convolution pads with the image's mirror image."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+
+    def forward(self, x):
+        return self.norm(self.convolution(x))
+
+
+@pytest.mark.parametrize("backbone", [Rectified, Shared, Mirrored])
 def test_what_is_no_pair_is_not_folded(backbone):
     with pytest.raises(DistapError, match=f"{backbone.__name__} has no BatchNorm right behind a convolution"):
         folded(RetrievalNetwork(backbone(), nn.AdaptiveAvgPool2d(1)))

@@ -11,6 +11,7 @@ scale and shift. Parameters keep their names and places.
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -20,6 +21,7 @@ import torch
 from timm.layers.conv2d_same import Conv2dSame, conv2d_same
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
+from torch.nn.functional import conv2d
 
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
@@ -92,7 +94,7 @@ def _observed(backbone: nn.Module, example: Tensor) -> tuple[Tensor, list[tuple[
 
     with ExitStack() as hooks:
         for name, module in backbone.named_modules():
-            if type(module) in CONVOLUTIONS:
+            if type(module) in CONVOLUTIONS and module.padding_mode == "zeros":
                 hooks.enter_context(module.register_forward_hook(partial(after_convolution, name)))
             elif type(module) in NORMALISERS and module.running_mean is not None:
                 hooks.enter_context(module.register_forward_pre_hook(partial(before_normaliser, name)))
@@ -117,10 +119,9 @@ def _both(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
         scale = norm.weight * scale
     shift = scale * (shift if convolution.bias is None else shift + convolution.bias)
     weight, bias = scale.view(-1, 1, 1, 1) * convolution.weight, shift + norm.bias if norm.affine else shift
-    if isinstance(convolution, Conv2dSame):
-        how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
-        return conv2d_same(x, weight, bias, *how)  # type: ignore[arg-type]
-    return convolution._conv_forward(x, weight, bias)
+    convolve: Callable[..., Tensor] = conv2d_same if isinstance(convolution, Conv2dSame) else conv2d
+    how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
+    return convolve(x, weight, bias, *how)
 
 
 def _rest(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
