@@ -20,6 +20,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from distap.errors import DistapError
@@ -37,7 +38,8 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
     set_up_early_logging(overrides, rank=None)
-    recipe = load_recipe(config, overrides)
+    recipe = load_recipe(config, overrides, data_at_hand=True)
+    import_module("distap.trainer")  # for the ranks, which are forks
     from distap.training.checks import check_start
 
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank=None)
@@ -60,17 +62,18 @@ def launch(
 ) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    The module calls `exit_statuses.record_outcome`. `check` is told the number of ranks before they start. Ranks have
-    `grace_seconds` to leave after a signal, and a collective takes `timeout_seconds` at most. Afterwards this process
-    ignores signals: all that is left is to leave.
+    Ranks are forks of this process, so import what the module needs before. It calls `exit_statuses.record_outcome`.
+    `check` is told the number of ranks before they start. Ranks have `grace_seconds` to leave after a signal, and a
+    collective takes `timeout_seconds` at most. Afterwards this process ignores signals: all that is left is to leave.
     """
     from torch.distributed import run as torchrun
 
     from distap.processes.agent import ranks_here, run_ranks
+    from distap.processes.rank_server import rank_server
 
     settings = torchrun.get_args_parser().parse_args([*options, module, *arguments])
     settings.module = True
-    check(ranks_here(settings))
+    ranks = ranks_here(settings)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # torch would hear it in spite of nohup
         heeded = [name for name in settings.signals_to_handle.split(",") if name != signal.SIGHUP.name]
         settings.signals_to_handle = ",".join(heeded)
@@ -81,8 +84,10 @@ def launch(
         grace = f"their grace time of {grace_seconds:g} s (stop.grace_seconds)"
         given = f"--shutdown-timeout {settings.shutdown_timeout}"
         raise DistapError(f"{given}: ranks would be killed in {grace}; give at least {needed}")
-    with _outcomes(job_of(settings)) as outcomes:
-        return run_ranks(settings, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS))
+    with rank_server(module) as start_rank:
+        check(ranks)
+        with _outcomes(job_of(settings)) as outcomes:
+            return run_ranks(settings, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS), start_rank)
 
 
 def job_of(settings: Namespace) -> dict[str, str]:

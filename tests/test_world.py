@@ -1,4 +1,3 @@
-import os
 import socket
 import subprocess
 import sys
@@ -72,12 +71,6 @@ def test_a_device_that_is_not_there_is_refused_with_the_versions_and_one_that_is
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert [device_of(0, wanted).type for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
-
-
-def test_importing_the_command_line_does_not_wait_for_torch():
-    """So that --help answers at once."""
-    script = "import sys, distap.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], env={**os.environ}).returncode == 0
 
 
 def test_a_store_that_cannot_be_reached_is_named(monkeypatch):

@@ -66,11 +66,6 @@ def extract_command(
     used are listed in OUTPUT/left_out.txt. On several machines start `torchrun [...] -m distap.cli extract [...]` on
     each; OUTPUT is written by rank 0.
     """
-    if ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets for the ranks that it starts
-        from distap.launcher import launch
-
-        torchrun = ["--standalone", f"--nproc-per-node={ranks}"]
-        raise typer.Exit(launch(torchrun, "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.data.images.image_sets import ImageSet, open_images
     from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -82,6 +77,11 @@ def extract_command(
     from distap.training.build import trained_network
     from distap.world import joined_world
 
+    if ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets for the ranks that it starts
+        from distap.launcher import launch
+
+        torchrun = ["--standalone", f"--nproc-per-node={ranks}"]
+        raise typer.Exit(launch(torchrun, "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
     leave_when_asked()
     try:
         with joined_world() as world:

@@ -99,7 +99,7 @@ def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:
     from distap.telemetry.terminal import set_up_early_logging
 
     set_up_early_logging(overrides or [], int(os.environ.get("RANK", "0")))
-    recipe = load_recipe(config, overrides or [])
+    recipe = load_recipe(config, overrides or [], data_at_hand=True)
     from distap.trainer import trained
 
     with trained(recipe, startup) as status:
@@ -141,7 +141,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     from distap.world import joined_world
 
     set_up_logging(0)
-    recipe = load_recipe(config, overrides)
+    recipe = load_recipe(config, overrides, data_at_hand=True)
     check_start(recipe, ranks)
     with joined_world(recipe.timeout_seconds, recipe.device) as world:
         trainer = Trainer(recipe, world, only_check=True)

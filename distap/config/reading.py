@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError
 from distap.registry import NAMES_ONLY, RECORDED, REGISTRY, fields_of, problem_of, suggestion
-from distap.storage.locations import from_folder
+from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # those of distap, each a YAML file
@@ -41,14 +41,18 @@ logger = logging.getLogger("distap")
 
 
 def load_recipe(
-    source: Path | Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = ()
+    source: Path | Mapping[str, Any],
+    overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = (),
+    data_at_hand: bool = False,
 ) -> Recipe:
     """Read a recipe from a YAML file or by its name, or take it as a dict, and apply overrides, one after the other.
 
     An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
-    that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value.
+    that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value, and with
+    `data_at_hand` each data set that should be on this machine and is not.
     """
-    return recipe_from(changed_settings(source, overrides), "recipe" if isinstance(source, Mapping) else str(source))
+    name = "recipe" if isinstance(source, Mapping) else str(source)
+    return _checked(Recipe, changed_settings(source, overrides), name, data_at_hand=data_at_hand)
 
 
 def changed_settings(
@@ -146,14 +150,30 @@ def recorded_recipe(
     return _checked(NetworkRecipe, kept, source, RECORDED)
 
 
-def _checked(kind: type[R], settings: dict[str, Any], source: str, context: str | None = None) -> R:
+def _checked(
+    kind: type[R], settings: dict[str, Any], source: str, context: str | None = None, data_at_hand: bool = False
+) -> R:
     try:
         # First check all that needs no class behind a chosen name, to answer a typo before torch is imported.
-        kind.model_validate(settings, context=NAMES_ONLY)
+        draft = kind.model_validate(settings, context=NAMES_ONLY)
+        if data_at_hand and isinstance(draft, Recipe):
+            _require_data(draft, source)
         return kind.model_validate(settings, context=context)
     except ValidationError as error:
         problems = [_problem(dict(item), settings, kind) for item in error.errors()]
         raise DistapError(f"{source}: " + f"\n{source}: ".join(problems)) from error
+
+
+def _require_data(recipe: Recipe, source: str) -> None:
+    also = {f"evaluation.also.{name}.data": each.data for name, each in recipe.evaluation.also.items()}
+    own = {"data.train": recipe.data.train_source, "data.validation": recipe.data.validation_source}
+    missing = []
+    for key, where in (own | also).items():
+        place = parse_source(where) if where else None
+        if place and place.kind != "hf" and not place.scheme and not Path(place.base).exists():
+            missing.append(f"{source}: {key}: {where}: no such data set; `distap data pack` makes one")
+    if missing:
+        raise DistapError("\n".join(missing))
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:

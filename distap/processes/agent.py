@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from distap.errors import FINISHED, MISTAKE, RESTART, DistapError
 from distap.processes.exit_statuses import recorded_outcomes, status_of
+from distap.processes.rank_server import ForkedRank
 from distap.processes.rendezvous import C10D_PORT, answers, await_meeting_point, who_came
 from distap.processes.startup import STARTED
 from distap.processes.stopping import TRACE_SIGNAL, go_deaf
@@ -58,16 +60,17 @@ def ranks_here(settings: Namespace) -> int:
     raise DistapError(f"--nnodes {settings.nnodes}: expected a number of hosts, or MIN:MAX")
 
 
-def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float) -> int:
+def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float, start_rank: Callable[..., Any]) -> int:
     """Start this host's ranks with torchrun's settings, wait for them, and return the host's exit status.
 
-    Ranks leave their exit statuses in `outcomes`. When a rank has failed and the rendezvous is gone, stay for
-    `linger_seconds`.
+    `start_rank` is called as torch's `get_subprocess_handler`. Ranks leave their exit statuses in `outcomes`. When a
+    rank has failed and the rendezvous is gone, stay for `linger_seconds`.
     """
     returned = threading.Event()
-    # torchrun builds its agent internally and offers no hook, so we swap the class that it looks up.
+    # torchrun builds its agent internally and offers no hook, so we swap what it looks up.
     agent: Any = partial(Agent, outcomes, linger_seconds, settings, returned)
     torch_launcher.LocalElasticAgent = agent  # type: ignore[attr-defined]
+    torch_processes.get_subprocess_handler = start_rank  # type: ignore[attr-defined]
     try:
         await_meeting_point(settings)
         record(torchrun.run)(settings)
@@ -154,7 +157,8 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, *arguments: Any, **more: Any) -> None:
         # torch would pass SIGHUP and SIGQUIT on as they are, and would give ranks half a minute when new hosts come.
         for process in self._processes():
-            free_lock(process)
+            if isinstance(process, subprocess.Popen):
+                free_lock(process)
         super()._shutdown(signal.SIGTERM, self._shutdown_timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -179,7 +183,7 @@ class Agent(LocalElasticAgent):
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGKILL, LEAVE_SECONDS)
 
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
+    def _processes(self) -> list[subprocess.Popen[bytes] | ForkedRank]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handler.proc for handler in list(handlers.values())]
 

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -91,7 +93,7 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "{config}", "data.train={tmp}/nothing"], "nothing: no such data set"),
+        (["train", "{config}", "data.train={tmp}/nothing"], "data.train: {tmp}/nothing: no such data set"),
         (["train", "{config}", "model.backbone=resnet5"], "timm knows no network named 'resnet5'"),
         (["train", "{config}", "loss.binz=3"], "loss.binz: unknown key; did you mean bins?"),
         (["train", "{config}", "sampling.classes=100"], "sampling.classes is 100, but only"),
@@ -119,8 +121,17 @@ def test_bad_input_gets_one_clear_error_and_a_non_zero_exit(
     assert distap(monkeypatch, *filled) == 2
     printed = capsys.readouterr().err
     assert re.match(r"error: |\S+ ERROR run=run rank=[0-] step=- ", printed)  # the latter if the recipe has been read
-    assert printed.count(message) == 1
+    assert printed.count(message.format(tmp=tmp_path)) == 1
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    "mistake", ["missing.yaml", "emoji loss=smoth_ap", "emoji steps=-1", "emoji data.train=/nowhere --ranks 2"]
+)
+def test_a_mistake_in_a_recipe_is_answered_without_torch(mistake):
+    code = "import sys; sys.modules['torch'] = None; from distap.cli import main; main()"
+    answer = subprocess.run([sys.executable, "-c", code, "train", *mistake.split()], capture_output=True, text=True)
+    assert answer.returncode == 2 and answer.stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize("name", ["emoji", "glyphs"])

@@ -1,7 +1,7 @@
 """Launchers with their ranks as processes of their own: their output, their exit status, and whether any is left.
 
-A `Launch` or a `Program` is forked from a server that has imported distap, and forks its ranks in turn, since a new
-interpreter takes seconds to import torch. Parents, sessions, signals and exit statuses are those of new interpreters.
+A `Launch` or a `Program` is forked from a server that has imported distap, since a new interpreter takes seconds to
+import torch. Parents, sessions, signals and exit statuses are those of new interpreters.
 Any other command is started as it is; `Launch.command` is such a command.
 """
 
@@ -17,15 +17,14 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from ranks import server, skip_if_fast
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from distap.launcher import launch
 
@@ -208,22 +207,10 @@ def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
     tempfile.tempdir = None  # the server's, which TMPDIR of this environment may change
     multiprocessing.set_start_method(None, force=True)  # loader workers start as they do outside the tests
-    subprocess_handler.Popen = _ForkedRank  # torch's agent starts ranks with it
     if isinstance(what, Program):
         _be_python(list(what.arguments), environment)
     given = what.options.split(), what.module, what.arguments.split()
     sys.exit(launch(*given, grace_seconds=20, timeout_seconds=what.timeout_seconds))
-
-
-class _ForkedRank(subprocess.Popen[bytes]):
-    """`python -u ARGUMENTS...` as a fork of this process instead of a new interpreter."""
-
-    def _execute_child(self, args: Sequence[str], *given: Any) -> None:
-        (environment,) = (one for one in given if isinstance(one, dict))
-        self.pid = os.fork()
-        if self.pid == 0:
-            _be_python(list(args[2:]), environment)
-        self._child_created = True
 
 
 def _be_python(args: list[str], environment: dict[str, str]) -> NoReturn:
@@ -236,10 +223,6 @@ def _be_python(args: list[str], environment: dict[str, str]) -> NoReturn:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for entry in list(Path("/proc/self/fd").iterdir()):
-            with suppress(OSError):
-                if entry.is_socket():  # of the rendezvous, which ends with the launcher
-                    os.close(int(entry.name))
         os.environ.clear()
         os.environ |= environment
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))

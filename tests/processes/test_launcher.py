@@ -61,6 +61,15 @@ def test_a_mistake_is_not_tried_again_and_gives_status_2(tmp_path):
         assert "rank 1" in job.said and "left: DistapError: no such data" in job.said
 
 
+def test_ranks_write_to_the_files_that_torchrun_names(tmp_path):
+    options = f"{TWO} --redirects=3 --log-dir={tmp_path / 'logs'}"
+    with started(launcher(options, "mistake", tmp_path), tmp_path) as job:
+        assert job.status() == MISTAKE
+    (said,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    assert "error of rank 1: no such data" in said.read_text()
+    assert "error of rank 1" not in job.said
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_brings_all_ranks_back(tmp_path):
     with started(launcher(f"{TWO} --max-restarts=1", "killed_once", tmp_path), tmp_path) as job:
@@ -147,8 +156,9 @@ def test_a_job_of_several_hosts_is_known_by_its_id_and_meeting_point(options, jo
 def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path):
     with started(launcher(f"{TWO} --max-restarts=3", "stop_when_asked", tmp_path), tmp_path) as job:
         job.wait_for_step(0, 5)
+        ranks = {job.pid(0), job.pid(1)}
         os.kill(job.pid(0), signal.SIGTERM)
-        job.wait_until(lambda: job.left() == [job.process.pid])
+        job.wait_until(lambda: not ranks & set(job.left()))
         status = None
         while status is None:
             job.process.send_signal(signal.SIGTERM)

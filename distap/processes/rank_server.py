@@ -1,0 +1,170 @@
+"""Ranks that start at once, since a server that has imported everything forks them.
+
+A new interpreter imports torch and timm for seconds. The launcher imports them anyway, to check the recipe; it forks
+this server before it has threads, sockets or a GPU, and the server forks a rank whenever the agent asks for one:
+
+    launcher -- server -- between -- rank     `between` leaves at once, so that the kernel makes the rank a child
+    launcher -- rank                          of the launcher, which can wait for it and takes it along when it dies
+"""
+
+import ctypes
+import gc
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+
+from distap.processes.exit_statuses import die_with_parent
+from distap.processes.stopping import SIGNALS, TRACE_SIGNAL, go_deaf
+
+PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+POLL_SECONDS = 0.02
+
+
+class ForkedRank:
+    """A rank as torch's agent knows it: what is asked of a SubprocessHandler, and of the Popen that it holds."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.proc = self
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, or minus the signal that killed the rank, or None while it runs."""
+        if self.returncode is None:
+            # Without a lock, which torch's signal handlers would leave taken: several threads may look, one reaps.
+            with suppress(ChildProcessError):
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is not None:
+                    self.returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                    os.waitpid(self.pid, 0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait at most `timeout` seconds for the exit status; raise a TimeoutExpired after that."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            time.sleep(POLL_SECONDS)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the rank, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to the rank and its own children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, death_sig)
+
+
+@contextmanager
+def rank_server(module: str) -> Iterator[Callable[..., Any]]:
+    """Yield what torch's agent starts a rank with: a `RankServer.start`, or without Linux a new interpreter."""
+    if sys.platform != "linux":
+        yield get_subprocess_handler
+        return
+    server = RankServer(module)
+    try:
+        yield server.start
+    finally:
+        server.close()
+
+
+class RankServer:
+    """Forks ranks that run `python -u -m module`, with all that this process has imported when the server is made.
+
+    In a rank, the constructor does not return: it raises the SystemExit with which the module ends.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._socket, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._socket.close()
+            die_with_parent()
+            _be_rank(module, _serve(theirs))
+        theirs.close()
+
+    def start(
+        self, entrypoint: str, args: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, **of_torch: Any
+    ) -> Any:
+        """Start a rank as torch's `get_subprocess_handler` does, which also starts what is not our module."""
+        ours, numa = ("-u", "-m", self._module), of_torch.get("numa_options")
+        if args[: len(ours)] != ours or numa is not None:
+            return get_subprocess_handler(entrypoint, args, env, stdout, stderr, **of_torch)
+        asked = {"arguments": args[len(ours) :], "environment": dict(os.environ) | env, "files": [stdout, stderr]}
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            self._socket.sendall(json.dumps(asked).encode() + b"\n")
+            with self._socket.makefile("r") as answers:
+                return ForkedRank(int(answers.readline()))
+        finally:
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0)  # loader workers of a dead rank go to the system, as ever
+
+    def close(self) -> None:
+        """End the server; ranks go on."""
+        self._socket.close()
+        os.waitpid(self._pid, 0)
+
+
+def _serve(launcher: socket.socket) -> dict[str, Any]:
+    """Fork a rank for each request. Only ranks return, each with its own request."""
+    heard = {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)}
+    go_deaf()  # Ctrl-C reaches all processes of a terminal
+    gc.freeze()  # the collector would write to pages that the ranks share
+    with launcher, launcher.makefile("r") as requests:
+        for request in requests:
+            between = os.fork()
+            if between:
+                os.waitpid(between, 0)
+                continue
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+            while os.getppid() == between:
+                time.sleep(0.001)
+            die_with_parent()
+            for number, handler in heard.items():
+                signal.signal(number, signal.SIG_IGN if handler is signal.SIG_IGN else signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # until the rank listens
+            launcher.sendall(b"%d\n" % os.getpid())
+            asked: dict[str, Any] = json.loads(request)
+            return asked
+    os._exit(0)
+
+
+def _be_rank(module: str, asked: dict[str, Any]) -> NoReturn:
+    """Become what a new interpreter would be that was started in this way."""
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    for stream, file in zip((sys.stdout, sys.stderr), asked["files"], strict=True):
+        if file:
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
+        torch.set_num_threads(int(threads))
+    random.seed()
+    sys.path.insert(0, str(Path.cwd()))
+    sys.argv = [module, *asked["arguments"]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit(0)
