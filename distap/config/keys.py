@@ -1,0 +1,155 @@
+"""The keys that a recipe may have, with what they take, their defaults and meanings; and the same as a JSON Schema."""
+
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from distap.config.recipe import Recipe
+from distap.registry import REGISTRY, Chosen, class_of
+
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+PLAIN = {"int": "integer", "float": "number", "bool": "true or false", "str": "text", "Path": "path"} | {
+    **{"tuple": "list", "dict": "keys", "Mapping": "keys", "Any": "text"}
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a recipe."""
+
+    path: str  # such as optimizer.learning_rate
+    of: str  # the name beside which it may stand, such as ap_q; "" for keys that always may
+    values: str
+    default: str  # as in a recipe; "" if the key has to be given
+    meaning: str
+
+
+def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Iterator[Key]:
+    """Yield all keys of a section, those of its own sections and of what it chooses by name behind each."""
+    for name, annotation, default, meaning in _fields(section):
+        by_name = get_args(annotation)[1] if get_origin(annotation) is dict else None  # keys that a user chooses
+        kind, inner = _chosen(annotation), _section(annotation if by_name is None else by_name)
+        below = prefix if name == "chosen" else f"{prefix}{name}."
+        below += "" if by_name is None or not (kind or inner) else "NAME."
+        if name != "chosen":
+            told = "name, or keys with a name" if kind else "keys" if inner else _values(annotation)
+            yield Key(prefix + name, of, told, "" if inner and not kind else default, meaning)
+        if inner:
+            yield from recipe_keys(inner, below, of)
+        if kind and not of:  # a sum of losses has losses within
+            yield Key(f"{below}name", of, ", ".join(REGISTRY[kind.kind]), kind.otherwise or "", "or package.module:Class")
+            for names, chosen in _classes(kind.kind):
+                for key in recipe_keys(chosen, below, ", ".join(names)):
+                    if key.path != f"{below}name":
+                        yield key
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return a JSON Schema with which an editor completes and checks the keys of a recipe; `distap` checks values."""
+    root: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe of distap"}
+    open_to_names = {key.path.rpartition(".")[0] for key in recipe_keys() if key.of or key.path.endswith(".name")}
+    for key in recipe_keys():
+        *parents, last = key.path.split(".")
+        place = root
+        for depth, parent in enumerate(parents, 1):
+            place = place.setdefault("properties", {}).setdefault(parent, {})
+            place["additionalProperties"] = ".".join(parents[:depth]) in open_to_names
+        place.setdefault("properties", {}).setdefault(last, {})["description"] = f"{key.values}. {key.meaning}".strip()
+    return root | {"type": "object", "additionalProperties": False}
+
+
+def _classes(kind: str) -> Iterator[tuple[list[str], type]]:
+    """Yield each class of a kind with all its names."""
+    for place in dict.fromkeys(REGISTRY[kind].values()):
+        names = [name for name, known in REGISTRY[kind].items() if known == place]
+        yield names, class_of(kind, names[0])
+
+
+def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
+    """Yield name, annotation, default and meaning of the fields of a pydantic model or of a dataclass."""
+    if issubclass(section, BaseModel):
+        for name, field in section.model_fields.items():
+            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            yield name, annotation, _default(field.get_default(call_default_factory=True)), field.description or ""
+    elif is_dataclass(section):
+        hints, remarks = get_type_hints(section, include_extras=True), _remarks(section)
+        for field in fields(section):
+            given, meaning = field.default, remarks.get(field.name, "")
+            if isinstance(given, FieldInfo):
+                given, meaning = given.default, given.description or meaning
+            if field.default_factory is not MISSING:
+                given = field.default_factory()
+            yield field.name, hints[field.name], _default(given), meaning
+
+
+def _remarks(section: type) -> dict[str, str]:
+    """The remark behind each field of a dataclass and of those that it inherits from."""
+    found: dict[str, str] = {}
+    for each in reversed(section.__mro__):
+        if is_dataclass(each):
+            found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(each), re.MULTILINE))
+    return found
+
+
+def _chosen(annotation: Any) -> Chosen | None:
+    metadata = getattr(annotation, "__metadata__", ())
+    return next((each for each in (*metadata, *map(_chosen, get_args(annotation))) if isinstance(each, Chosen)), None)
+
+
+def _section(annotation: Any) -> type | None:
+    """The section that a key holds unless it is null; one that may be written as text is a value."""
+    parts = _parts(annotation)
+    found = [part for part in parts if isinstance(part, type) and _is_section(part)]
+    return found[0] if found and str not in parts else None
+
+
+def _is_section(part: type) -> bool:
+    return issubclass(part, BaseModel) or (is_dataclass(part) and part.__module__.startswith("distap."))
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """The members of a union, without what Annotated says of them."""
+    if get_origin(annotation) is Annotated:
+        return _parts(get_args(annotation)[0])
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return [part for each in get_args(annotation) for part in _parts(each)] if is_union else [annotation]
+
+
+def _values(annotation: Any) -> str:
+    """Say for people what a key takes, such as `integer > 0 or auto`."""
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        bounds = [
+            f"{sign} {getattr(each, bound):g}"
+            for each in metadata
+            for part in (each if isinstance(each, annotated_types.GroupedMetadata) else [each])
+            for bound, sign in BOUNDS.items()
+            if isinstance(getattr(part, bound, None), int | float)
+        ]
+        return " ".join([_values(inner), ", ".join(bounds)]).rstrip()
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_values(each) for each in get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    if annotation in (None, type(None)):
+        return "null"
+    name = (get_origin(annotation) or annotation).__name__ if hasattr(annotation, "__name__") else str(annotation)
+    return PLAIN.get(name, name)
+
+
+def _default(value: Any) -> str:
+    if value in (MISSING, PydanticUndefined):
+        return ""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_default, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
