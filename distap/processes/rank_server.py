@@ -7,6 +7,7 @@ this server before it has threads, sockets or a GPU, and the server forks a rank
     launcher -- rank                          of the launcher, which can wait for it and takes it along when it dies
 """
 
+import atexit
 import ctypes
 import gc
 import json
@@ -164,6 +165,7 @@ def _be_rank(module: str, asked: dict[str, Any]) -> NoReturn:
     if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
         torch.set_num_threads(int(threads))
     random.seed()
+    atexit.register(gc.unfreeze)  # or libraries report as leaked what was frozen
     sys.path.insert(0, str(Path.cwd()))
     sys.argv = [module, *asked["arguments"]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
