@@ -9,21 +9,21 @@ import typer
 from distap import errors
 from distap.cli import app
 from distap.config.keys import recipe_keys
-from distap.telemetry.metrics import OF_RANK, OF_TRAINING
+from distap.telemetry.metrics import GLOBAL, OF_RANK
 
 
 def keys() -> Iterator[str]:
     """Tables of a recipe's keys, one for each section of it."""
-    section = None
+    tables: dict[str, list[str]] = {"Top level": []}
     for key in recipe_keys():
         first = key.path.partition(".")[0]
-        top = first if key.values.startswith(("keys", "name,")) or "." in key.path else "Top level"
-        if top != section and (section is None or top != "Top level"):
-            section = top
-            yield from ("", f"## {top}", "", "| key | takes | default | meaning |", "|---|---|---|---|")
+        is_section = "." in key.path or key.values.startswith(("keys", "name,"))
         name = f"`{key.path}`" + (f" of {cell(key.of)}" if key.of else "")
         default = f"`{key.default}`" if key.default else ""
-        yield f"| {name} | {cell(key.values)} | {default} | {cell(key.meaning)} |"
+        row = f"| {name} | {cell(key.values)} | {default} | {cell(key.meaning)} |"
+        tables.setdefault(first if is_section else "Top level", []).append(row)
+    for title, rows in tables.items():
+        yield from ("", f"## {title}", "", "| key | takes | default | meaning |", "|---|---|---|---|", *rows)
 
 
 def cell(text: str) -> str:
@@ -34,7 +34,7 @@ def cell(text: str) -> str:
 def metrics() -> Iterator[str]:
     """A table of the metrics that a rank shows."""
     yield from ("| metric | type | labels | meaning |", "|---|---|---|---|")
-    for kind, name, told, *labels in (*OF_RANK.values(), *OF_TRAINING.values()):
+    for kind, name, told, *labels in (*OF_RANK.values(), *GLOBAL.values()):
         suffix = "_total" if kind.__name__ == "Counter" else ""
         yield f"| `distap_{name}{suffix}` | {kind.__name__.lower()} | {', '.join(labels)} | {cell(told)} |"
 
@@ -54,18 +54,28 @@ def _commands(command, path: tuple[str, ...]) -> Iterator[str]:
         for name, inner in command.commands.items():
             yield from _commands(inner, (*path, name))
         return
-    arguments = " ".join(each.make_metavar(None) for each in command.params if each.param_type_name == "argument")
-    yield from ("", f"## {' '.join(path)}", "", f"    {' '.join(path)} [OPTIONS] {arguments}", "", inspect.cleandoc(command.help or ""))
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    usage = " ".join([*path, "[OPTIONS]", *map(_name, arguments)])
+    yield from ("", f"## {' '.join(path)}", "", f"    {usage}", "", inspect.cleandoc(command.help or ""))
     yield from ("", "| option | default | meaning |", "|---|---|---|")
     for each in command.params:
-        record = each.opts[0] if each.param_type_name == "option" else each.make_metavar(None)
-        shown = each.show_default if isinstance(each.show_default, str) else each.default
-        default = "" if shown in (None, False) or callable(shown) else f"`{shown}`"
-        yield f"| `{cell(record)}` | {default} | {cell(getattr(each, 'help', None) or '')} |"
+        if not getattr(each, "hidden", False):
+            shown = each.show_default if isinstance(each.show_default, str) else each.default
+            default = "" if shown in (None, False) or callable(shown) else f"`{shown}`"
+            yield f"| `{cell(_name(each))}` | {default} | {cell(getattr(each, 'help', None) or '')} |"
+
+
+def _name(parameter) -> str:
+    if parameter.param_type_name == "option":
+        return ", ".join(sorted(parameter.opts))
+    return (parameter.metavar or parameter.name.upper()) + ("..." if parameter.nargs != 1 else "")
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
-    "keys": keys, "metrics": metrics, "statuses": statuses, "commands": commands
+    "keys": keys,
+    "metrics": metrics,
+    "statuses": statuses,
+    "commands": commands,
 }
 
 

@@ -1,4 +1,4 @@
-"""The commands of README.md and the other documents: the README's run where they can, and all of them parse."""
+"""The commands of README.md and docs/: those of README, tutorial and guides run, and all of them parse."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from distap.config.reading import RECIPES, load_recipe
 from distap.config.recipe import Recipe
 from distap.data.shards.packing import pack
 
-README = ROOT / "README.md"
+README, TUTORIAL, GUIDES = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/guides"
 DOCUMENTS = [
     *(README, ROOT / "CONTRIBUTING.md"),
     *(file for folder in ("docs", "k8s", "launch", "distap") for file in (ROOT / folder).rglob("*.md")),
@@ -34,17 +34,33 @@ OURS = re.compile(
 PLACEHOLDERS = {"...", "RUN...", "[key=value", "...]"}
 SMALL = "steps=2 data.image_size=32 model.backbone=test_resnet model.weights=random metrics.port=null"
 MADE_SMALL = {
-    "--nproc-per-node 8": "--nproc-per-node 2",
+    "--ranks 8": "--ranks 2",
     "steps=200": f"{SMALL} sampling.batch_size=24 evaluation.every=2",
-    "train recipe.yaml --check": f"train recipe.yaml --check {SMALL}",
+    "train recipe.yaml --dry-run": f"train recipe.yaml --dry-run {SMALL}",
     "train recipe.yaml\n": f"train recipe.yaml {SMALL}\n",
+}
+RUN = {  # documents whose commands run in one folder from top to bottom, and what is there afterwards
+    "README": ([README], ["recipe.yaml", "runs/recipe/report.html", "found", "hits.html"]),
+    "tutorial": ([TUTORIAL], ["runs/recipe/report.html", "found", "hits.html", "exported"]),
+    "guides": (
+        [GUIDES / "own-images.md", GUIDES / "data.md", GUIDES / "retrieval.md"],
+        ["runs/mine/report.html", "hits.html", "found", "exported", "shards/sop/train/index.npz"],
+    ),
 }
 
 
-def shell_blocks():
-    """The README's blocks that need no network, no cluster and nothing left to fill in."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    return [block for block in blocks if "./launch/" not in block and "CONFIG" not in block]
+def blocks_of(documents, language):
+    texts = "\n".join(document.read_text() for document in documents)
+    return re.findall(rf"^```{language}\n(.*?)^```", texts, re.DOTALL | re.MULTILINE)
+
+
+def shell_script(documents):
+    """Commands of blocks that need no network, no cluster and nothing left to fill in, with trainings made small."""
+    outside = ("./launch/", "CONFIG", "data fetch", "pip install", "--ranks auto")
+    script = "".join(block for block in blocks_of(documents, "sh") if not any(word in block for word in outside))
+    for printed, small in MADE_SMALL.items():
+        script = script.replace(printed, small)
+    return script.replace("\\\n", " ")
 
 
 def lines_of(text):
@@ -129,12 +145,13 @@ def test_a_command_that_does_not_exist_is_found(line):
         check(words_of(found))
 
 
-def test_the_keys_that_the_readme_names_are_those_of_recipes(tmp_path, monkeypatch):
-    (loss,) = re.findall(r"^```python\n([^`]*# in my_package/losses.py.*?)^```", README.read_text(), re.S | re.M)
+def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch):
+    (loss,) = (block for block in blocks_of([GUIDES / "losses.md"], "python") if "# in my_package/losses.py" in block)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package/losses.py").write_text(loss)
     monkeypatch.syspath_prepend(tmp_path)
-    spans = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=|: )[^`]+)`", README.read_text())
+    texts = "\n".join(document.read_text() for document in (README, TUTORIAL, *sorted(GUIDES.glob("*.md"))))
+    spans = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=|: )[^`]+)`", texts)
     named = [span for span in spans if re.split(r"[.=:]", span)[0] in Recipe.model_fields]
     assert len(named) >= 20
     streams = ["data.reading=streamed", "sampling={name: streams, batch_size: 4096, streams: 16}"]
@@ -145,15 +162,22 @@ def test_the_keys_that_the_readme_names_are_those_of_recipes(tmp_path, monkeypat
         check_overrides([*(streams if "stream" in span else []), *words])
 
 
-def test_the_yaml_of_the_readme_is_a_study_and_parts_of_recipes():
-    study, parts = re.findall(r"^```yaml\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+def test_the_yaml_of_guides_is_a_study_and_parts_of_recipes():
+    (study,) = blocks_of([GUIDES / "studies.md"], "yaml")
     Study.model_validate(yaml.safe_load(study))
+    (parts,) = blocks_of([GUIDES / "losses.md"], "yaml")
     for line in parts.splitlines():
         check_overrides([line.replace(": ", "=", 1)])
 
 
+def test_what_is_made_small_is_printed_somewhere():
+    printed = "".join("".join(blocks_of(documents, "sh")) for documents, _ in RUN.values())
+    assert [command for command in MADE_SMALL if command not in printed] == []
+
+
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
+@pytest.mark.parametrize("documents", RUN)
+def test_the_commands_of_the_documents_run_as_they_are_printed(tmp_path, documents):
     """In one folder, from top to bottom; only trainings are made small."""
     for part, seed in (("train", 1), ("test", 2)):
         write_images(tmp_path / "photos" / part, {f"{part}-{number}": 6 for number in range(12)}, 48, seed)
@@ -163,29 +187,20 @@ def test_the_commands_of_the_readme_run_as_they_are_printed(tmp_path):
     photo(tmp_path / "photo.jpg")
     (tmp_path / "photos.csv").write_text("path,class\nphoto.jpg,cup\nphotos/test/test-0/0.png,pen\n")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    script = "".join(shell_blocks())
-    assert all(script.count(printed) == 1 for printed in MADE_SMALL)
-    for printed, small in MADE_SMALL.items():
-        script = script.replace(printed, small)
-    script, served = re.fullmatch(r"(.*)(distap serve .*)\n", script, re.DOTALL).groups()
-    for line in script.replace("\\\n", " ").splitlines():
-        program, *rest = shlex.split(line, comments=True)
-        arguments = ["-m", "distap.cli", *rest] if program == "distap" else rest
-        output_of(Program(tuple(arguments), tmp_path), tmp_path)
-    for written in (
-        "runs/recipe/report.html",
-        "runs/mine/report.html",
-        "hits.html",
-        "found",
-        "exported",
-        "shards/sop/train/index.npz",
-    ):
-        assert (tmp_path / written).exists(), written
-    server = Program(("-m", "distap.cli", *words_of(served)[1:], "--port", "0"), tmp_path)
-    with started(server, tmp_path / "job") as job:
-        job.wait_until(lambda: "serving on " in job.said)
-        url = re.search(r"serving on (\S+)", job.said)[1]
-        job.wait_until(lambda: is_ready(url))
-        with (tmp_path / "photo.jpg").open("rb") as image:
-            answer = httpx.post(f"{url}/api/search", files={"image": image}, data={"k": "5"}, timeout=60)
-        assert len(answer.json()["hits"]) == 5, answer.text
+    files, made = RUN[documents]
+    script, _, served = shell_script(files).partition("distap serve ")
+    for line in script.splitlines():
+        program, *rest = shlex.split(line, comments=True) or [""]
+        if program:
+            output_of(Program(("-m", "distap.cli", *rest) if program == "distap" else tuple(rest), tmp_path), tmp_path)
+    assert [name for name in made if not (tmp_path / name).exists()] == []
+    if served:
+        (options,) = (shlex.split(line, comments=True) for line in served.splitlines())
+        server = Program(("-m", "distap.cli", "serve", *options, "--port", "0"), tmp_path)
+        with started(server, tmp_path / "job") as job:
+            job.wait_until(lambda: "serving on " in job.said)
+            url = re.search(r"serving on (\S+)", job.said)[1]
+            job.wait_until(lambda: is_ready(url))
+            with (tmp_path / "photo.jpg").open("rb") as image:
+                answer = httpx.post(f"{url}/api/search", files={"image": image}, data={"k": "5"}, timeout=60)
+            assert len(answer.json()["hits"]) == 5, answer.text

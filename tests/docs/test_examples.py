@@ -1,4 +1,4 @@
-"""The examples of docs/ and the README's Python, run as they are printed."""
+"""The examples of docs/ and the Python of README and guides, run as they are printed."""
 
 import os
 import re
@@ -126,9 +126,11 @@ def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch
     Trainer(chosen, World()).train()
 
 
-def test_the_python_of_the_readme_runs_as_it_is_printed(tmp_path, run, photos, training_shards):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
+def test_the_python_of_readme_and_guides_runs_as_it_is_printed(tmp_path, run, photos, training_shards):
+    documents = ("README.md", "docs/guides/own-loop.md", "docs/guides/losses.md")
+    text = "\n".join((ROOT / document).read_text() for document in documents)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 7
     Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
     (tmp_path / "photos").symlink_to(photos)
     blocks.append("assert rank(descriptors, labels, loss=Mine(margin=0.2)).loss > 0")

@@ -17,8 +17,8 @@ needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl is missing, which builds manifests"
 )
 K8S = manifests_folder()
-README = (K8S / "README.md").read_text()
-PATCH, PATCHED_CONTAINER, COPY, TRAIN_JOB = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+GUIDE = (K8S.parent / "docs/guides/kubernetes.md").read_text()
+PATCH, PATCHED_CONTAINER, COPY, TRAIN_JOB = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
 DIGEST = f"registry.example/team/distap@sha256:{'0' * 64}"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
 COMPONENT_SETS = {

@@ -81,7 +81,7 @@ def cautions(recipe: Recipe, request: Request) -> Iterator[str]:
     if recipe.step.compile:
         yield (
             "step.compile: the image of launch/container/Dockerfile has no C++ compiler, without which no rank "
-            "starts; take one with g++ and python3-dev on top (launch/README.md says how)"
+            "starts; take one with g++ and python3-dev on top (docs/guides/clusters.md says how)"
         )
 
 

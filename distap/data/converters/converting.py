@@ -88,7 +88,7 @@ def convert(
         only: names of splits; without any, all that are not on request.
         strict: missing images are an error.
     """
-    guide = "distap/data/converters/README.md says which files are needed and where they have to lie"
+    guide = "docs/guides/data-sets.md says which files are needed and where they have to lie"
     remedy = f"{dataset.title} is offered at {dataset.site}; {guide}"
     if not source.is_dir():
         raise DistapError(f"{source}: no such folder; {remedy}")

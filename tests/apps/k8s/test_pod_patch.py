@@ -40,7 +40,7 @@ def patched(folder, kind, patch):
 
 @needs_kubectl
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_patch_of_the_readme_is_in_the_pods_of_every_kind(tmp_path, kind):
+def test_the_patch_of_the_guide_is_in_the_pods_of_every_kind(tmp_path, kind):
     given, parts = yaml.safe_load(PATCH), patched(tmp_path, kind, PATCH)
     for key in ("nodeSelector", "tolerations", "runtimeClassName", "serviceAccountName", "imagePullSecrets"):
         assert parts.pod[key] == given["spec"][key], key

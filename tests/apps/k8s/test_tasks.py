@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from built_manifests import COPY, DIGEST, K8S, PATCH, README, needs_kubectl
+from built_manifests import COPY, DIGEST, GUIDE, K8S, PATCH, needs_kubectl
 from galleries import make_gallery
 from launching import Program, output_of, started
 from manifest_checks import KUBERNETES, METADATA, OUTSIDE, lets_out
@@ -203,8 +203,8 @@ def test_a_patch_changes_the_pods_of_a_task(objects, tmp_path, task):
 
 
 @needs_kubectl
-def test_the_tasks_of_the_readme_are_written(objects, tmp_path, monkeypatch):
-    commands = re.findall(r"    (distap k8s task (?:.*\\\n)*.*)", README)
+def test_the_tasks_of_the_guide_are_written(objects, tmp_path, monkeypatch):
+    commands = re.findall(r"    (distap k8s task (?:.*\\\n)*.*)", GUIDE)
     assert len(commands) == 3
     monkeypatch.chdir(tmp_path)
     (tmp_path / "copy.yaml").write_text(COPY)

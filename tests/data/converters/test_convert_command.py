@@ -8,7 +8,7 @@ from distap.cli import main
 from distap.data.converters.converting import DATASETS
 from distap.data.shards.load_index import load_index
 
-GUIDE = Path(__file__).parents[3] / "distap" / "data" / "converters" / "README.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data-sets.md"
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 import yaml
-from built_manifests import K8S, OVERLAYS, README, RECIPE, TRAIN_JOB, needs_kubectl, objects_of
+from built_manifests import GUIDE, K8S, OVERLAYS, RECIPE, TRAIN_JOB, needs_kubectl, objects_of
 from manifest_checks import OPERATOR_MODELS, leaves
 from manifest_parts import parts_of
 
 from distap.cli import main
 
 
-def test_the_command_of_the_readme_writes_a_training(tmp_path, monkeypatch):
-    (command,) = re.findall(r"    (distap k8s render (?:.*\\\n)+.*)", README)
+def test_the_command_of_the_guide_writes_a_training(tmp_path, monkeypatch):
+    (command,) = re.findall(r"    (distap k8s render (?:.*\\\n)+.*)", GUIDE)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     monkeypatch.setattr(sys, "argv", shlex.split(command.replace("\\\n", "")))
@@ -23,14 +23,14 @@ def test_the_command_of_the_readme_writes_a_training(tmp_path, monkeypatch):
     assert (tmp_path / "emoji" / "kustomization.yaml").is_file()
 
 
-def test_the_train_job_of_the_readme_is_valid():
+def test_the_train_job_of_the_guide_is_valid():
     job = yaml.safe_load(TRAIN_JOB)
     lost = set(leaves(job)) - set(leaves(OPERATOR_MODELS["TrainJob"].from_dict(job).to_dict()))
     assert not lost
 
 
 @needs_kubectl
-def test_the_train_job_of_the_readme_fits_the_runtime():
+def test_the_train_job_of_the_guide_fits_the_runtime():
     ours, runtime = yaml.safe_load(TRAIN_JOB)["spec"], parts_of(objects_of("trainjob-gpu"))
     assert ours["runtimeRef"] == runtime.outer["spec"]["runtimeRef"]
     assert ours["trainer"]["numProcPerNode"] == len(runtime.metrics_ports)
@@ -42,8 +42,8 @@ def test_the_train_job_of_the_readme_fits_the_runtime():
     assert container["name"] == runtime.container["name"]
 
 
-def test_the_network_policy_of_the_readme_selects_the_pods_of_its_train_job():
-    (command,) = re.findall(r"    (sed .*) \\\n +\| kubectl apply", README)
+def test_the_network_policy_of_the_guide_selects_the_pods_of_its_train_job():
+    (command,) = re.findall(r"    (sed .*) \\\n +\| kubectl apply", GUIDE)
     words = shlex.split(command.replace("k8s/base", str(K8S / "base")))
     policy = yaml.safe_load(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     (patch,) = yaml.safe_load(TRAIN_JOB)["spec"]["runtimePatches"]
@@ -55,10 +55,10 @@ def test_the_network_policy_of_the_readme_selects_the_pods_of_its_train_job():
     assert policy["metadata"]["name"] == "emoji"
 
 
-def test_the_readme_names_what_there_is():
-    for overlay in re.findall(r"overlays/([a-z-]+)", README):
+def test_the_guide_names_what_there_is():
+    for overlay in re.findall(r"overlays/([a-z-]+)", GUIDE):
         assert overlay in OVERLAYS
-    for component in re.findall(r"(?<!/)components/([a-z-]+)", README):
+    for component in re.findall(r"(?<!/)components/([a-z-]+)", GUIDE):
         assert (K8S / "components" / component / "kustomization.yaml").is_file()
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", GUIDE):
         assert (K8S.resolve() / link).exists(), link
