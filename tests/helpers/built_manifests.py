@@ -17,7 +17,7 @@ needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl is missing, which builds manifests"
 )
 K8S = manifests_folder()
-GUIDE = (K8S.parent / "docs/guides/kubernetes.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs/guides/kubernetes.md").read_text()
 PATCH, PATCHED_CONTAINER, COPY, TRAIN_JOB = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
 DIGEST = f"registry.example/team/distap@sha256:{'0' * 64}"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
