@@ -1,32 +1,25 @@
 """The `distap` command line; each command is a thin call of the library."""
 
+from typing import Annotated
+
 import typer
 
+from distap.cli.commands import QUIET, VERBOSE, App, set_loudness
 from distap.cli.data import data
 from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
 from distap.cli.k8s import k8s
 from distap.cli.options import run
+from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
-from distap.cli.training import (
-    init_command,
-    plan_command,
-    recipes_command,
-    report_command,
-    study_command,
-    train_command,
-)
+from distap.cli.training import plan_command, report_command, study_command, train_command
 
-app = typer.Typer(
-    help="Train image-retrieval descriptors by optimising Average Precision over huge batches.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(data, name="data")
+app = App(help="Train image-retrieval descriptors by optimising Average Precision over huge batches.")
 app.command("init")(init_command)
 app.command("recipes")(recipes_command)
+app.command("config")(config_command)
+app.add_typer(data, name="data")
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("extract")(extract_command)
@@ -39,6 +32,26 @@ app.command("report")(report_command)
 app.command("study")(study_command)
 app.command("plan")(plan_command)
 app.add_typer(k8s, name="k8s")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from distap import __version__
+
+        typer.echo(f"distap {__version__}")
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+
+
+@app.callback()
+def every_command(
+    version: Annotated[bool, VERSION] = False,
+    quiet: QUIET = False,
+    verbose: VERBOSE = False,
+) -> None:
+    set_loudness(quiet, verbose)
 
 
 def main() -> None:

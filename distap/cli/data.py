@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
+from distap.cli.commands import JSON, App, print_json
 from distap.cli.fetching import fetch
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
-from distap.telemetry.terminal import console, text_table, track
+from distap.telemetry.terminal import print_result, print_warning, tell, text_table, track
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 SHOWN = 5  # missing or damaged images that are named
 FEW_CLASSES = 20  # that are shown in a table
 
-data = typer.Typer(help="Fetch, convert, pack, index, check and count images.", no_args_is_help=True)
+data = App(help="Fetch, convert, pack, index, check and count images.")
 data.add_typer(fetch, name="fetch")
 
 SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
@@ -60,7 +61,7 @@ def convert_command(
 ) -> None:
     """Pack a data set of the papers into shards, OUTPUT/SPLIT, from the files as their authors distribute them.
 
-    distap/data/converters/README.md tells which files to download, where to put them, and their licences. Missing
+    docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Missing
     images are counted and listed in OUTPUT/missing.txt. An interrupted conversion continues when it is called again.
     """
     from distap.data.converters.converting import DATASETS, MISSING_FILE, convert
@@ -72,11 +73,11 @@ def convert_command(
     converted = convert(DATASETS[name], source, output, only=split or (), strict=strict, track=track, **layout)
     for part in converted:
         name, kept = part.listed.split.name, ", from an earlier call" if part.kept else ""
-        console.print(f"{output / name}: {part.images:,} images of {part.classes:,} classes{kept}", markup=False)
+        print_result(f"{output / name}: {part.images:,} images of {part.classes:,} classes{kept}")
         for warning in _warnings(part):
-            console.print(f"{name}{warning}", markup=False, style="yellow")
+            print_warning(f"{name}{warning}")
     if any(part.listed.missing for part in converted):
-        console.print(f"{output / MISSING_FILE}: every missing image", markup=False)
+        print_warning(f"{output / MISSING_FILE}: every missing image")
 
 
 @data.command("pack")
@@ -124,7 +125,7 @@ def pack_command(
     try:
         packed = pack_parts(parts, output, images_per_shard, track, **layout)
     except KeyboardInterrupt:
-        console.print("interrupted: the same command goes on from the shards that are whole")
+        print_warning("interrupted: the same command goes on from the shards that are whole")
         raise
     for (name, part), (index, _) in zip(parts.items(), packed, strict=True):
         _print_indexed(output / name, index, {image.class_name for image in part.images})
@@ -170,16 +171,16 @@ def check_command(
     _print_left_out(index.left_out)
     _print_rate(len(index), started, workers)
     for damage in damaged:
-        console.print(f"{damage.where}: {damage.reason}: {damage.detail}", markup=False)
+        print_result(f"{damage.where}: {damage.reason}: {damage.detail}")
     if output is not None:
         write_damage(output, damaged)
     seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
     if damaged:
         reasons = Counter(damage.reason for damage in damaged).most_common()
         counts = ", ".join(f"{reason} {count}" for reason, count in reasons)
-        console.print(f"{seen}, {len(damaged)} things damaged: {counts}", markup=False, style="red")
+        print_result(f"{seen}, {len(damaged)} things damaged: {counts}")
         raise typer.Exit(1)
-    console.print(f"{seen}, all sound", markup=False)
+    print_result(f"{seen}, all sound")
 
 
 @data.command("stats")
@@ -190,10 +191,12 @@ def stats_command(
         Path | None, typer.Option(help="Page (.html) or figures (.json) to write.", show_default="only printed")
     ] = None,
     remote: REMOTE = None,
+    as_json: JSON = False,
 ) -> None:
     """Count classes, images per class and sizes, and describe the batches that each way of sampling would give.
 
-    Reads the index, and few images: a sample of them for their format, and those that the page shows.
+    Reads the index, and few images: a sample of them for their format, and those that the page shows. With --json,
+    all figures by the names that --output FILE.json gives them: `images`, `classes`, `bytes` and so on.
     """
     from distap.data.loading.indexed import Reader
     from distap.data.shards.load_index import load_index
@@ -204,11 +207,13 @@ def stats_command(
     reader = Reader(parsed, load_index(parsed, settings), remote=settings)
     _print_left_out(reader.index.left_out)
     figures = statistics(reader)
-    for table in statistics_tables(figures):
-        console.print(table)
+    if as_json:
+        print_json(figures)
+    else:
+        print_result(*statistics_tables(figures))
     if output is not None:
         write_statistics(output, figures, f"distap: {source}", reader)
-        console.print(f"{output}: written", markup=False)
+        tell(f"{output}: written")
 
 
 def _remote(text: str | None) -> "RemoteSettings | None":
@@ -234,10 +239,10 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
     counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
     if len(names) > FEW_CLASSES:
         counts += f": {', '.join(names[:SHOWN])} and {len(names) - SHOWN:,} more"
-    console.print(f"{source}: {counts}", markup=False)
+    print_result(f"{source}: {counts}")
     if len(names) <= FEW_CLASSES:
         rows = [(escape(name), f"{size:,}") for name, size in zip(names, sizes, strict=True)]
-        console.print(text_table("", "", ("class", "images"), rows))
+        print_result(text_table("", "", ("class", "images"), rows))
     warnings = []
     if lost := sorted(set(expected) - set(names)):
         warnings.append(f"no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
@@ -248,7 +253,7 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
             first, second = index.names[of_kind[0]].tolist()
             warnings.append(f"{len(of_kind):,} images are {kind}, by size and CRC-32, such as {first} and {second}")
     for warning in warnings:
-        console.print(f"{source}: {warning}", markup=False, style="yellow")
+        print_warning(f"{source}: {warning}")
 
 
 def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:
@@ -257,7 +262,7 @@ def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) ->
     from distap.storage.atomic import write_whole
 
     for line in counted(skipped):
-        console.print(f"left out: {line}", markup=False, style="yellow")
+        print_warning(f"left out: {line}")
     if output is not None:
         text = io.StringIO(newline="")
         csv.writer(text).writerows([("path", "reason"), *((as_line(name), reason) for name, reason in skipped)])
@@ -268,7 +273,7 @@ def _print_rate(images: int, started: float, workers: int) -> None:
     """Print how long a command took, which foretells a larger one's time; what it found done counts too."""
     seconds = max(time.monotonic() - started, 1e-3)
     rate = images / seconds
-    console.print(f"{images:,} images in {seconds:,.1f} s: {rate:,.0f} a second, {rate / workers:,.0f} a worker")
+    tell(f"{images:,} images in {seconds:,.1f} s: {rate:,.0f} a second, {rate / workers:,.0f} a worker")
 
 
 def _warnings(part: "Converted") -> list[str]:

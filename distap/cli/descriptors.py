@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distap.cli import options
+from distap.cli.commands import JSON, print_json
 from distap.errors import DistapError
 
 SOURCE = "Folder, pattern or URL of shards, or any folder with images."
@@ -38,7 +39,7 @@ def extract_command(
     index: Annotated[
         Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
     ] = None,
-    form: Annotated[
+    format: Annotated[
         Literal["npy", "parquet"], options.output(help="Write .npy arrays, or one Parquet file.")
     ] = "npy",
     dtype: Annotated[
@@ -57,7 +58,7 @@ def extract_command(
     part_images: Annotated[
         int | None, options.output(help=PART, min=1, show_default="a 64th of all, 128 to 4096")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Number of processes on this machine, one for each GPU.", min=1)] = 1,
+    ranks: options.RANKS = 1,
     **preparation: Any,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
@@ -73,11 +74,12 @@ def extract_command(
     from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
     from distap.processes.stopping import leave_when_asked
     from distap.storage.locations import parse_source
-    from distap.telemetry.terminal import console, set_up_logging
+    from distap.telemetry.terminal import print_result, print_warning, set_up_logging
     from distap.training.build import trained_network
     from distap.world import joined_world
 
-    if ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets for the ranks that it starts
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for the ranks that it starts
+    if not is_rank and (ranks := options.ranks_here(ranks)) > 1:
         from distap.launcher import launch
 
         torchrun = ["--standalone", f"--nproc-per-node={ranks}"]
@@ -100,15 +102,15 @@ def extract_command(
 
             loaders = data.workers if workers is None else workers
             extraction = Extraction(*first_on_rank_0(world, opened), world, workers=loaders, shown=True)
-            written = extract_to_folder(extraction, output, dtype=dtype, form=form, part_images=part_images)
+            written = extract_to_folder(extraction, output, dtype=dtype, form=format, part_images=part_images)
     except SystemExit:
-        console.print(f"stopped: the same command continues from the parts in {output}", markup=False)
+        print_warning(f"stopped: the same command continues from the parts in {output}")
         raise
     if written is not None:
         left_out = len(left_out_of(output))
         told = f"; {left_out} files left out, see {output / 'left_out.txt'}" if left_out else ""
         numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions, {dtype}"
-        console.print(f"{output}: {numbers}{told}", markup=False)
+        print_result(f"{output}: {numbers}{told}")
 
 
 def whiten_command(
@@ -137,7 +139,7 @@ def whiten_command(
         read_pairs,
         save_whitening,
     )
-    from distap.telemetry.terminal import console
+    from distap.telemetry.terminal import print_result
 
     if kind == "pca" and (pairs is not None or centre is not None):
         raise DistapError("--pairs and --centre are for --kind lw: pca ignores which images match")
@@ -154,10 +156,9 @@ def whiten_command(
         path /= WHITENING_FILE
     save_whitening(path, whitening)
     to, of = whitening.projection.shape
-    console.print(
+    print_result(
         f"{path}: {kind}, {of} to {to} dimensions, from {len(learned_from):,} descriptors; "
-        f"apply it with distap extract --whitening {path}",
-        markup=False,
+        f"apply it with distap extract --whitening {path}"
     )
 
 
@@ -172,16 +173,19 @@ def index_command(
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Build on all GPUs; needs distap[gpu].")] = False,
+    as_json: JSON = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
 
     Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs to the network
-    that described its images: descriptors of another network are refused.
+    that described its images: descriptors of another network are refused. With --json: `output`, `images`,
+    `dimensions`, and the `indexes` that were built, that of --output first: `name`, `recall` `at` so many, `bytes`,
+    `milliseconds` a query, `queries`, `build_seconds`, `factory` and `search`.
     """
     from distap.retrieval.descriptor_files import read_descriptors
     from distap.retrieval.index_files import require_free_for_index, write_index
     from distap.retrieval.indexing import KINDS, build_index, measure_recall
-    from distap.telemetry.terminal import console, text_table, track
+    from distap.telemetry.terminal import print_result, text_table, track
 
     if kind is not None and factory is not None:
         raise DistapError("give one of --kind and --factory")
@@ -193,20 +197,25 @@ def index_command(
         held_out = read_descriptors(queries)
         gallery.described_by.require_same(held_out.described_by, str(queries), gallery.data)
         asked = held_out.descriptors
-    rows = []
+    found: list[dict[str, Any]] = []
     for name in [chosen, *(other for other in KINDS if compare and other != chosen)]:
         is_chosen = name == chosen
         on_gpu = gpu and (is_chosen or name != "hnsw")
         built = build_index(gallery.descriptors, name, search if is_chosen else "", track, on_gpu)
         figures = measure_recall(built.index, gallery.descriptors, asked)
-        numbers = f"{figures.recall:.4f}", f"{figures.bytes:,}", f"{figures.milliseconds:.3f}", f"{built.seconds:.1f}"
-        rows.append((name, *numbers, built.factory, built.search))
+        of_build = {"build_seconds": built.seconds, "factory": built.factory, "search": built.search}
+        found.append({"name": name, **asdict(figures), **of_build})
         if is_chosen:
             write_index(output, built, gallery, {"measured": {**asdict(figures), "held_out": asked is not None}})
-    title = f"{len(gallery):,} descriptors of {gallery.descriptors.shape[1]} dimensions"
+    count, dimensions = gallery.descriptors.shape
+    if as_json:
+        print_json({"output": str(output), "images": count, "dimensions": dimensions, "indexes": found})
+        return
+    shown = "{name}|{recall:.4f}|{bytes:,}|{milliseconds:.3f}|{build_seconds:.1f}|{factory}|{search}"
+    title = f"{count:,} descriptors of {dimensions} dimensions"
     queried = "held out" if asked is not None else "sampled, each without itself"
     caption = f"{figures.queries:,} queries, {queried}; their time is that of one after the other"
     measured = f"recall@{figures.at}", "bytes", "ms a query", "build s"
     headings = "index", *measured, "factory string", "search parameters"
-    console.print(text_table(title, caption, headings, rows))
-    console.print(f"{output}: {len(gallery):,} images, {chosen}", markup=False)
+    rows = [shown.format(**each).split("|") for each in found]
+    print_result(text_table(title, caption, headings, rows), f"{output}: {count:,} images, {chosen}")

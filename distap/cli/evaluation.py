@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distap.cli import options
-from distap.cli.options import OVERRIDES
+from distap.cli.commands import JSON, print_json
+from distap.cli.options import OVERRIDES, complete_recipe
 from distap.errors import DistapError
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")
@@ -17,12 +18,12 @@ DATA = (
 )
 GALLERY = "Shards that the images of each data set retrieve."
 DRAWS = "Draw an image of each class as the gallery of the others, this many times; figures are means."
-EXPAND = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
-AUGMENT = "Move each gallery image towards its neighbours, weighted by similarity to this power."
+QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
+DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a class has images."
 COMPARE = "Also evaluate without refinement, and with each part of it by itself."
 RECIPE = "Recipe whose network is evaluated as it is before training."
-NEIGHBOURS = "Number of neighbours used by --expand and --augment."
+NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
 KEPT = "Folder to keep descriptors in, and to reuse them from."
 GAP = "Also give by how much mAP is higher within random batches of this many images."
 OUTPUT = "Folder for results.json, and for each set's result.json, its queries and their neighbours."
@@ -30,7 +31,7 @@ OUTPUT = "Folder for results.json, and for each set's result.json, its queries a
 
 @options.with_options(options.Preparation)
 def eval_command(
-    config: Annotated[Path | None, typer.Argument(help=RECIPE)] = None,
+    config: Annotated[Path | None, typer.Argument(help=RECIPE, autocompletion=complete_recipe)] = None,
     overrides: OVERRIDES = None,
     checkpoint: Annotated[
         str | None, options.network(help=f"Evaluate this trained network: a {options.TRAINED}.")
@@ -42,8 +43,8 @@ def eval_command(
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
-    expand: Annotated[float | None, options.refinement(help=EXPAND, min=0)] = None,
-    augment: Annotated[float | None, options.refinement(help=AUGMENT, min=0)] = None,
+    query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
+    database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS, min=1)] = 10,
     rerank: Annotated[
         Literal["k-reciprocal", "diffusion"] | None,
@@ -57,6 +58,7 @@ def eval_command(
     gap: Annotated[int | None, options.output(help=GAP, min=2)] = None,
     descriptors: Annotated[Path | None, options.output(help=KEPT)] = None,
     output: Annotated[Path | None, options.output(help=OUTPUT)] = None,
+    as_json: JSON = False,
     **preparation: Any,
 ) -> None:
     """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.
@@ -64,7 +66,9 @@ def eval_command(
     In shards with classes, every image is a query against all others, or against the images of --gallery. A folder
     that `distap data convert` wrote for Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its
     ground truth. Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one,
-    whose recipe key=value changes. To use several ranks, run `torchrun [...] -m distap.cli eval`.
+    whose recipe key=value changes. To use several ranks, run `torchrun [...] -m distap.cli eval`. With --json:
+    `network`, `sizing` and `scales`, and in `sets` by name the figures of each refinement (`plain` without), of which
+    1 is all.
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.config.reading import load_recipe
@@ -97,8 +101,8 @@ def eval_command(
             describing, whitening = prepared.describing(recipe, network, world, kept_in=descriptors)
             refinement = Refinement(
                 whitening,
-                None if augment is None else Expansion(neighbours, augment),
-                None if expand is None else Expansion(neighbours, expand),
+                None if database_augmentation is None else Expansion(neighbours, database_augmentation),
+                None if query_expansion is None else Expansion(neighbours, query_expansion),
                 None if rerank is None else RERANKERS[rerank](**reranking),
                 head,
             )
@@ -117,4 +121,7 @@ def eval_command(
             return sets, describing, refinement
 
         parts = first_on_rank_0(world, opened)
-        evaluate_sets(*parts, compare=compare, output=output, network=str(checkpoint or config))
+        where = str(checkpoint or config)
+        found = evaluate_sets(*parts, compare=compare, output=output, printed=not as_json, network=where)
+        if as_json and world.rank == 0:
+            print_json(found)

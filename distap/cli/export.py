@@ -31,7 +31,7 @@ def export_command(
     CPU, and nothing is written if one differs by more than 1e-4.
     """
     from distap.apps.export.to_folder import ExportSettings, export_to_folder, installed_formats
-    from distap.telemetry.terminal import console, set_up_logging, text_table
+    from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
 
     set_up_logging(0)
     formats = format or installed_formats()
@@ -50,8 +50,8 @@ def export_command(
     ]
     if rows:
         headings = ("", "largest difference", "images differ by", "smallest cosine", "batches", "sizes")
-        console.print(text_table("", "", headings, rows))
+        print_result(text_table("", "", headings, rows))
     if not format and "onnx" not in formats:
-        console.print("model.onnx was left out; for it: pip install 'distap[onnx]'", markup=False)
+        print_warning("model.onnx was left out; for it: pip install 'distap[onnx]'")
     sizing, dimensions = exported.describer.sizing, exported.describer.dimensions
-    console.print(f"{output}: descriptors of {dimensions} dimensions, of images as `{sizing}`", markup=False)
+    print_result(f"{output}: descriptors of {dimensions} dimensions, of images as `{sizing}`")

@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from distap.telemetry.terminal import console, track
+from distap.cli.commands import App
+from distap.telemetry.terminal import print_result, track
 
-fetch = typer.Typer(help="Fetch a public data set as a folder of images.", no_args_is_help=True)
+fetch = App(help="Fetch a public data set as a folder of images.")
 OUTPUT = Annotated[Path, typer.Argument(help="Folder of train/ and test/.")]
 SIZE = Annotated[int, typer.Option(help="Width and height of the images, pixels.", min=16)]
 
@@ -38,4 +39,4 @@ def fetch_glyphs_command(output: OUTPUT = Path("data/glyphs/images"), size: SIZE
 def _print_fetched(output: Path, record: dict[str, Any]) -> None:
     train, test = record["classes"].values()
     counts = f"{record['images']:,} images, {train:,} classes to train on, {test:,} to test"
-    console.print(f"{output}: {counts}", markup=False)
+    print_result(f"{output}: {counts}")

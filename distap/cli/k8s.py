@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distap.apps.k8s.request import Request, TaskRequest
+from distap.cli.commands import App
 from distap.cli.options import CONFIG, OVERRIDES, with_options
 from distap.errors import DistapError
 
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 FOLDER = "Folder for kubectl apply -k, new or written by this command; - prints the manifests."
 COMMANDS = "Commands of distap without `distap`, each in quotes, which run one after the other; or one `serve ...`."
 OUTPUT = Annotated[Path, typer.Option(help=FOLDER)]
-k8s = typer.Typer(
-    help="Kubernetes manifests of a training, a task or a server, and rules for Prometheus.", no_args_is_help=True
-)
+k8s = App(help="Kubernetes manifests of a training, a task or a server, and rules for Prometheus.")
 
 
 @k8s.command("rules")

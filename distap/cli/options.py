@@ -1,10 +1,12 @@
-"""Options shared by several commands: which network describes images, and how."""
+"""Options shared by several commands: the recipe, the ranks, which network describes images, and how."""
 
+import glob
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,9 +24,40 @@ if TYPE_CHECKING:
     from distap.retrieval.whitening import Whitening
     from distap.world import World
 
-CONFIG = Annotated[
-    Path, typer.Argument(help="Recipe: a YAML file, or a name of `distap recipes`.", show_default=False)
-]
+AUTO = 0  # ranks: one for each GPU
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Names of distap's recipes, YAML files and folders that begin with what is typed."""
+    names = [path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
+    found = [Path(file) for file in glob.glob(f"{glob.escape(incomplete)}*")]  # noqa: PTH207 - keeps what was typed
+    files = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix == ".yaml"]
+    return sorted(name for name in names if name.startswith(incomplete)) + sorted(files)
+
+
+def parse_ranks(text: str | int) -> int:
+    """The number of --ranks; AUTO for `auto`."""
+    if text in ("auto", AUTO):
+        return AUTO
+    if not str(text).isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r}: expected a number, 1 or more, or auto")
+    return int(text)
+
+
+def ranks_here(asked: int, device: str = "auto") -> int:
+    """The number of ranks to start: as many as were asked for; with AUTO one for each GPU, or one without GPUs."""
+    if asked != AUTO or device == "cpu":
+        return asked or 1
+    import torch
+
+    with get_context("fork").Pool(1) as pool:  # CUDA must not begin in this process, of which the ranks are forks
+        return max(1, pool.apply(torch.cuda.device_count))
+
+
+EACH_GPU = "Number of processes on this machine, one for each GPU; auto takes as many as there are GPUs."
+RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="N|auto")]
+RECIPE = "Recipe: a YAML file, or a name of `distap recipes`."
+CONFIG = Annotated[Path, typer.Argument(help=RECIPE, show_default=False, autocompletion=complete_recipe)]
 OVERRIDES = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the recipe, such as optimizer.learning_rate=1e-4.", show_default=False),

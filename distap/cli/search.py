@@ -1,12 +1,12 @@
 """`distap search` and `distap serve`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distap.apps.serve.settings import ServeSettings
+from distap.cli.commands import JSON, print_json
 from distap.cli.options import BEST, CHECKPOINT, WHITENING, with_options
 
 if TYPE_CHECKING:
@@ -29,36 +29,38 @@ def search_command(
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     best: BEST = False,
     whitening: WHITENING = None,
-    k: Annotated[int, typer.Option("-k", help="Number of images to find for each query.", min=1)] = 10,
+    top: Annotated[int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)] = 10,
     images: IMAGES = None,
-    page: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON to standard output.")] = False,
+    output: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
+    as_json: JSON = False,
 ) -> None:
     """Find the images of an index that are most similar to images or to images of the index itself.
 
     An image that is searched for by its key needs no --checkpoint, and is not among its own hits. Files that cannot
-    be used are named, and make the exit status 1.
+    be used are named, and make the exit status 1. With --json, a list: `query`, and `hits` of it, each with `rank`
+    from 1, `key`, `class` and `similarity`; or the `problem` of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
     from distap.errors import FAILED
-    from distap.telemetry.terminal import console, set_up_logging
+    from distap.telemetry.terminal import print_result, print_warning, set_up_logging
     from distap.world import joined_world
 
     with joined_world() as world:
         set_up_logging(world.rank)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
-        results = list(searcher.search(queries_from(queries, searcher.index), k))
+        results = list(searcher.search(queries_from(queries, searcher.index), top))
     if as_json:
-        typer.echo(json.dumps([_as_json(each) for each in results], indent=1))
+        print_json([_as_json(each) for each in results])
     for each in results:
         if each.problem:
-            console.print(f"{each.query.name}: {each.problem}", markup=False, style="yellow")
+            print_warning(f"{each.query.name}: {each.problem}")
         elif not as_json:
-            console.print(_table(each))
-    if page is not None:
+            print_result(_table(each))
+    if output is not None:
         thumbnails = open_thumbnails(searcher.index, images, searcher.remote)
-        write_search_page(page, results, searcher.index, thumbnails)
-        console.print(f"page: {page}", markup=False)
+        write_search_page(output, results, searcher.index, thumbnails)
+        if not as_json:
+            print_result(f"page: {output}")
     if any(each.problem for each in results):
         raise typer.Exit(FAILED)
 

@@ -1,6 +1,5 @@
-"""`distap init`, `recipes`, `train`, `report`, `study` and `plan`: what is done with a recipe and its runs."""
+"""`distap train`, `report`, `study` and `plan`: what is done with a recipe and its runs."""
 
-import json
 import os
 import re
 import sys
@@ -10,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import CONFIG, OVERRIDES
+from distap.cli.commands import JSON, print_json
+from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_here
 from distap.errors import DistapError
 from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf, leave_when_asked
@@ -19,70 +19,12 @@ UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 OUTPUT = "Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
 BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
 AFTER = "Evaluation after the training, a folder like --before; by default the run's."
-RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
-WIDE = 250  # columns, so that a recipe is one line of a file or pipe
 CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx4090."
 LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
 ONLY = "Name on an axis to train, or several with commas between them; an axis without one keeps all."
-IMAGES = "Folder with a sub-folder a class, shards, or a folder with `train` and `test` of either."
+RESTARTS = "Start ranks again after a failure, at most this many times; they go on from the newest checkpoint."
+DRY_RUN = "Only look for mistakes, load the weights, and say what would be done."
 MEASURE = "Measure this machine and predict for more machines like it."
-
-
-def init_command(
-    images: Annotated[str, typer.Argument(help=IMAGES, show_default=False)],
-    output: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
-    run: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="runs/, then the name")] = None,
-    backbone: Annotated[str | None, typer.Option(help="Name of timm.", show_default="by the machine")] = None,
-    weights: Annotated[str, typer.Option(help="Where training begins: timm, random, or as in a recipe.")] = "timm",
-    image_size: Annotated[int | None, typer.Option(min=1, show_default="by images and machine")] = None,
-) -> None:
-    """Look at your images and write a recipe to begin with, which says why it is as it is.
-
-    It trains with `distap train recipe.yaml`; change in it what you know better.
-    """
-    import yaml
-
-    from distap.apps.advice import look, recipe_for
-    from distap.config.reading import recipe_from
-    from distap.storage.atomic import write_whole
-    from distap.telemetry.terminal import console
-
-    if output.exists():
-        raise DistapError(f"{output}: there is such a file already; give another --output")
-    seen, classes = look(images)
-    folder = run or str(Path("runs") / output.stem)
-    text = recipe_for(seen, classes, folder, backbone, weights, image_size)
-    try:
-        recipe_from(yaml.safe_load(text), f"{output} (not written)")
-    except yaml.YAMLError as error:
-        raise DistapError(f"--weights {weights}: not valid YAML: {error}") from error
-    write_whole(output, text)
-    console.print(text, markup=False, end="")
-    if seen.alone:
-        console.print(f"{seen.alone:,} classes have one image, which is never learned from", style="yellow")
-    console.print(f"{output}: written. Next: distap train {output} --check, and without --check", markup=False)
-
-
-def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="Recipe to print.", show_default="list them all")] = None,
-) -> None:
-    """List the recipes of the papers, or print one.
-
-    `distap train NAME key=value` trains one by its name; `distap recipes NAME > mine.yaml` makes it yours to change.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    from distap.config.reading import RECIPES, named_recipe
-
-    if name is not None:
-        typer.echo(named_recipe(name).read_text("utf-8"), nl=False)
-        return
-    table = Table("name", *RECIPE_HEAD, box=None, pad_edge=False)
-    for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
-        head = dict(re.findall(r"^# (\w+): (.*)$", path.read_text("utf-8"), re.MULTILINE))
-        table.add_row(path.stem, *(head[key] for key in RECIPE_HEAD))
-    Console(width=None if sys.stdout.isatty() else WIDE, markup=False).print(table)
 
 
 def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:
@@ -110,37 +52,43 @@ def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:
 def train_command(
     config: CONFIG,
     overrides: OVERRIDES = None,
-    ranks: Annotated[int, typer.Option(help="Number of processes on this machine, one a GPU.", min=1)] = 1,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only look for mistakes, and say what would be done.")
-    ] = False,
+    ranks: RANKS = 1,
+    max_restarts: Annotated[int, typer.Option(help=RESTARTS, min=0)] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
 ) -> None:
     """Train a recipe with the three-stage step; an interrupted run goes on from its newest checkpoint.
 
     To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's options.
     """
-    if check:
-        check_training(config, overrides or [], ranks)
+    overrides = overrides or []
+    if ranks == AUTO:
+        from distap.config.reading import load_recipe
+        from distap.telemetry.terminal import set_up_early_logging
+
+        set_up_early_logging(overrides, rank=None)
+        ranks = ranks_here(AUTO, load_recipe(config, overrides, data_at_hand=True).device)
+    if dry_run:
+        check_training(config, overrides, ranks)
         return
-    if ranks == 1:
+    if ranks == 1 and max_restarts == 0:
         train_rank(config, overrides)
         return
     from distap.launcher import launch_training
 
     end_when_asked()
-    status = launch_training(["--standalone", f"--nproc-per-node={ranks}"], config, overrides or [])
-    raise typer.Exit(status)
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    raise typer.Exit(launch_training(options, config, overrides))
 
 
 def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     """Build all parts of a training in this process, and tell what `ranks` of them would do."""
     from distap.config.reading import load_recipe
-    from distap.telemetry.terminal import console, set_up_logging
+    from distap.telemetry.terminal import print_result, set_up_logging
     from distap.trainer import Trainer
     from distap.training.checks import check_start
     from distap.world import joined_world
 
-    set_up_logging(0)
+    set_up_logging(0, as_results=True)
     recipe = load_recipe(config, overrides, data_at_hand=True)
     check_start(recipe, ranks)
     with joined_world(recipe.timeout_seconds, recipe.device) as world:
@@ -148,7 +96,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
         trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
-    console.print(f"{config}: nothing is wrong", markup=False)
+    print_result(f"{config}: nothing is wrong")
 
 
 def report_command(
@@ -158,12 +106,20 @@ def report_command(
     output: Annotated[Path | None, typer.Option(help=OUTPUT)] = None,
     before: Annotated[Path | None, typer.Option(help=BEFORE)] = None,
     after: Annotated[Path | None, typer.Option(help=AFTER)] = None,
+    as_json: JSON = False,
 ) -> None:
-    """Write a page about one run, or several side by side: curves, times, figures, neighbours, hardest queries."""
+    """Write a page about one run, or several side by side: curves, times, figures, neighbours, hardest queries.
+
+    With --json: `report`, the page; and `summary`, what summary.json has: figures `before` and `after` (1 is all),
+    `train_seconds` and `outside_network_share`; of several runs these by name, in `runs`.
+    """
     from distap.pages.report import report
-    from distap.telemetry.terminal import console, figures_table
+    from distap.telemetry.terminal import figures_table, print_result
 
     page, summary = report(runs, output, before, after)
+    if as_json:
+        print_json({"report": str(page), "summary": summary})
+        return
     of_runs = summary.get("runs", {"": summary})
     columns = {
         f"{name} {when}".strip(): of_run[when]
@@ -172,12 +128,12 @@ def report_command(
         if of_run[when]
     }
     if columns:
-        console.print(figures_table(columns))
+        print_result(figures_table(columns))
     for name, of_run in of_runs.items():
         share = of_run["outside_network_share"]
         outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"
-        console.print(f"{name}: trained in {of_run['train_seconds']:.0f} s{outside}".removeprefix(": "), markup=False)
-    console.print(f"report: {page}", markup=False)
+        print_result(f"{name}: trained in {of_run['train_seconds']:.0f} s{outside}".removeprefix(": "))
+    print_result(f"report: {page}")
 
 
 def study_command(
@@ -189,7 +145,7 @@ def study_command(
     only: Annotated[list[str] | None, typer.Option(help=ONLY, show_default="all")] = None,
     seeds: Annotated[int | None, typer.Option(help="Seeds.", min=1, show_default="as the study says")] = None,
     jobs: Annotated[int, typer.Option(help="Trainings at once, which share the CPU cores.", min=1)] = 1,
-    ranks: Annotated[int, typer.Option(help="Processes of each training.", min=1)] = 1,
+    ranks: RANKS = 1,
 ) -> None:
     """Train a grid of recipes under equal conditions, and compare what they reach: a table, a drawing and a page.
 
@@ -199,22 +155,20 @@ def study_command(
     from distap.apps.study.grid import Grid
     from distap.apps.study.results import Results, comparison, read_results, table, write_study
     from distap.apps.study.running import StudyRun
-    from distap.telemetry.terminal import console, set_up_logging, text_table, track
+    from distap.telemetry.terminal import print_result, set_up_logging, tell, text_table, track
 
     set_up_logging(0)
     grid = Grid(file, output or Path("runs") / file.stem, only or [], overrides or [])
-    run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks)
+    run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks_here(ranks))
     leave_when_asked()
     for number, line in enumerate(track(run.train(), "trainings", run.total), 1):
-        console.print(f"{number} of {run.total}  {line}", markup=False)
+        tell(f"{number} of {run.total}  {line}")
     if run.results.rows():
         page = write_study(run.results, file)
         headings, cells, notes = table(run.results)
-        console.print(text_table(grid.study.title, "\n".join(notes), headings, cells))
+        print_result(text_table(grid.study.title, "\n".join(notes), headings, cells))
         published = Results(grid, grid.study.seeds, read_results(file.with_suffix(".jsonl")))
-        for line in comparison(run.results, published):
-            console.print(line, markup=False)
-        console.print(f"page: {page}", markup=False)
+        print_result(*comparison(run.results, published), f"page: {page}")
     if run.problems:
         raise DistapError("\n".join(run.problems))
 
@@ -231,20 +185,19 @@ def plan_command(
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help=MEASURE)] = False,
     rounds: Annotated[int, typer.Option(help="Rounds of --measure; the medians count.", min=1)] = 5,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File to write the figures to.", show_default="printed only")
-    ] = None,
+    as_json: JSON = False,
 ) -> None:
     """Predict seconds a step, memory, bytes on the wire and hours of a recipe, from one GPU to thousands.
 
     A prediction needs no GPU, no data and no weights, and prints its assumptions. With --measure, a minute of steps
     of the recipe's network on this machine replaces the data sheet of the card; started by torchrun (`torchrun
     --nproc-per-node 2 --no-python distap plan ...`), it measures the link between the ranks as well.
+    With --json: `network`, `assumptions` and `advice` in words, and for each number of GPUs one of `steps`, in which
+    times are seconds, sizes are bytes, and `days` is null if the length of the training is unknown.
     """
     from distap.apps.plan.planning import cost_plan, plan_tables
     from distap.config.reading import load_recipe
-    from distap.storage.atomic import write_whole
-    from distap.telemetry.terminal import console
+    from distap.telemetry.terminal import print_result
 
     recipe = load_recipe(config, overrides or [])
     size = batch or recipe.sampling.size
@@ -252,13 +205,11 @@ def plan_command(
     plan = cost_plan(recipe, size, ranks, rate, gpus_a_host, card, rounds if measure else None)
     if plan is None:  # rank 0 prints
         return
-    console.print(plan["network"], *plan_tables(plan["steps"]), sep="\n", markup=False)
-    for line in plan["assumptions"]:
-        console.print(f"- {line}", markup=False, highlight=False)
-    console.print(f"advice: {plan['advice']}", markup=False, highlight=False)
-    if json_file is not None:
-        write_whole(json_file, json.dumps(plan, indent=2) + "\n")
-        console.print(f"{json_file}: written", markup=False)
+    if as_json:
+        print_json(plan)
+        return
+    assumptions = [f"- {line}" for line in plan["assumptions"]]
+    print_result(plan["network"], *plan_tables(plan["steps"]), *assumptions, f"advice: {plan['advice']}")
 
 
 def parse_gpus(text: str, batch: int) -> list[int]:

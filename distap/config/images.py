@@ -47,7 +47,9 @@ class DataSection(ImagesSection):
     )
     allow_pipes: bool = Field(False, description="Allow `train: pipe:COMMAND`, which runs a shell command.")
     unseen_classes: bool = Field(True, description="Refuse a validation set that shares a class with training.")
-    augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
+    augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = Field(
+        "crop_flip_colour", description="How training images are varied."
+    )
     decode: Literal["cpu", "gpu"] = Field(
         "cpu",
         description="Where JPEG is decoded for training; gpu spares the workers' cores, and decodes at full scale.",

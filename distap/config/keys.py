@@ -1,4 +1,4 @@
-"""The keys that a recipe may have, with what they take, their defaults and meanings; and the same as a JSON Schema."""
+"""The keys that a recipe may have: what they take, their defaults and meanings; and the same as a JSON Schema."""
 
 import inspect
 import re
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -17,7 +16,7 @@ from distap.registry import REGISTRY, Chosen, class_of
 
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 PLAIN = {"int": "integer", "float": "number", "bool": "true or false", "str": "text", "Path": "path"} | {
-    **{"tuple": "list", "dict": "keys", "Mapping": "keys", "Any": "text"}
+    **{"tuple": "list", "dict": "keys", "Mapping": "keys", "Any": "text", "Source": "text"}
 }
 
 
@@ -41,13 +40,15 @@ def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Itera
         below += "" if by_name is None or not (kind or inner) else "NAME."
         if name != "chosen":
             told = "name, or keys with a name" if kind else "keys" if inner else _values(annotation)
+            meaning = meaning or (_first_line(inner) if inner else "")
             yield Key(prefix + name, of, told, "" if inner and not kind else default, meaning)
         if inner:
             yield from recipe_keys(inner, below, of)
         if kind and not of:  # a sum of losses has losses within
-            yield Key(f"{below}name", of, ", ".join(REGISTRY[kind.kind]), kind.otherwise or "", "or package.module:Class")
-            for names, chosen in _classes(kind.kind):
-                for key in recipe_keys(chosen, below, ", ".join(names)):
+            names = ", ".join(REGISTRY[kind.kind])
+            yield Key(f"{below}name", of, names, kind.otherwise or "", "Or package.module:Class.")
+            for of_class, chosen in _classes(kind.kind):
+                for key in recipe_keys(chosen, below, ", ".join(of_class)):
                     if key.path != f"{below}name":
                         yield key
 
@@ -62,7 +63,8 @@ def recipe_schema() -> dict[str, Any]:
         for depth, parent in enumerate(parents, 1):
             place = place.setdefault("properties", {}).setdefault(parent, {})
             place["additionalProperties"] = ".".join(parents[:depth]) in open_to_names
-        place.setdefault("properties", {}).setdefault(last, {})["description"] = f"{key.values}. {key.meaning}".strip()
+        told = f"{key.values}. {key.meaning}".strip()
+        place.setdefault("properties", {}).setdefault(last, {})["description"] = told
     return root | {"type": "object", "additionalProperties": False}
 
 
@@ -76,9 +78,12 @@ def _classes(kind: str) -> Iterator[tuple[list[str], type]]:
 def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
     """Yield name, annotation, default and meaning of the fields of a pydantic model or of a dataclass."""
     if issubclass(section, BaseModel):
-        for name, field in section.model_fields.items():
-            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-            yield name, annotation, _default(field.get_default(call_default_factory=True)), field.description or ""
+        for name, of_model in section.model_fields.items():
+            annotation = (
+                Annotated[of_model.annotation, *of_model.metadata] if of_model.metadata else of_model.annotation
+            )
+            default = _default(of_model.get_default(call_default_factory=True))
+            yield name, annotation, default, of_model.description or ""
     elif is_dataclass(section):
         hints, remarks = get_type_hints(section, include_extras=True), _remarks(section)
         for field in fields(section):
@@ -91,12 +96,25 @@ def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
 
 
 def _remarks(section: type) -> dict[str, str]:
-    """The remark behind each field of a dataclass and of those that it inherits from."""
+    """What the docstring and the remarks of a dataclass, and of those that it inherits from, say of each field."""
     found: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if is_dataclass(each):
-            found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(each), re.MULTILINE))
-    return found
+            arguments = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2]
+            source = inspect.getsource(each)
+            found |= dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE))
+            found |= {name: told for told, name in re.findall(r"((?:^    # .*\n)+)    (\w+): ", source, re.MULTILINE)}
+            found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.*)$", source, re.MULTILINE))
+    return {name: _sentence(re.sub(r"^ *#", "", told, flags=re.MULTILINE)) for name, told in found.items()}
+
+
+def _sentence(told: str) -> str:
+    told = re.sub(r"\bNone\b", "null", " ".join(told.split()))
+    return f"{told[:1].upper()}{told[1:]}{'' if told.endswith(('.', '.)')) else '.'}"
+
+
+def _first_line(section: type) -> str:
+    return (inspect.getdoc(section) or "").partition("\n")[0]
 
 
 def _chosen(annotation: Any) -> Chosen | None:
@@ -128,9 +146,9 @@ def _values(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         bounds = [
-            f"{sign} {getattr(each, bound):g}"
+            f"{sign} {getattr(part, bound):g}"
             for each in metadata
-            for part in (each if isinstance(each, annotated_types.GroupedMetadata) else [each])
+            for part in getattr(each, "metadata", None) or [each]
             for bound, sign in BOUNDS.items()
             if isinstance(getattr(part, bound, None), int | float)
         ]
@@ -138,7 +156,7 @@ def _values(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_values(each) for each in get_args(annotation)))
     if get_origin(annotation) is Literal:
-        return " or ".join(map(str, get_args(annotation)))
+        return " or ".join(map(_default, get_args(annotation)))
     if annotation in (None, type(None)):
         return "null"
     name = (get_origin(annotation) or annotation).__name__ if hasattr(annotation, "__name__") else str(annotation)

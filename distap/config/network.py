@@ -44,7 +44,9 @@ class ModelSection(Section):
     weights: Annotated[Any, Chosen("weights")] = Field(
         "timm", description="Pretrained weights; a backbone from elsewhere starts with random ones by default."
     )
-    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "gem"
+    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = Field(
+        "gem", description="How the features of an image become one vector."
+    )
     arguments: dict[str, Any] = Field(
         {}, description="Further arguments of timm.create_model, such as {img_size: 448}."
     )

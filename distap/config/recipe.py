@@ -34,7 +34,7 @@ LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches ar
 class NetworkRecipe(Section):
     """The part of a recipe that a trained network needs: how it is built, and how it takes images."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="Of all that is random: weights, batches, augmentation.")
     model: ModelSection = RESOLVED_LATE
     data: ImagesSection = ImagesSection()
     evaluation: DescribingSection = DescribingSection()
@@ -47,21 +47,29 @@ class Recipe(NetworkRecipe):
     steps: PositiveInt | None = Field(None, description="Length of the training; either this or epochs.")
     epochs: PositiveFloat | None = Field(None, allow_inf_nan=False, description="The same as epochs of the images.")
     device: DeviceName = Field("auto", description="cuda, cpu, or auto: GPUs where torch sees them, else the CPU.")
-    engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
+    engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = Field(
+        "ddp", description="How ranks share the network."
+    )
     precision: PrecisionName = Field(
         "float32", description="Precision of the network's computations; parameters stay float32."
     )
     timeout_seconds: PositiveFloat = Field(600, description="Fail a collective that takes longer.")
     data: DataSection
-    sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = "random"
-    loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
+    sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = Field(
+        "random", description="How the images of a global batch are drawn."
+    )
+    loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = Field(
+        "ap_q", description="The ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."
+    )
     memory: MemorySection = MemorySection()
     describe: DescribeSection = DescribeSection()
     rank: RankSection = RankSection()
     replay: ReplaySection = ReplaySection()
     step: StepSection = StepSection()
     optimizer: OptimizerSection = RESOLVED_LATE
-    schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
+    schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = Field(
+        "linear", description="How the learning rate changes over the steps."
+    )
     ema: AverageSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()

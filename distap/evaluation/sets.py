@@ -25,7 +25,7 @@ from distap.retrieval.refinement import Refinement
 from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
-from distap.telemetry.terminal import console, figures_table
+from distap.telemetry.terminal import figures_table, print_result
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")  # NAME=PATH
 
@@ -116,9 +116,10 @@ def evaluate_sets(
     *,
     compare: bool = False,
     output: Path | None = None,
+    printed: bool = True,
     **about: Any,
-) -> None:
-    """Describe and rank data sets on all ranks; print and write their figures on rank 0.
+) -> dict[str, Any]:
+    """Describe and rank data sets on all ranks; print, write and return their figures on rank 0.
 
     Args:
         compare: also evaluate without refinement, and with each part of it by itself.
@@ -136,10 +137,13 @@ def evaluate_sets(
         by_protocol = last.about.get("queries_without_positive_by_protocol", {})
         each = ", ".join(f"{count} of {protocol}" for protocol, count in by_protocol.items())
         told = f"{last.queries} queries, {each or last.left_out} without a positive left out"
-        console.print(f"{name}: {told}", markup=False)
-        console.print(figures_table({variant: evaluation.figures for variant, evaluation in found.items()}))
+        if printed:
+            table = figures_table({variant: evaluation.figures for variant, evaluation in found.items()})
+            print_result(f"{name}: {told}", table)
         results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
         if output is not None:
             last.save(output / name if len(sets) > 1 else output, **about)
+    about["sets"] = results
     if output is not None and describing.world.rank == 0:
-        write_whole(output / "results.json", json.dumps({**about, "sets": results}, indent=1) + "\n")
+        write_whole(output / "results.json", json.dumps(about, indent=1) + "\n")
+    return about

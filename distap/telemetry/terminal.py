@@ -1,22 +1,34 @@
-"""Show progress and messages at a terminal; without a terminal, log lines instead."""
+"""Results on the standard output; progress and messages on the standard error, as log lines without a terminal."""
 
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
-from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines, printable
+from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines, origin, printable
 
 T = TypeVar("T")
+TELL_SECONDS = 30.0  # from one line about progress to the next, without a terminal
+FILE_COLUMNS = 250  # of a file or pipe that results go to, so that a row of a table is one line
 
 logger = logging.getLogger("distap")
 
@@ -26,17 +38,37 @@ class _Console(Console):
         return super().render_str(printable(text), **options)
 
 
-console = _Console(stderr=True, highlight=False, soft_wrap=True)
+console = _Console(stderr=True, highlight=False, soft_wrap=True)  # messages and progress
+results = _Console(highlight=False, soft_wrap=True)
 if not console.is_terminal:
     console.width = 140  # a log has no width of its own
+if not results.is_terminal:
+    results.width = FILE_COLUMNS
+
+
+def print_result(*parts: object) -> None:
+    """Print lines and tables that a command was called for to the standard output."""
+    for part in parts:
+        results.print(part, markup=not isinstance(part, str))
+
+
+def print_warning(text: str) -> None:
+    """Print a warning of a command to the standard error."""
+    console.print(text, markup=False, style="yellow")
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Yield the items and show a progress bar; without a terminal, print one line at the end."""
-    with _progress() as progress:
-        yield from progress.track(items, total, description=printable(description))
+    """Yield the items and show a progress bar; without a terminal, tell the rate and the time left now and then."""
+    started = told = time.monotonic()
+    with _progress(rate=True) as progress:
+        tracked = progress.track(items, total, description=escape(printable(description)))
+        for done, item in enumerate(tracked, 1):
+            yield item
+            if time.monotonic() - told > TELL_SECONDS and done < total and not _draws():
+                told = time.monotonic()
+                tell(f"{description}: {_so_far(done, total, done / (told - started))}")
     if not _draws():
-        _tell(f"{description}: {total} done")
+        tell(f"{description}: {total} done")
 
 
 @contextmanager
@@ -51,50 +83,67 @@ def training_progress(steps: int, done: int, shown: bool) -> Iterator[Callable[.
         def show(step: int, text: str, **figures: float) -> None:
             progress.update(task, completed=step, description=f"training  {text}")
             if shown and not _draws():
-                _tell(f"step {step}/{steps}  {text}", **figures)
+                tell(f"step {step}/{steps}  {text}", **figures)
 
         yield show
 
 
 @contextmanager
 def counting(description: str, total: int, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Open a bar over images with their number a second; without a terminal, print one line at the end.
+    """Open a bar over images with their number a second; without a terminal, tell it now and then.
 
     Yield a function of the number of images done since; the `done` images of an earlier run do not count as speed.
     """
-    started, most = time.monotonic(), 0
+    started = told = time.monotonic()
+    most = 0
 
-    def speed() -> str:
-        return f"{most / max(time.monotonic() - started, 1e-9):,.1f} images/s"
+    def speed() -> float:
+        return most / max(time.monotonic() - started, 1e-9)
 
     with _progress(shown) as progress:
         task = progress.add_task(escape(printable(description)), total=total, completed=done)
 
         def show(images: int) -> None:
-            nonlocal most
+            nonlocal most, told
             most = images
-            progress.update(task, completed=done + images, description=f"{escape(printable(description))}  {speed()}")
+            words = f"{escape(printable(description))}  {speed():,.1f} images/s"
+            progress.update(task, completed=done + images, description=words)
+            if shown and time.monotonic() - told > TELL_SECONDS and done + most < total and not _draws():
+                told = time.monotonic()
+                tell(f"{description}: {_so_far(done + most, total, speed())}")
 
         yield show
     if shown and not _draws():
-        _tell(f"{description}: {done + most} of {total} done, {speed()}")
+        tell(f"{description}: {done + most} of {total} done, {speed():,.1f} images/s")
+
+
+def tell(text: str, **figures: float) -> None:
+    """Tell of progress, unless -q asks for silence."""
+    if is_logging_lines():
+        logger.info("%s", text, extra={"figures": figures})
+    elif origin.level <= logging.INFO:
+        console.print(text, markup=False)
+
+
+def _so_far(done: int, total: int, rate: float) -> str:
+    left = timedelta(seconds=round((total - done) / max(rate, 1e-9)))
+    return f"{done:,} of {total:,} done, {rate:,.3g} a second, {left} left"
 
 
 def _draws() -> bool:
     return console.is_terminal and not is_logging_lines()
 
 
-def _tell(text: str, **figures: float) -> None:
-    if is_logging_lines():
-        logger.info("%s", text, extra={"figures": figures})
-    else:
-        console.print(text, markup=False)
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.3g}/s" if task.speed else "")
 
 
-def _progress(shown: bool = True) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+def _progress(shown: bool = True, rate: bool = False) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *([_Rate()] if rate else [])
     times = TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(*columns, *times, console=console, disable=not (shown and _draws()))
+    is_shown = shown and _draws() and origin.level <= logging.INFO
+    return Progress(*columns, *times, console=console, disable=not is_shown)
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
@@ -119,11 +168,16 @@ def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable
     return table
 
 
-def set_up_logging(rank: int) -> None:
-    """Print messages of a command: all of rank 0, warnings of the other ranks with their rank."""
+def set_up_logging(rank: int, as_results: bool = False) -> None:
+    """Print messages of a command: all of rank 0, warnings of the other ranks with their rank.
+
+    With `as_results`, what is no warning goes to the standard output, since the command was called for it.
+    """
     logger.handlers = [handler := _ConsoleHandler()]
+    handler.said = results if as_results else console
     handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    level = min(origin.level, logging.INFO) if as_results else origin.level
+    logger.setLevel(level if rank == 0 else logging.WARNING)
     logger.propagate = False
 
 
@@ -154,6 +208,10 @@ def print_error(error: Exception) -> None:
 class _ConsoleHandler(logging.Handler):
     """Prints above a progress bar, not through it."""
 
+    said: Console = console  # where all but warnings goes
+
     def emit(self, record: logging.LogRecord) -> None:
-        style = "yellow" if record.levelno >= logging.WARNING else None
-        console.print(self.format(record), markup=False, style=style)
+        if record.levelno >= logging.WARNING:
+            print_warning(self.format(record))
+        else:
+            self.said.print(self.format(record), markup=False)

@@ -28,7 +28,7 @@ def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypa
     assert loaded.optimizer.learning_rate == (
         1e-4 if len(train) < 100 else 3e-4
     )  # few classes spoil what is pretrained
-    assert distap(monkeypatch, "train", recipe, "--check", *QUICK) == 0
+    assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK) == 0
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
     assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "validation" in entry] == [0, 2]
     capfd.readouterr()
@@ -46,7 +46,7 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, capfd):
     assert not recipe.exists()
     write_images(tmp_path / "mixed", {"cat": 5, "dog": 5, "cow": 1})
     assert distap(monkeypatch, "init", tmp_path / "mixed", "--output", recipe) == 0
-    told = capfd.readouterr().err
+    told = "".join(capfd.readouterr())
     assert "1 classes have one image" in told and "distap data pack --split" in told
 
 
@@ -57,7 +57,7 @@ def test_a_test_set_of_the_same_classes_is_evaluated_and_said_to_be(tmp_path, mo
     assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe) == 0
     assert "unseen_classes: false  # 2 of its classes are trained on" in recipe.read_text()
     assert load_recipe(recipe).optimizer.learning_rate == 3e-4
-    assert distap(monkeypatch, "train", recipe, "--check", *QUICK) == 0
+    assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK) == 0
 
 
 def test_names_that_mean_something_else_are_taken_as_they_are(tmp_path, monkeypatch, capfd):
@@ -68,7 +68,7 @@ def test_names_that_mean_something_else_are_taken_as_they_are(tmp_path, monkeypa
     assert distap(monkeypatch, "init", photos, "--output", recipe, "--run", "2026") == 0
     loaded = load_recipe(recipe)
     assert (str(loaded.run), loaded.data.train) == ("2026", f"imagefolder:{photos}")
-    assert "# Written by `distap init` for 10 images" in capfd.readouterr().err
+    assert "# Written by `distap init` for 10 images" in capfd.readouterr().out
 
 
 def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatch, capfd):

@@ -5,10 +5,10 @@ import json
 import os
 import re
 import shutil
-import sys
 
 import pytest
 import torch
+from commands import distap
 from networks import random_network
 from ranks import on_ranks
 from rich.console import Console
@@ -20,7 +20,6 @@ from distap.apps.plan.measuring import Trial
 from distap.apps.plan.network_cost import Line, NetworkCost, changed, network_cost
 from distap.apps.plan.planning import cost_plan, plan_tables
 from distap.apps.plan.step_cost import Machine, NetworkLink, Sharding, StepCost, Transfer
-from distap.cli import main
 from distap.cli.training import parse_gpus, parse_rate
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
@@ -205,14 +204,12 @@ def test_a_deepspeed_engine_shards_by_its_stage():
 def test_a_plan_is_printed_written_and_says_what_it_rests_on(tmp_path, monkeypatch, capfd):
     config = tmp_path / "recipe.yaml"
     config.write_text(json.dumps(recipe().model_dump(mode="json")))
-    arguments = f"plan {config} --gpus 8,1,64 --batch 32 --card l4 --json {tmp_path / 'plan.json'}"
-    monkeypatch.setattr(sys, "argv", ["distap", *arguments.split()])
-    with pytest.raises(SystemExit) as status:
-        main()
-    assert not status.value.code
-    said = capfd.readouterr().err
+    arguments = "plan", config, "--gpus", "8,1,64", "--batch", 32, "--card", "l4"
+    assert distap(monkeypatch, *arguments) == 0
+    said = capfd.readouterr().out
     assert "nothing was measured" in said and "resnet10t at 64 px" in said
-    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert distap(monkeypatch, *arguments, "--json") == 0
+    plan = json.loads(capfd.readouterr().out)
     assert [step["gpus"] for step in plan["steps"]] == [1, 8]  # 64 GPUs are more than there are images
     assert all(step["seconds_a_step"] == pytest.approx(sum(step["seconds"].values())) for step in plan["steps"])
 

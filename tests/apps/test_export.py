@@ -256,7 +256,7 @@ def test_an_earlier_export_is_replaced_whole_or_not_at_all(exported, tmp_path, m
     backbone = ("--best", "--format", "safetensors")
     for size in (32, 40):
         assert distap(monkeypatch, "export", exported.run, output, *backbone, "--image-size", size) == 0
-        assert f"images as `crop {size}`" in capfd.readouterr().err
+        assert f"images as `crop {size}`" in capfd.readouterr().out
     assert distap(monkeypatch, "export", exported.run, output, "--scales", "1,two") == 2
     assert distap(monkeypatch, "export", exported.run, output, "--format", "tflite") == 2
     assert distap(monkeypatch, "export", exported.run, output, "--format", "onnx", "--opset", "9") == 2

@@ -183,9 +183,9 @@ def test_the_command_prints_a_table_and_writes_a_page_with_pictures(tmp_path, ga
     page = tmp_path / "page.html"
     options = ("--checkpoint", gallery.run, "-k", 40, "--page", page)
     assert distap(monkeypatch, "search", gallery.index, queries, *options) == 1
-    printed = capsys.readouterr().err
+    printed, warned = capsys.readouterr()
     assert "similarity" in printed and "<i>apple" in printed
-    assert "damaged.png: truncated" in printed and f"page: {page}" in printed
+    assert "damaged.png: truncated" in warned and f"page: {page}" in printed
     text = page.read_text()
     assert len(re.findall(r'src="data:image/jpeg;base64,', text)) == 41  # 40 hits and the query that can be read
     assert "&lt;i&gt;apple" in text and "<i>apple" not in text and "<b>.png" not in text

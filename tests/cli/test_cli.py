@@ -26,15 +26,15 @@ def config(tmp_path, training_shards):
     return path
 
 
-def test_a_check_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):
-    assert distap(monkeypatch, "train", config, "--check", "--ranks", 5) == 0
-    printed = capfd.readouterr().err
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):
+    assert distap(monkeypatch, "train", config, "--dry-run", "--ranks", 5) == 0
+    printed = capfd.readouterr().out
     assert "device      cpu, 5 ranks" in printed and "24 images by p_by_k, 4 or 5 a rank" in printed
     assert "nothing is wrong" in printed and "/run, from the start" in printed
     assert not (tmp_path / "run").exists()
     assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
-    assert distap(monkeypatch, "train", config, "--check") == 0
-    assert "/run, from its newest checkpoint" in capfd.readouterr().err
+    assert distap(monkeypatch, "train", config, "--dry-run") == 0
+    assert "/run, from its newest checkpoint" in capfd.readouterr().out
 
 
 def test_our_recipes_are_listed_and_printed(monkeypatch, capfd):
@@ -56,7 +56,7 @@ def test_from_images_to_a_report(tmp_path, monkeypatch, config, training_shards,
     assert distap(monkeypatch, "eval", "--checkpoint", run, "--output", after) == 0
     capfd.readouterr()
     assert distap(monkeypatch, "report", run, "--before", before, "--after", after, "--output", tmp_path) == 0
-    printed = capfd.readouterr().err
+    printed = capfd.readouterr().out
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) == {"before", "after", "train_seconds", "outside_network_share"}
     for when, folder in (("before", before), ("after", after)):
@@ -82,7 +82,7 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
     (images / "a" / "0.png").write_bytes(b"damage")
     (images / "b" / "copy of 1.png").write_bytes((images / "b" / "1.png").read_bytes())
     assert distap(monkeypatch, "data", "pack", images, tmp_path / "out") == 0
-    printed = capsys.readouterr().err
+    printed = "".join(capsys.readouterr())
     assert "4 images of 2 classes in 1 shards" in printed
     assert re.search(r"left out: 1 decode_error: not an image of JPEG, .*\(.*a/0\.png\)", printed.replace("\n", ""))
     twice = "1 images are twice in a class, by size and CRC-32, such as b/1.png and b/copy of 1.png"
@@ -99,7 +99,7 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
         (["train", "{config}", "sampling.classes=100"], "sampling.classes is 100, but only"),
         (["train", "{config}", "--ranks", "2", "sampling.classes=100"], "set it to 12 or less"),
         (["train", "{config}", "--ranks", "25"], "24 images a batch, fewer than the 25 ranks"),
-        (["train", "{config}", "--check", "--ranks", "25"], "24 images a batch, fewer than the 25 ranks"),
+        (["train", "{config}", "--dry-run", "--ranks", "25"], "24 images a batch, fewer than the 25 ranks"),
         (
             ["train", "{config}", "--ranks", "2", "model.backbone=test_maxvit", "data.image_size=30"],
             "test_maxvit does not take images of 30 px",

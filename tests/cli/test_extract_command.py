@@ -33,7 +33,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     out = tmp_path / "out"
     options = ("--checkpoint", run, "--max-side", 40, "--scales", "1,0.5", "--dtype", "float16", "--workers", 0)
     assert distap(monkeypatch, "extract", *options, "--part-images", 8, photos, out) == 0
-    printed = capsys.readouterr().err
+    printed = "".join(capsys.readouterr())
     assert "31 descriptors of 96 dimensions, float16" in printed
     assert f"describing {photos}: 31 of 31 done" in printed and "images/s" in printed
     found = read_descriptors(out)
@@ -41,7 +41,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     assert found.described_by.scale_power == pytest.approx(3.0, abs=0.1)
     whitening = learn_pca(found, dimensions=4)
     save_whitening(tmp_path / "whitening", whitening)
-    whitened = ("--whitening", tmp_path / "whitening", "--form", "parquet", photos, tmp_path / "whitened")
+    whitened = ("--whitening", tmp_path / "whitening", "--format", "parquet", photos, tmp_path / "whitened")
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
     expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)

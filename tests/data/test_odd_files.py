@@ -134,7 +134,7 @@ def test_every_reason_is_printed_with_a_number_and_an_example(drawer, tmp_path, 
     output, table = tmp_path / "shards", tmp_path / "left out.csv"
     monkeypatch.setenv("COLUMNS", "400")
     assert distap(monkeypatch, "data", "pack", folder, output, "--decode", "--left-out", table) == 0
-    printed = capsys.readouterr().err
+    printed = "".join(capsys.readouterr())
     told = re.findall(r"left out: ([\d,]+) (.+) \((.+)\)$", printed, re.MULTILINE)
     # The count of files that are packed or told is that of all files; an empty class is told as well.
     packed = int(re.search(r"([\d,]+) images of 2 classes", printed)[1])

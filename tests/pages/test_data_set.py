@@ -38,7 +38,7 @@ def test_the_page_shows_figures_and_images_and_runs_no_script(tmp_path, monkeypa
     assert "&lt;script&gt;alert(1)" in page and "&lt;i&gt;a" in page
     assert page.count("data:image/jpeg;base64,") == 6
     assert page.count('<table class="histogram">') == 5
-    printed = capsys.readouterr().err
+    printed = capsys.readouterr().out
     assert re.search("Classes by images a class\n +1  █{40}  1 \n +2  █{40}  1 ", printed)
     assert "1 classes have one image" in printed
 
@@ -65,11 +65,11 @@ def test_another_kind_of_file_is_refused(tmp_path, monkeypatch, capsys, odd_name
 
 def test_a_check_says_by_its_status_whether_all_is_sound(tmp_path, monkeypatch, capsys, request, odd_names):
     assert distap(monkeypatch, "data", "check", odd_names, "--workers", 1) == 0
-    assert "6 images in 1 shards, all sound" in capsys.readouterr().err
+    assert "6 images in 1 shards, all sound" in capsys.readouterr().out
     listing = tmp_path / "damaged.csv"
     damaged = request.getfixturevalue("damaged")
     assert distap(monkeypatch, "data", "check", damaged, "--workers", 1, "--output", listing) == 1
-    printed = capsys.readouterr().err
+    printed = capsys.readouterr().out
     assert "000000.tar:a/0.png: crc_mismatch" in printed
     assert "2 things damaged: shard_sha256 1, crc_mismatch 1" in printed
     assert len(listing.read_text().splitlines()) == 3

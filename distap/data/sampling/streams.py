@@ -20,9 +20,8 @@ class StreamsSampling:
 
     batch_size: int = 4096  # B, images of a global batch, a multiple of S
     streams: int = 16  # S, at most the number of shards
-    shuffle: int = (
-        128  # images of a shard that are held in memory, as files, to draw the next from; 1 keeps their order
-    )
+    # Images of a shard that are held in memory, as files, to draw the next from; 1 keeps their order.
+    shuffle: int = 128
 
     def __post_init__(self) -> None:
         if self.batch_size < 2 or self.streams < 1 or self.shuffle < 1:

@@ -24,9 +24,9 @@ class Calibration(SimilarityLoss):
     """
 
     self_pair: bool = False
-    alpha: float = 0.9
-    beta: float = 0.6
-    form: Literal["all", "violating", "sum"] = "all"
+    alpha: float = 0.9  # similarity that positives are to exceed
+    beta: float = 0.6  # similarity that negatives are to stay below
+    form: Literal["all", "violating", "sum"] = "all"  # means over all pairs, over those that violate, or sums
     presets: ClassVar[Presets] = {
         "released": {"form": "violating"},
         "xbm": {"alpha": 1.0, "beta": 0.5, "form": "sum"},
@@ -68,7 +68,7 @@ class Roadmap(SupAP, Calibration):
     `self_pair` concerns SupAP alone: in calibration a query is no positive of its own.
     """
 
-    lam: Annotated[float, Field(ge=0, le=1)] = 0.5
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.5  # weight of the calibration; SupAP has the rest
     scale: PositiveFloat = 1.0  # of the sum; the authors' configuration adds both losses whole
     is_ap: ClassVar[bool] = False
     presets: ClassVar[Presets] = {

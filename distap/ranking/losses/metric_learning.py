@@ -26,7 +26,7 @@ class MetricLearning(DescriptorLoss, SizedLoss):
     function: str  # class of the loss, such as `TripletMarginLoss`
     options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor, such as {margin: 0.1}
     miner: str | None = None  # class that chooses pairs or triplets, such as `MultiSimilarityMiner`
-    miner_options: Mapping[str, Any] = field(default_factory=dict)
+    miner_options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
 
     def __post_init__(self) -> None:
         self._built(classes=self.classes or 2, dimensions=self.dimensions or 2)  # which raises for what is wrong

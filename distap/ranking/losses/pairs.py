@@ -52,7 +52,7 @@ class Contrastive(PairLoss):
     """
 
     margin: PositiveFloat = 0.7  # distance of descriptors, 0 to 2
-    negatives: PositiveInt | None = None
+    negatives: PositiveInt | None = None  # take so many nearest ones of a query; null takes all within the margin
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
@@ -76,6 +76,7 @@ class Triplet(PairLoss):
     """
 
     margin: PositiveFloat | None = 0.1  # of distances; null is the soft margin, log(1 + exp)
+    # Hardest pairs; each positive with the nearest negative; or with the nearest negative that is farther than it.
     mining: Literal["hardest", "hard_negative", "semi_hard"] = "hardest"
     squared: bool = False  # compare squared distances, as Gordo et al. and Schroff et al. do
 

@@ -1,0 +1,86 @@
+"""What all commands of distap have in common: -h, -q and -v, old names of options, and results as JSON."""
+
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from distap.telemetry.logs import origin
+
+QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and results only.")]
+VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Show debug messages too.")]
+HIDDEN: dict[str, Any] = {  # each command takes them, and `distap --help` shows them
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", hidden=True)],
+    "verbose": Annotated[bool, typer.Option("--verbose", "-v", hidden=True)],
+}
+RENAMED = {  # options that are still understood
+    "--check": "--dry-run",
+    "--expand": "--query-expansion",
+    "--augment": "--database-augmentation",
+    "--form": "--format",
+    "--page": "--output",
+}
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead, and nothing else to the standard output.")]
+
+
+class Command(TyperCommand):
+    """A command that understands the old names of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for option in self.get_params(ctx) for name in option.opts}
+        return super().parse_args(ctx, [_renamed(word, known) for word in args])
+
+
+class App(typer.Typer):
+    """Commands that take -h, -q and -v."""
+
+    def __init__(self, **settings: Any) -> None:
+        context = {"help_option_names": ["-h", "--help"]}
+        super().__init__(**settings, no_args_is_help=True, context_settings=context, pretty_exceptions_enable=False)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
+        register = super().command(name, cls=Command, **settings)
+
+        def registered(function: Callable[..., None]) -> Callable[..., None]:
+            register(_with_loudness(function))
+            return function
+
+        return registered
+
+
+def set_loudness(quiet: bool, verbose: bool) -> None:
+    """Set what is said on the standard error; without -q and -v, leave it as it is."""
+    if quiet or verbose:
+        origin.level = logging.DEBUG if verbose else logging.WARNING
+
+
+def print_json(value: Any) -> None:
+    """Print a value to the standard output as JSON."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def _with_loudness(function: Callable[..., None]) -> Callable[..., None]:
+    @wraps(function)
+    def called(*arguments: Any, quiet: bool = False, verbose: bool = False, **options: Any) -> None:
+        set_loudness(quiet, verbose)
+        function(*arguments, **options)
+
+    signature = inspect.signature(function)
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in HIDDEN.items()
+    ]
+    # Typer reads the signature of a command.
+    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])  # type: ignore[attr-defined]
+    return called
+
+
+def _renamed(word: str, known: set[str]) -> str:
+    name, equals, value = word.partition("=")
+    new = RENAMED.get(name, "")
+    return f"{new}{equals}{value}" if new in known and name not in known else word
