@@ -1,0 +1,143 @@
+"""What every command has in common: where results go, how loud it is, and the recipe in full."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import distap
+
+from distap import __version__
+from distap.config.keys import recipe_keys
+from distap.config.reading import RECIPES, load_recipe, recipe_from
+from distap.telemetry import terminal
+from distap.telemetry.logs import origin
+
+
+@pytest.fixture
+def recipe(tmp_path, training_shards) -> Path:
+    settings = {
+        **{"run": str(tmp_path / "run"), "steps": 2, "sampling": {"name": "random", "batch_size": 8}},
+        "data": {"train": str(training_shards[0]), "validation": str(training_shards[1]), "image_size": 32},
+        "model": {"backbone": "resnet10t", "weights": "random"},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_in_full_is_the_same_recipe(monkeypatch, capfd, path):
+    assert distap(monkeypatch, "config", path.stem) == 0
+    printed = capfd.readouterr().out
+    assert recipe_from(yaml.safe_load(printed), "printed") == load_recipe(path)
+    assert all(line.rsplit("# ")[-1] in ("recipe", "default") for line in printed.splitlines()[1:] if "#" in line)
+
+
+def test_each_value_says_where_it_comes_from(monkeypatch, capfd, recipe):
+    assert (
+        distap(monkeypatch, "config", recipe, "steps=3", "loss={name: sup_ap, preset: released}", "ema.decay=0.9")
+        == 0
+    )
+    lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
+    for line in (
+        *("steps: 3  # command line", "seed: 0  # default", "image_size: 32  # recipe", "name: random  # recipe"),
+        *("name: sup_ap  # command line", "offset: -3.56  # command line", "rho: 100.0  # default"),
+        *("decay: 0.9  # command line", "batch_size: 8  # recipe"),
+    ):
+        assert line in lines
+
+
+def test_keys_and_their_schema_are_printed(monkeypatch, capfd):
+    assert distap(monkeypatch, "config", "--schema") == 0
+    assert json.loads(capfd.readouterr().out)["properties"]["optimizer"]["properties"]["learning_rate"]
+    assert distap(monkeypatch, "config", "--keys") == 0
+    assert "optimizer.learning_rate: number > 0 (default 0.0001)" in capfd.readouterr().out
+    assert distap(monkeypatch, "config", "emoji", "--keys") == 2
+
+
+def test_every_key_has_a_meaning_and_takes_no_name_of_a_class():
+    keys = list(recipe_keys())
+    assert [key.path for key in keys if not key.meaning] == []
+    assert [key.path for key in keys if "Source" in key.values] == []
+
+
+@pytest.mark.parametrize("start", [["-m", "distap"], ["-m", "distap.cli"]])
+def test_the_version_is_told_however_distap_is_started(start):
+    told = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout == f"distap {__version__}\n" and not told.stderr
+
+
+def test_figures_go_to_a_file_and_progress_does_not(tmp_path, monkeypatch, capfd, recipe):
+    command = "eval", recipe, "--output", tmp_path / "out"
+    assert distap(monkeypatch, *command) == 0
+    printed = capfd.readouterr().out
+    assert "mAP@R" in printed and "\x1b" not in printed and "describing" not in printed
+    assert distap(monkeypatch, *command, "--json") == 0
+    figures = json.loads(capfd.readouterr().out)
+    assert figures == json.loads((tmp_path / "out/results.json").read_text())
+    assert 0 < next(iter(figures["sets"].values()))["plain"]["mAP"] <= 1
+
+
+def test_other_results_are_json_too(tmp_path, monkeypatch, capfd, recipe, training_shards):
+    assert distap(monkeypatch, "data", "stats", training_shards[0], "--json") == 0
+    assert json.loads(capfd.readouterr().out)["images"] == 54
+    assert distap(monkeypatch, "train", recipe) == 0
+    capfd.readouterr()
+    assert distap(monkeypatch, "report", tmp_path / "run", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["summary"]["after"]["mAP"] > 0
+    found = tmp_path / "found"
+    assert distap(monkeypatch, "extract", training_shards[0], found, "--checkpoint", tmp_path / "run") == 0
+    capfd.readouterr()
+    assert distap(monkeypatch, "index", found, tmp_path / "index", "--json") == 0
+    indexed = json.loads(capfd.readouterr().out)
+    assert indexed["images"] == 54 and indexed["indexes"][0]["recall"] == 1
+
+
+def test_quiet_leaves_results_and_verbose_lowers_the_level(tmp_path, monkeypatch, capfd, training_shards):
+    monkeypatch.setattr(origin, "level", logging.INFO)
+    assert distap(monkeypatch, "data", "check", training_shards[0], "-q") == 0
+    printed = capfd.readouterr()
+    assert "all sound" in printed.out and not printed.err
+    assert distap(monkeypatch, "-v", "recipes") == 0
+    assert origin.level == logging.DEBUG
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["data", "pack"], ["k8s"]])
+def test_help_has_a_short_form(monkeypatch, capfd, command):
+    assert distap(monkeypatch, *command, "-h") == 0
+    assert "Usage: distap" in capfd.readouterr().out
+
+
+def test_old_names_of_options_are_understood(monkeypatch, capfd, recipe):
+    assert distap(monkeypatch, "train", recipe, "--check", "--ranks", "auto") == 0
+    assert "nothing is wrong" in capfd.readouterr().out
+    old = "--expand", 2, "--augment=2", "--neighbours", 3
+    assert distap(monkeypatch, "eval", recipe, *old, "--json") == 0
+    sets = json.loads(capfd.readouterr().out)["sets"]
+    assert all("plain" not in variants for variants in sets.values())
+
+
+@pytest.mark.parametrize("ranks", ["0", "many", "-1"])
+def test_an_impossible_number_of_ranks_is_refused(monkeypatch, capfd, recipe, ranks):
+    assert distap(monkeypatch, "train", recipe, f"--ranks={ranks}") == 2
+    assert "or auto" in capfd.readouterr().err
+
+
+def test_names_of_recipes_are_completed():
+    shell = {"_DISTAP_COMPLETE": "complete_bash", "COMP_WORDS": "distap train emo", "COMP_CWORD": "2"}
+    code = [sys.executable, "-c", "from distap.cli import main; main()"]
+    told = subprocess.run(code, env=os.environ | shell, capture_output=True, text=True)
+    assert told.stdout.split() == ["emoji"]
+
+
+def test_long_work_tells_its_rate_and_the_time_left_now_and_then(monkeypatch, capfd):
+    monkeypatch.setattr(terminal, "TELL_SECONDS", -1)
+    assert list(terminal.track("abc", "packing", 3)) == ["a", "b", "c"]
+    first, second, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("packing: 1 of 3 done, ") and first.endswith(" left") and " a second" in second
+    assert last == "packing: 3 done"
