@@ -79,7 +79,7 @@ def extract_command(
     from distap.world import joined_world
 
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for the ranks that it starts
-    if not is_rank and (ranks := options.ranks_here(ranks)) > 1:
+    if not is_rank and (ranks := options.ranks_to_start(ranks)) > 1:
         from distap.launcher import launch
 
         torchrun = ["--standalone", f"--nproc-per-node={ranks}"]

@@ -44,7 +44,7 @@ def parse_ranks(text: str | int) -> int:
     return int(text)
 
 
-def ranks_here(asked: int, device: str = "auto") -> int:
+def ranks_to_start(asked: int, device: str = "auto") -> int:
     """The number of ranks to start: as many as were asked for; with AUTO one for each GPU, or one without GPUs."""
     if asked != AUTO or device == "cpu":
         return asked or 1

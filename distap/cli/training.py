@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from distap.cli.commands import JSON, print_json
-from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_here
+from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start
 from distap.errors import DistapError
 from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf, leave_when_asked
@@ -66,7 +66,7 @@ def train_command(
         from distap.telemetry.terminal import set_up_early_logging
 
         set_up_early_logging(overrides, rank=None)
-        ranks = ranks_here(AUTO, load_recipe(config, overrides, data_at_hand=True).device)
+        ranks = ranks_to_start(AUTO, load_recipe(config, overrides, data_at_hand=True).device)
     if dry_run:
         check_training(config, overrides, ranks)
         return
@@ -159,7 +159,7 @@ def study_command(
 
     set_up_logging(0)
     grid = Grid(file, output or Path("runs") / file.stem, only or [], overrides or [])
-    run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks_here(ranks))
+    run = StudyRun(grid, seeds or grid.study.seeds, jobs, ranks_to_start(ranks))
     leave_when_asked()
     for number, line in enumerate(track(run.train(), "trainings", run.total), 1):
         tell(f"{number} of {run.total}  {line}")
