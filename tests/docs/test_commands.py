@@ -192,7 +192,9 @@ def test_the_commands_of_the_documents_run_as_they_are_printed(tmp_path, documen
     for line in script.splitlines():
         program, *rest = shlex.split(line, comments=True) or [""]
         if program:
-            output_of(Program(("-m", "distap.cli", *rest) if program == "distap" else tuple(rest), tmp_path), tmp_path)
+            output_of(
+                Program(("-m", "distap.cli", *rest) if program == "distap" else tuple(rest), tmp_path), tmp_path
+            )
     assert [name for name in made if not (tmp_path / name).exists()] == []
     if served:
         (options,) = (shlex.split(line, comments=True) for line in served.splitlines())

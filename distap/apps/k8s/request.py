@@ -50,7 +50,8 @@ class PodRequest:
         str | None, Option(help="PriorityClass of the pods.", show_default="the cluster's default")
     ] = None
     patch: Annotated[
-        Path | None, Option(help="YAML file with changes of the pod template; docs/guides/kubernetes.md has examples.")
+        Path | None,
+        Option(help="YAML file with changes of the pod template; docs/guides/kubernetes.md has examples."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -99,9 +100,9 @@ class Request(PodRequest):
     checkpoints: Annotated[
         str, Option(help="Place of checkpoints: pvc://CLAIM/FOLDER that all pods can write to, or s3:// or gs://.")
     ]
-    kind: Annotated[Kind, Option(help="Kind of object that runs the training; docs/guides/kubernetes.md compares them.")] = (
-        "indexed-job"
-    )
+    kind: Annotated[
+        Kind, Option(help="Kind of object that runs the training; docs/guides/kubernetes.md compares them.")
+    ] = "indexed-job"
     nodes: Annotated[int, Option(help="Number of hosts.", min=1)] = 1
     ranks: Annotated[int | None, Option(help="Ranks of a host without GPUs.", min=1, show_default="1")] = None
     data: Annotated[
