@@ -287,6 +287,10 @@ def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Itera
 def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
     """Say in one line where pydantic found a wrong value, under these keys, which one, and what it expected."""
     where, expected = ".".join(keys), str(error["msg"]).removeprefix("Value error, ")
+    expected = expected.replace("Input should be", "must be").replace("a valid dictionary", "keys with values")
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        close = difflib.get_close_matches(error["input"], expected.split("'")[1::2], n=1)
+        expected += f"; did you mean {close[0]}?" if close else ""
     if error["type"] == "missing":
         return f"{where}: missing; a value is needed"
     if not where or error["type"] == "unknown_key":

@@ -81,7 +81,7 @@ def test_a_schedule_takes_numbers_as_they_are_written():
 
 @pytest.mark.parametrize("wrong", [{"every": math.inf}, {"every": 3, "decay": -1}, {"every": 3, "warmup": math.nan}])
 def test_rates_that_cannot_be_are_refused(wrong):
-    with pytest.raises(DistapError, match=f"schedule step: {[*wrong][-1]}: .*input should be"):
+    with pytest.raises(DistapError, match=f"schedule step: {[*wrong][-1]}: .*must be"):
         build_part("schedule", "step", **wrong)
 
 
@@ -113,7 +113,7 @@ def test_a_rate_depends_on_the_step_alone_and_stays_at_the_end_of_a_shorter_sche
         ("schedule", "multistep", {"milestones": [5, 2]}, "expected them in ascending order"),
         ("schedule", "cosine", {"warmup": -1}, "warmup: -1"),
         ("schedule", "cosine", {"warmup": 5, "length": 5}, r"length is 5, which the warm-up \(5\) already fills"),
-        ("schedule", "cosine", {"unit": "epoch"}, "unit: 'epoch': input should be 'steps' or 'epochs'"),
+        ("schedule", "cosine", {"unit": "epoch"}, "unit: 'epoch': must be 'steps' or 'epochs'"),
         ("optimizer", "adam", {"momentum": 0.9}, "momentum is set, but the optimiser adam has no momentum"),
         ("optimizer", "adm", {}, "unknown; did you mean adam?"),
     ],

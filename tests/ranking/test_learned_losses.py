@@ -137,7 +137,7 @@ def test_first_proxies_depend_on_the_seed_alone():
             ),
             "are 5 proxies of 9 dimensions, but labels go up to .* and descriptors have 8 dimensions",
         ),
-        (lambda: build_loss("normalized_softmax", temperature=0), "temperature: 0: input should be greater than 0"),
+        (lambda: build_loss("normalized_softmax", temperature=0), "temperature: 0: must be greater than 0"),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(change, message):

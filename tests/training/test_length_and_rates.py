@@ -69,7 +69,7 @@ def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, tra
         recipe(tmp_path, training_shards, steps=None)
     with pytest.raises(DistapError, match=r"set either steps or epochs; steps is 10 and epochs 2\.5"):
         recipe(tmp_path, training_shards, epochs=2.5)
-    with pytest.raises(DistapError, match="epochs: inf: input should be a finite number"):
+    with pytest.raises(DistapError, match="epochs: inf: must be a finite number"):
         recipe(tmp_path, training_shards, steps=None, epochs=float("inf"))
     read = recipe(tmp_path, training_shards, **EPOCHS)
     for images, batch, steps in ((54, 25, 6), (54, 54, 3), (54, 500, 1), (1_000_003, 100, 30_000)):
@@ -193,13 +193,13 @@ def test_an_average_may_begin_and_end_within_a_run(tmp_path, training_shards, ca
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ema": {"decay": 1}}, "ema.decay: 1: input should be less than 1"),
+        ({"ema": {"decay": 1}}, "ema.decay: 1: must be less than 1"),
         (
             {"ema": {"decay": 0.9}, "engine": {"name": "deepspeed", "stage": 3}},
             "ema needs all parameters on every",
         ),
         ({"optimizer__head_only": 3, "engine": "deepspeed"}, "deepspeed moves all parameters in each step"),
-        ({"optimizer__layer_decay": 0}, "optimizer.layer_decay: 0: input should be greater than 0"),
+        ({"optimizer__layer_decay": 0}, "optimizer.layer_decay: 0: must be greater than 0"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_key(tmp_path, training_shards, changes, message):

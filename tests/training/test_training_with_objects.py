@@ -196,7 +196,7 @@ def test_overrides_are_nested_or_dotted_and_a_name_chooses_anew(tmp_path, folder
         ({}, {"network": nn.BatchNorm2d(3, track_running_stats=False)}, "without running statistics"),
         ({}, {"loss": "smooth"}, "did you mean smooth_ap"),
         ({}, {"data": {"test": "shards"}}, "data: it has test; expected train, validation and gallery"),
-        ({"steps": 0}, {}, "recipe: steps: 0: input should be greater than 0"),
+        ({"steps": 0}, {}, "recipe: steps: 0: must be greater than 0"),
         ({"steps.x": 0}, {}, "steps is a value, it has no keys"),
         ({"loss": {"name": "given", "of": "m:L"}}, {}, "loss: an object in Python, m:L, was here"),
     ],
