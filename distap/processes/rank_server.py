@@ -18,7 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,10 +90,7 @@ def rank_server(module: str) -> Iterator[Callable[..., Any]]:
 
 
 class RankServer:
-    """Forks ranks that run `python -u -m module`, with all that this process has imported when the server is made.
-
-    In a rank, the constructor does not return: it raises the SystemExit with which the module ends.
-    """
+    """Forks ranks that run `python -u -m module`, with all that this process has imported when the server is made."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -99,8 +98,7 @@ class RankServer:
         self._pid = os.fork()
         if self._pid == 0:
             self._socket.close()
-            die_with_parent()
-            _be_rank(module, _serve(theirs))
+            _end_process_after(lambda: _be_rank(module, _serve(theirs)))
         theirs.close()
 
     def start(
@@ -128,6 +126,7 @@ class RankServer:
 
 def _serve(launcher: socket.socket) -> dict[str, Any]:
     """Fork a rank for each request. Only ranks return, each with its own request."""
+    die_with_parent()
     heard = {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)}
     go_deaf()  # Ctrl-C reaches all processes of a terminal
     gc.freeze()  # the collector would write to pages that the ranks share
@@ -154,7 +153,7 @@ def _serve(launcher: socket.socket) -> dict[str, Any]:
     os._exit(0)
 
 
-def _be_rank(module: str, asked: dict[str, Any]) -> NoReturn:
+def _be_rank(module: str, asked: dict[str, Any]) -> None:
     """Become what a new interpreter would be that was started in this way."""
     os.environ.clear()
     os.environ.update(asked["environment"])
@@ -165,8 +164,28 @@ def _be_rank(module: str, asked: dict[str, Any]) -> NoReturn:
     if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
         torch.set_num_threads(int(threads))
     random.seed()
-    atexit.register(gc.unfreeze)  # or libraries report as leaked what was frozen
     sys.path.insert(0, str(Path.cwd()))
     sys.argv = [module, *asked["arguments"]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit(0)
+
+
+def _end_process_after(work: Callable[[], None]) -> NoReturn:
+    """Do `work` and end as an interpreter does, but never return to what called the launcher: it runs once, there."""
+    status = 1
+    try:
+        try:
+            work()
+            status = 0
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        ctypes.CDLL(None).fflush(None)  # what C libraries have not written yet
+    finally:
+        os._exit(status)

@@ -1,9 +1,10 @@
-"""On PYTHONPATH, it has each rank of a training that anything starts write down its batches; see faults.py."""
+"""On PYTHONPATH, it has each rank that a launcher forks write down its batches; see faults.py."""
 
 import os
+import sys
 from pathlib import Path
 
-if "RANK" in os.environ and "RECORD" in os.environ:
+if "RECORD" in os.environ and "distap.launcher" in sys.orig_argv:
     from faults import record
 
     record(Path(os.environ["RECORD"]))
