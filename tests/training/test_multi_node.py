@@ -12,7 +12,7 @@ from trainings import Run
 from distap.errors import FAILED, FINISHED
 
 LAUNCH = ROOT / "launch"
-STEPS = 100
+STEPS = 30
 TIMEOUT_SECONDS = 5.0
 
 
