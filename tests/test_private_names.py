@@ -65,6 +65,8 @@ ATTRIBUTES = {
     "_fields": "a named tuple",
     "_replace": "a named tuple",
     "_exit": "os: end without cleaning up",
+    "_run_exitfuncs": "atexit: what an interpreter does at its end, in a process that a fork made",
+    "_shutdown": "threading: the same, and it waits for threads",
     "_current_frames": "sys: where each thread is",
 }
 

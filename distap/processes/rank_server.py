@@ -78,8 +78,8 @@ class ForkedRank:
 
 @contextmanager
 def rank_server(module: str) -> Iterator[Callable[..., Any]]:
-    """Yield what torch's agent starts a rank with: a `RankServer.start`, or without Linux a new interpreter."""
-    if sys.platform != "linux":
+    """Yield what torch's agent starts a rank with: `RankServer.start`, or a new interpreter where a fork is not safe."""
+    if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():
         yield get_subprocess_handler
         return
     server = RankServer(module)
@@ -166,6 +166,7 @@ def _be_rank(module: str, asked: dict[str, Any]) -> None:
     random.seed()
     sys.path.insert(0, str(Path.cwd()))
     sys.argv = [module, *asked["arguments"]]
+    sys.modules.pop(module, None)  # it runs once more, as __main__
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
