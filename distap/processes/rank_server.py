@@ -78,7 +78,7 @@ class ForkedRank:
 
 @contextmanager
 def rank_server(module: str) -> Iterator[Callable[..., Any]]:
-    """Yield what torch's agent starts a rank with: `RankServer.start`, or a new interpreter where a fork is not safe."""
+    """Yield what torch's agent starts a rank with: `RankServer.start`, or new interpreters where forks are unsafe."""
     if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():
         yield get_subprocess_handler
         return
