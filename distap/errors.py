@@ -9,11 +9,27 @@
 |        |          | grace time was long enough for one (EX_TEMPFAIL of sysexits)       |                          |
 """
 
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 FINISHED = 0
 FAILED = 1
 MISTAKE = 2
 RESTART = 75
 CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite, and of a collapse
+# What a value must be, by the beginning of the type of pydantic's error.
+WANTED = {
+    **{
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "string_type": "text",
+        "path": "a path",
+    },
+    **{"tuple": "a list", "list": "a list", "dict": "keys with values", "model": "keys with values"},
+    **{"dataclass": "keys with values"},
+}
 
 
 class DistapError(Exception):
@@ -33,3 +49,22 @@ class CollectiveError(DistapError):
     """
 
     status = FAILED
+
+
+def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Say in one line where pydantic found a wrong value, under these keys, which one, and what it expected."""
+    where, kind, expected = ".".join(keys), error["type"], str(error["msg"]).removeprefix("Value error, ")
+    if kind == "missing":
+        return f"{where}: missing; a value is needed"
+    if kind == "unexpected_keyword_argument":
+        return f"{where}: unknown key"
+    if not where or kind == "unknown_key":
+        return f"{where}: {expected}".removeprefix(": ")
+    wanted = [wanted for start, wanted in WANTED.items() if kind.startswith(start)]
+    expected = f"must be {wanted[0]}" if wanted else expected.replace("Input should be", "must be")
+    if kind == "literal_error" and isinstance(error["input"], str):
+        close = difflib.get_close_matches(error["input"], expected.split("'")[1::2], n=1)
+        expected += f"; did you mean {close[0]}?" if close else ""
+    # For a whole section the message names the key; its value may be long, or secret.
+    value = "" if isinstance(error["input"], Mapping) else f"{error['input']!r}: "
+    return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"

@@ -7,7 +7,7 @@ pydantic model: its fields are the keys that stand beside `name`, and METHODS na
 
 import difflib
 import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, core_schema
 
-from distap.errors import DistapError
+from distap.errors import DistapError, problem_of
 
 TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
@@ -282,19 +282,3 @@ def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Itera
             yield from by_path(value, separator, f"{prefix}{key}{separator}")
         else:
             yield prefix + key, value
-
-
-def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Say in one line where pydantic found a wrong value, under these keys, which one, and what it expected."""
-    where, expected = ".".join(keys), str(error["msg"]).removeprefix("Value error, ")
-    expected = expected.replace("Input should be", "must be").replace("a valid dictionary", "keys with values")
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
-        close = difflib.get_close_matches(error["input"], expected.split("'")[1::2], n=1)
-        expected += f"; did you mean {close[0]}?" if close else ""
-    if error["type"] == "missing":
-        return f"{where}: missing; a value is needed"
-    if not where or error["type"] == "unknown_key":
-        return f"{where}: {expected}".removeprefix(": ")
-    # For a whole section the message names the key; its value may be long, or secret.
-    value = "" if isinstance(error["input"], Mapping) else f"{error['input']!r}: "
-    return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"

@@ -26,7 +26,7 @@ def test_a_name_and_its_keys_make_the_object_and_the_object_tells_its_name():
     [
         ("loss", "smoth_ap", {}, "loss 'smoth_ap' is unknown; did you mean smooth_ap?"),
         ("loss", "smooth_ap", {"tua": 1}, "loss smooth_ap: tua: unknown key; did you mean tau?"),
-        ("loss", "smooth_ap", {"tau": "warm"}, "tau: 'warm': must be a valid number"),
+        ("loss", "smooth_ap", {"tau": "warm"}, "tau: 'warm': must be a number"),
         ("loss", "ap_q", {"preset": "dirtorhc"}, "loss ap_q has no preset 'dirtorhc'; did you mean dirtorch?"),
         ("loss", "no_such_package.losses:Mine", {}, "No module named 'no_such_package'; is its folder on PYTHONPATH"),
         ("loss", "torch.nn:Mine", {}, "the module torch.nn has no Mine"),

@@ -13,7 +13,7 @@ from rich.markup import escape
 from distap.cli.commands import JSON, App, print_json
 from distap.cli.fetching import fetch
 from distap.data.shards.parallel import usable_cores
-from distap.errors import DistapError
+from distap.errors import DistapError, problem_of
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import print_result, print_warning, tell, text_table, track
 
@@ -225,8 +225,11 @@ def _remote(text: str | None) -> "RemoteSettings | None":
 
     try:
         return None if text is None else TypeAdapter(RemoteSettings).validate_python(yaml.safe_load(text))
-    except (yaml.YAMLError, ValidationError) as error:
+    except yaml.YAMLError as error:
         raise DistapError(f"--remote {text!r}: {error}") from error
+    except ValidationError as error:
+        problems = [problem_of(dict(item), ["--remote", *map(str, item["loc"])]) for item in error.errors()]
+        raise DistapError("; ".join(problems)) from error
 
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:

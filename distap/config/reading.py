@@ -9,8 +9,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from distap.config.recipe import NetworkRecipe, Recipe
-from distap.errors import DistapError
-from distap.registry import NAMES_ONLY, RECORDED, REGISTRY, fields_of, problem_of, suggestion
+from distap.errors import DistapError, problem_of
+from distap.registry import NAMES_ONLY, RECORDED, REGISTRY, fields_of, suggestion
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
 
@@ -160,8 +160,12 @@ def _checked(
             _require_data(draft, source)
         return kind.model_validate(settings, context=context)
     except ValidationError as error:
-        problems = [_problem(dict(item), settings, kind) for item in error.errors()]
-        raise DistapError(f"{source}: " + f"\n{source}: ".join(problems)) from error
+        problems: dict[str, str] = {}
+        for item in error.errors():
+            told = _problem(dict(item), settings, kind)
+            start, _, wanted = told.partition(": must be ")  # a union's members each say what they want
+            problems[start] = f"{problems[start]} or {wanted}" if wanted and start in problems else told
+        raise DistapError(f"{source}: " + f"\n{source}: ".join(problems.values())) from error
 
 
 def _require_data(recipe: Recipe, source: str) -> None:

@@ -1,17 +1,18 @@
 """The sections of a recipe, each with its keys, their meaning and their defaults."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     ByteSize,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    StringConstraints,
     TypeAdapter,
     ValidationError,
 )
@@ -20,7 +21,11 @@ from distap.config.validation import ChoosingSection, Remote, Section, StoreURL
 from distap.engine.settings import GroupSettings, PrecisionName, Unit
 from distap.registry import Chosen, unknown_key
 
-BYTES = r"^\d+(\.\d+)? ?[kMGT]i?B$"
+
+def _bytes(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)? ?[kMGT]i?B", text):
+        raise ValueError("must be a size such as 4GB")
+    return text
 
 
 class MemorySection(Section):
@@ -63,7 +68,7 @@ class ReplaySection(Section):
     size: PositiveInt | Literal["auto"] = Field(
         16, description="Images in a micro-batch, which decide the peak memory; auto finds the fastest that fits."
     )
-    keep: NonNegativeInt | Literal["auto"] | Annotated[str, StringConstraints(pattern=BYTES)] = Field(
+    keep: NonNegativeInt | Literal["auto"] | Annotated[str, AfterValidator(_bytes)] = Field(
         0,
         description="Micro-batches of a rank that keep their graph from describe; bytes that these may take, such as "
         "4GB; or auto, half of the memory that is free after a step.",

@@ -12,6 +12,7 @@ A request that a page of another site makes a browser send is answered with 403.
 A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy.
 """
 
+import errno
 import ipaddress
 import json
 import logging
@@ -37,6 +38,7 @@ from distap.telemetry.senders import is_foreign, is_own_host
 from distap.telemetry.tracing import MOST_STEPS, STEPS
 
 MOST_CONNECTIONS = 32
+MOST_PORTS = 100  # that are tried
 REQUEST_SECONDS = 10.0  # in which a client has to send its request and take the answer
 logger = logging.getLogger("distap")
 
@@ -53,23 +55,36 @@ class Endpoint:
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
-        """Serve http://address:port from a thread while this is entered; without a port, serve nothing."""
+        """Serve http://address:port from a thread while this is entered; without a port, serve nothing.
+
+        A port that another process has is passed over, with a warning that names the one that is taken instead.
+        """
         if port is None:
             yield self
             return
-        try:
-            server_class = _IPv6Server if ":" in address else _Server
-            server = make_server(address, port, self.answer, server_class, _SilentHandler)
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            problem = f"cannot listen on {address}:{port}: {reason}"
-            raise DistapError(f"metrics.port: {problem}; choose another, or null for none") from error
-        with server:
+        with self._listening(port, address) as server:
             Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
             try:
                 yield self
             finally:
                 server.shutdown()
+
+    def _listening(self, first: int, address: str) -> TCPServer:
+        server_class = _IPv6Server if ":" in address else _Server
+        for port in range(first, first + MOST_PORTS):
+            try:
+                server = make_server(address, port, self.answer, server_class, _SilentHandler)
+            except (OSError, OverflowError) as error:
+                problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                if getattr(error, "errno", None) != errno.EADDRINUSE:
+                    break
+            else:
+                if port != first:
+                    logger.warning("metrics.port: %s:%d is taken, so this rank is at %d", address, first, port)
+                return server
+        raise DistapError(
+            f"metrics.port: cannot listen on {address}:{first}: {problem}; choose another, or null for none"
+        )
 
     @contextmanager
     def ready(self, stopping: Callable[[], bool]) -> Iterator[None]:

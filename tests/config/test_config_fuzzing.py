@@ -1,6 +1,7 @@
 """Configurations that someone else wrote: whatever is in them, a message names the culprit, and no code runs."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distap.config.keys import recipe_keys
 from distap.config.reading import load_recipe, recipe_from
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
@@ -49,6 +51,28 @@ def test_any_value_in_a_section_is_read_or_refused_by_name(section, key, value):
         recipe_from({**VALID, section: {**VALID[section], key: value}}, "the recipe")
     except DistapError as error:
         assert section in str(error)
+
+
+def test_a_wrong_value_of_any_key_is_told_in_the_words_of_a_recipe():
+    """Not in those of pydantic and Python, which name classes and types."""
+    told = []
+    for key in recipe_keys():
+        *sections, last = key.path.replace("NAME", "mine").split(".")
+        for value in ("wrong", [1, "x"], {"odd": 1}, -1e9, True):
+            recipe = {"run": "runs/x", "steps": 10, "data": {"train": "shards"}}
+            place = recipe
+            for section in sections:
+                place = place.setdefault(section, {})
+            if key.of and last != "name":
+                place["name"] = key.of.partition(",")[0]
+            place[last] = value
+            try:
+                load_recipe(recipe)
+            except DistapError as error:
+                told += str(error).split("\n")
+    assert len(told) > 1000 and all(line.startswith("recipe: ") for line in told)
+    raw = re.compile(r"Input|valid |dictionary|instance of|pattern|pydantic|<class| at 0x|__")
+    assert [line for line in told if raw.search(line)] == []
 
 
 @quick

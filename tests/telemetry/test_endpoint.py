@@ -1,4 +1,5 @@
 import json
+import re
 import socket
 import threading
 import time
@@ -161,16 +162,29 @@ def connected(url):
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-def test_a_port_that_is_taken_is_named():
+@pytest.fixture
+def taken_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(DistapError, match=rf"metrics\.port: cannot listen on 127\.0\.0\.1:{port}"),
-            Endpoint().served(port, "127.0.0.1"),
-        ):
-            pass
+        yield taken.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_passed_over_with_a_message(taken_port, caplog):
+    with Endpoint().served(taken_port, "127.0.0.1"):
+        (message,) = caplog.messages
+        found = re.fullmatch(rf"metrics\.port: 127\.0\.0\.1:{taken_port} is taken, so this rank is at (\d+)", message)
+        with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/healthz", timeout=60) as answer:
+            assert answer.status == 200
+
+
+def test_when_all_ports_are_taken_the_first_is_named(taken_port, monkeypatch):
+    monkeypatch.setattr(distap.telemetry.endpoint, "MOST_PORTS", 1)
+    with (
+        pytest.raises(DistapError, match=rf"cannot listen on 127\.0\.0\.1:{taken_port}: Address already in use"),
+        Endpoint().served(taken_port, "127.0.0.1"),
+    ):
+        pass
 
 
 def test_an_address_of_another_host_is_refused():

@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from distap.errors import DistapError
-from distap.registry import problem_of, suggestion
+from distap.errors import DistapError, problem_of
+from distap.registry import suggestion
 
 
 class NamedEntry(BaseModel):

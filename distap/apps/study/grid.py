@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, PositiveInt, ValidationError, field_vali
 from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
 from distap.config.validation import Section
-from distap.errors import DistapError
-from distap.registry import problem_of, suggestion
+from distap.errors import DistapError, problem_of
+from distap.registry import suggestion
 
 TRAININGS = "trainings"  # folder of the runs
 Changes = Mapping[str, Any]  # to a recipe: values by dotted key, or nested
