@@ -92,7 +92,7 @@ class ReplaySection(Section):
 class StepSection(Section):
     """The step as a whole."""
 
-    compile: bool = Field(False, description="Compile the backbone for describe and replay.")
+    compile: bool = Field(False, description="Compile the backbone for training and evaluation.")
     fold_batchnorm: bool = Field(
         False, description="Compute frozen BatchNorm in the convolution before it, if the compiler does not."
     )

@@ -67,7 +67,7 @@ class RetrievalNetwork(nn.Module):
         pooled = self.features * int(getattr(pooling, "widens", 1))
         self.dimensions = projection or pooled
         self.batchnorm, self.layer_norm = batchnorm, layer_norm
-        # Runs the backbone in training mode if it is set, see `compile_backbone`.
+        # Runs the backbone if it is set, see `compile_backbone`.
         self.compiled: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.memory_format = torch.channels_last  # of the pixels that the backbone gets
         self.backbone = backbone
@@ -121,8 +121,7 @@ class RetrievalNetwork(nn.Module):
         """Return what the projection gets, float32 or wider."""
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
-            compiled = self.compiled if self.training else None
-            features = self.backbone(pixels) if compiled is None else compiled(self.backbone, pixels)
+            features = self.backbone(pixels) if self.compiled is None else self.compiled(self.backbone, pixels)
         if not isinstance(features, Tensor):
             raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
         with in_full_precision(features.device):

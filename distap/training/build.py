@@ -252,7 +252,7 @@ def step_of(
     if recipe.step.compile:
         assert isinstance(engine.network, RetrievalNetwork)
         sizes = [min(size, len(world.slots(batch))) for size in (replay, describe or replay)]
-        compile_backbone(engine.network, sizes)
+        compile_backbone(engine.network, [*sizes, recipe.evaluation.batch_size])
     return ThreeStageStep(
         engine,
         loss,

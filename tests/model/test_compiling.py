@@ -74,7 +74,7 @@ def test_compiled_networks_describe_and_replay_alike_and_as_the_uncompiled_one(n
 
 
 @pytest.mark.slow
-def test_tails_are_padded_and_evaluation_is_not_compiled(networks):
+def test_tails_are_padded_and_images_of_other_sizes_are_not_compiled(networks):
     plain, compiled = networks
     replayed(compiled, 4, with_graph=False), replayed(compiled, 4)
     graphs = counters["stats"]["unique_graphs"]
@@ -89,6 +89,24 @@ def test_tails_are_padded_and_evaluation_is_not_compiled(networks):
         network.train()
     replayed(compiled, 4)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow
+def test_evaluation_on_images_of_the_size_of_training_is_compiled(networks):
+    plain, compiled = networks
+    replayed(compiled, 4, with_graph=False)
+    graphs = counters["stats"]["unique_graphs"]
+    for network in networks:
+        network.eval()
+    try:
+        with torch.inference_mode():
+            for count in (4, 4, 3):
+                torch.testing.assert_close(compiled(images(count)), plain(images(count)))
+    finally:
+        for network in networks:
+            network.train()
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+    replayed(compiled, 4)  # training goes on with its own graphs
 
 
 @pytest.mark.slow

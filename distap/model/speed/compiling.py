@@ -17,7 +17,7 @@ _NO_LIMIT = 2**16  # torch counts the graphs of all networks in a process togeth
 
 
 def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
-    """Run a compiled backbone in training mode from now on; evaluation mode stays uncompiled.
+    """Run a compiled backbone from now on: in training, and in evaluations on images of the same size.
 
     An engine may wrap the network before or after. Each graph is compiled when it is first needed, which takes
     minutes for a large network. Micro-batches are padded to one of the `sizes`, those of the full ones, or to a half,
@@ -46,14 +46,20 @@ class CompiledBackbone:
         self._function = torch.compile(call, dynamic=False, options={"fallback_random": True})
         self._sizes = sorted({size >> halvings for size in sizes for halvings in range(size.bit_length())})
         self._warm: set[tuple[Any, ...]] = set()
+        self._trained_on: set[torch.Size] = set()
 
     def __call__(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
+        if backbone.training:
+            self._trained_on.add(pixels.shape[1:])
+        elif pixels.shape[1:] not in self._trained_on:  # whole images would need a graph for each of their sizes
+            features: Tensor = backbone(pixels)
+            return features
         n = len(pixels)
         padded = self.padded_size(n)
         if padded > n:
             # Repeat real images, because made-up ones might overflow.
             pixels = pixels[torch.arange(padded, device=pixels.device) % n]
-        kind = _kind(pixels)
+        kind = backbone.training, *_kind(pixels)
         features = (self._run if kind in self._warm else self._compile)(backbone, pixels)
         self._warm.add(kind)
         return features[:n]
@@ -96,5 +102,6 @@ def _kind(pixels: Tensor) -> tuple[Any, ...]:
     """Return everything that a graph depends on."""
     device = pixels.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    settings = (autocast, torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision())
+    passes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    settings = (autocast, *passes, torch.get_num_threads(), torch.get_float32_matmul_precision())
     return (*pixels.shape, *pixels.stride(), pixels.dtype, pixels.device, *settings)
