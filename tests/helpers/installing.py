@@ -1,4 +1,4 @@
-"""The packages of the lock, and a wheel of the repository in a virtual environment beside those of this one."""
+"""The packages of the lock, and distap as it is released, in a virtual environment beside those of this one."""
 
 import os
 import shutil
@@ -17,9 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment with distap in it."""
+    """A virtual environment with distap in it, and what was built for it."""
 
     environment: Path
+    source: Path  # a copy of the repository
+    sdist: Path
+    wheel: Path
 
     @property
     def python(self) -> Path:
@@ -53,19 +56,22 @@ def pins(*parts: str) -> dict[str, str]:
 
 
 def install(folder: Path) -> Installed:
-    """Build the wheel from a copy of what it is made of, and install it."""
-    source = folder / "source"
-    for name in ("distap", "k8s"):
+    """Build the sdist from a copy of the repository and the wheel from the sdist, and install the wheel."""
+    source, environment = folder / "source", folder / "environment"
+    for name in ("benchmarks", "distap", "docs", "k8s", "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"):
         shutil.copy(ROOT / name, source)
-    installed = Installed(folder / "environment")
-    venv.create(installed.environment)
-    (pure,) = installed.environment.glob("lib/python*/site-packages")
+    venv.create(environment)
+    (pure,) = environment.glob("lib/python*/site-packages")
     (pure / "shared.pth").write_text("\n".join(site.getsitepackages()) + "\n")  # torch and all the others
+    make = f"import setuptools.build_meta as backend; backend.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", make], cwd=source, check=True, capture_output=True)
+    (sdist,) = folder.glob("distap-*.tar.gz")
     pip, quiet = [sys.executable, "-m", "pip"], ["--quiet", "--no-deps", "--no-index"]
-    build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", folder / "wheels", source]
+    build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", folder, sdist]
     subprocess.run(build, check=True, capture_output=True)
-    add = [*pip, "--python", installed.python, "install", *quiet, "--ignore-installed"]
-    subprocess.run([*add, *(folder / "wheels").iterdir()], check=True, capture_output=True)
-    return installed
+    (wheel,) = folder.glob("distap-*.whl")
+    add = [*pip, "--python", environment / "bin/python", "install", *quiet, "--ignore-installed"]
+    subprocess.run([*add, wheel], check=True, capture_output=True)
+    return Installed(environment, source, sdist, wheel)
