@@ -1,0 +1,140 @@
+"""The workflows of GitHub name what is there, support what pyproject.toml promises, and may do little."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+from installing import ROOT
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import distap
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILES = {path.name: path for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
+# In YAML 1.1 `on` is a truth value.
+WORKFLOWS = {name: yaml.safe_load(path.read_text().replace("\non:", "\n'on':")) for name, path in FILES.items()}
+JOBS = {(name, key): job for name, workflow in WORKFLOWS.items() for key, job in workflow["jobs"].items()}
+RELEASED = ("distap/__init__.py", "CITATION.cff", "CHANGELOG.md", "launch/check-release")
+
+
+def named(pattern: str) -> list[str]:
+    return [found for path in FILES.values() for found in re.findall(pattern, path.read_text())]
+
+
+def test_the_oldest_and_newest_python_and_torch_of_pyproject_are_tested():
+    of_classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    assert PROJECT["requires-python"] == f">={of_classifiers[0]}"
+    (torch,) = (one for line in PROJECT["dependencies"] if (one := Requirement(line)).name == "torch")
+    bounds = {found.operator: Version(found.version) for found in torch.specifier}
+    oldest, newest = bounds[">="], bounds["<"]
+    assert JOBS["tests.yml", "bounds"]["strategy"]["matrix"]["include"] == [
+        {"python": of_classifiers[0], "torch": f"2.{oldest.minor}", "resolution": "lowest-direct"},
+        {"python": of_classifiers[-1], "torch": f"2.{newest.minor - 1}", "resolution": "highest"},
+    ]
+    assert JOBS["tests.yml", "locked"]["strategy"]["matrix"]["python"] == [of_classifiers[0], of_classifiers[-1]]
+    locked = re.search(r"^torch==(2\.\d+)\.", (ROOT / "launch/requirements.txt").read_text(), re.MULTILINE)
+    assert locked[1] == f"2.{newest.minor - 1}"
+
+
+def test_files_that_workflows_name_are_there():
+    names = named(r"(?<![\w/])(?:\./)?((?:launch|tests)/[\w./-]*\w)")
+    assert len(names) > 8 and [name for name in names if not (ROOT / name).exists()] == []
+    scripts = named(r"\./(launch/[\w-]+)")
+    assert all((ROOT / name).stat().st_mode & 0o100 for name in scripts)
+    (build,) = (step for step in JOBS["image.yml", "image"]["steps"] if step.get("id") == "build")
+    known = re.findall(r"^ARG (\w+)", (ROOT / "launch/container/Dockerfile").read_text(), re.MULTILINE)
+    assert {line.split("=")[0] for line in build["with"]["build-args"].splitlines()} < set(known)
+    assert build["with"]["sbom"] is True and build["with"]["provenance"] == "mode=max"
+
+
+def test_every_action_is_pinned_by_its_commit_and_one_action_by_one():
+    pins = named(r"uses: (\S+)")
+    assert len(pins) == len(named(r"uses: [\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+\n")) > 10
+    assert len(set(pins)) == len({pin.split("@")[0] for pin in pins})
+
+
+@pytest.mark.parametrize("key", JOBS, ids="/".join)
+def test_a_job_may_do_what_it_has_to_and_no_more(key):
+    writing = {
+        ("publish.yml", "publish"): {"id-token"},
+        ("image.yml", "image"): {"packages", "id-token", "attestations"},
+    }
+    workflow, job = WORKFLOWS[key[0]], JOBS[key]
+    assert workflow["permissions"] in ({}, {"contents": "read"})
+    may = job.get("permissions", {})
+    assert {name for name, access in may.items() if access == "write"} == writing.get(key, set())
+    assert "timeout-minutes" in job
+    checkouts = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
+    assert all(step["with"] == {"persist-credentials": False} for step in checkouts)
+
+
+def test_publishing_runs_no_code_of_ours_and_keeps_no_token():
+    workflow, job = WORKFLOWS["publish.yml"], JOBS["publish.yml", "publish"]
+    assert workflow["on"] == {"push": {"tags": ["v*"]}}
+    assert job["needs"] == "build" and job["environment"] == "pypi"
+    assert [step["uses"].split("@")[0] for step in job["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ]
+    assert "secrets." not in FILES["publish.yml"].read_text()
+    first = JOBS["publish.yml", "build"]["steps"][1]
+    assert first["run"] == './launch/check-release "$GITHUB_REF_NAME"'
+
+
+@pytest.fixture
+def release(tmp_path):
+    """A copy of what `launch/check-release` reads, with version 9.8.7 as CONTRIBUTING.md tells to release it."""
+    for name in RELEASED:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name, old, new in (
+        ("distap/__init__.py", f'__version__ = "{distap.__version__}"', '__version__ = "9.8.7"'),
+        ("CITATION.cff", f"\nversion: {distap.__version__}\n", "\nversion: 9.8.7\n"),
+        ("CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n## [9.8.7] - 2030-01-02\n"),
+    ):
+        text = (tmp_path / name).read_text()
+        assert text.count(old) == 1, name
+        (tmp_path / name).write_text(text.replace(old, new))
+    return tmp_path
+
+
+def check_release(folder, tag):
+    return subprocess.run([folder / "launch/check-release", tag], capture_output=True, text=True)
+
+
+def test_a_release_goes_through_whose_tag_is_the_version_everywhere(release):
+    done = check_release(release, "v9.8.7")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tag", ["v9.8.8", "9.8.7", "v9.8.7rc1", f"v{distap.__version__}"])
+def test_a_tag_that_is_not_the_version_is_refused(release, tag):
+    done = check_release(release, tag)
+    assert done.returncode == 1 and "distap/__init__.py: 9.8.7" in done.stderr
+
+
+@pytest.mark.parametrize("name", RELEASED[:3])
+def test_a_file_that_was_forgotten_is_named(release, name):
+    shutil.copy(ROOT / name, release / name)
+    done = check_release(release, "v9.8.7")
+    assert done.returncode == 1 and re.search(rf"{name}.*: (?!9\.8\.7)", done.stderr)
+
+
+def test_the_newest_release_is_the_version_that_is_cited():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert cited == distap.__version__ and f"## [{cited}] - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_changelog_keeps_its_format():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert releases[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", release) for release in releases[1:])
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
+    linked = re.findall(r"^\[(.+)\]: https://", text, re.MULTILINE)
+    assert linked == [release.partition("]")[0].removeprefix("[") for release in releases]
