@@ -97,8 +97,10 @@ class Index:
 
 
 HINTS = {name: hint for name, hint in get_type_hints(Index).items() if name != "left_out"}
-# The numpy types of the columns by name, as read_columns takes them.
-COLUMNS = {name: np.dtype(get_args(get_args(array)[1])[0]).name for name, array in HINTS.items()}
+# The numpy types of the columns by name, as read_columns takes them. NDArray[T] is an alias whose argument is T since
+# numpy 2.5, and was ndarray[shape, dtype[T]].
+TYPES = {name: get_args(hint)[-1] for name, hint in HINTS.items()}
+COLUMNS = {name: np.dtype((get_args(of) or (of,))[0]).name for name, of in TYPES.items()}
 SHARD_COLUMNS, CLASS_COLUMNS = ([name for name in COLUMNS if name.startswith(of)] for of in ("shard_", "class_"))
 SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLASS_COLUMNS)]
 
