@@ -8,6 +8,7 @@ from torch import nn
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
+from distap.model.speed.convolution import convolve, depthwise_gradient
 from distap.model.speed.folding import fold_batchnorm
 
 
@@ -172,3 +173,50 @@ def test_networks_that_cannot_be_folded_are_refused_with_the_reason():
         folded(random_network("convnext_atto"))
     with pytest.raises(DistapError, match="needs frozen BatchNorm"):
         folded(random_network("resnet10t", batchnorm="batch"))
+
+
+DEPTHWISE = [
+    (kernel, stride, padding, dilation)
+    for kernel in ((5, 5), (7, 3))
+    for stride in ((1, 1), (2, 3))
+    for padding in ((0, 0), (2, 1), (6, 6))
+    for dilation in ((1, 1), (2, 1))
+]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), DEPTHWISE)
+def test_the_gradient_of_depthwise_weights_is_autograds(kernel, stride, padding, dilation):
+    x, weight = noise(2, 14).double()[:, :2, :, :13] / 255, torch.randn(2, 1, *kernel, dtype=torch.float64)
+    weight.requires_grad_()
+    y = nn.functional.conv2d(x, weight, None, stride, padding, dilation, 2)
+    gradient = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (expected,) = torch.autograd.grad(y, weight, gradient)
+    found = depthwise_gradient(gradient, x, kernel, stride, padding, dilation)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_a_convolution_has_the_values_and_gradients_of_torchs(groups, kernel):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 9, 8).to(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.randn(4, 4 // groups, kernel, kernel, requires_grad=True)
+    bias = torch.randn(4, requires_grad=True)
+    given = (x, weight, bias), ((2, 1), (kernel // 2, 1), (1, 1), groups)
+    ours, torchs = (function(*given[0], *given[1]) for function in (convolve, nn.functional.conv2d))
+    assert torch.equal(ours, torchs) and "_Convolution" in type(ours.grad_fn).__name__
+    gradient = torch.randn_like(torchs)
+    gradients = [torch.autograd.grad(y, given[0], gradient) for y in (ours, torchs)]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    weight.requires_grad_(False)
+    (found,) = torch.autograd.grad(convolve(*given[0], *given[1]), x, gradient)
+    torch.testing.assert_close(found, gradients[1][0])
+
+
+def test_a_convolution_in_half_precision_is_torchs():
+    x, weight = torch.randn(2, 4, 8, 8), torch.randn(4, 1, 5, 5, requires_grad=True)
+    with torch.autocast("cpu"):
+        y = convolve(x, weight, None, (1, 1), (2, 2), (1, 1), 4)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()

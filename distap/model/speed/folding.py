@@ -11,20 +11,20 @@ scale and shift. Parameters keep their names and places.
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from timm.layers.conv2d_same import Conv2dSame, conv2d_same
+from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.norm_act import BatchNormAct2d
+from timm.layers.padding import pad_same
 from torch import Tensor, nn
-from torch.nn.functional import conv2d
 
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
+from distap.model.speed.convolution import convolve
 
 # Exactly these types: a subclass may use its weight in another way, for example standardise it.
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, Conv2dSame)
@@ -119,9 +119,10 @@ def _both(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
         scale = norm.weight * scale
     shift = scale * (shift if convolution.bias is None else shift + convolution.bias)
     weight, bias = scale.view(-1, 1, 1, 1) * convolution.weight, shift + norm.bias if norm.affine else shift
-    convolve: Callable[..., Tensor] = conv2d_same if isinstance(convolution, Conv2dSame) else conv2d
-    how = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
-    return convolve(x, weight, bias, *how)
+    stride, padding, dilation = convolution.stride, convolution.padding, convolution.dilation
+    if isinstance(convolution, Conv2dSame):
+        x, padding = pad_same(x, list(convolution.kernel_size), list(stride), list(dilation)), (0, 0)
+    return convolve(x, weight, bias, stride, padding, dilation, convolution.groups)
 
 
 def _rest(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
