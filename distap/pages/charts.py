@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 WIDTH, HEIGHT = 520, 300  # of the SVG in its own units; the browser scales it
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 32, 50  # margins, for the axes
+LEFT, RIGHT, TOP, BOTTOM = 70, 88, 32, 50  # margins, for the axes and the last values
+APART = 17  # the least between two last values
 MOST_POINTS, MOST_BARS = 400, 120
 
 Point = tuple[float, float]
@@ -30,8 +31,8 @@ def plain(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def percent(share: float, digits: int = 4) -> str:
-    return f"{100 * share:.{digits - 1}g}%"
+def percent(share: float, digits: int = 3) -> str:
+    return f"{100 * share:.{digits}g}%"
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -47,22 +48,30 @@ class Chart:
     """Axes that span the given points, at least one, with the lines and bars to draw between them."""
 
     def __init__(
-        self, points: Sequence[Point], x_label: str, y_label: str, y_format: Format = plain, from_zero: bool = False
+        self,
+        points: Sequence[Point],
+        x_label: str,
+        y_label: str,
+        y_format: Format = plain,
+        from_zero: bool = False,
+        margin: int = RIGHT,
     ) -> None:
+        self.end = WIDTH - margin  # of the x axis
         self.x_label, self.y_label, self.y_format = x_label, y_label, y_format
         self.lines: list[tuple[Series, list[Point]]] = []
         self.columns: list[tuple[Point, ...]] = []  # of bars: the x and the height of each layer, the lowest first
         self.layers: list[str] = []  # names of the layers
         xs, ys = [x for x, _ in points], [y for _, y in points]
         low, high = (0.0 if from_zero else min(ys)), max(ys)
-        margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+        self.is_zero = min(ys) == high == 0  # an axis would mean nothing
+        more = 0.06 * (high - low) or abs(high) * 0.1
         self._left, self._right = min(xs), max(xs)
-        self._low, self._high = (low if from_zero else low - margin), high + margin
+        self._low, self._high = (low if from_zero else low - more), high + more
 
     def x(self, value: float) -> float:
         """Return the place of an x value, from the left edge."""
         width = self._right - self._left
-        return LEFT + ((value - self._left) / width if width else 0.5) * (WIDTH - LEFT - RIGHT)
+        return LEFT + ((value - self._left) / width if width else 0.5) * (self.end - LEFT)
 
     def y(self, value: float) -> float:
         """Return the place of a y value, from the top edge."""
@@ -79,6 +88,17 @@ class Chart:
         of_digits = ([self.y_format(value, digits) for value in values] for digits in range(4, 18))
         texts = next(texts for texts in of_digits if len(set(texts)) == len(texts))
         return [(self.y(value), text) for value, text in zip(values, texts, strict=True)]
+
+    def ends(self) -> list[tuple[float, float, str]]:
+        """Return the place and the text of each line's last value, moved apart where they would overlap."""
+        last = [points[-1] for _, points in self.lines if points]
+        ends = sorted((self.y(y), self.x(x), self.y_format(y, 3)) for x, y in last)
+        free = HEIGHT - BOTTOM - APART * (len(ends) - 1)  # the lowest place that leaves room for those below
+        placed, above = [], -math.inf
+        for number, (y, x, text) in enumerate(ends):
+            above = max(min(y, free + APART * number), above + APART)
+            placed.append((x, above, text))
+        return placed
 
     def path(self, points: Sequence[Point]) -> str:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
@@ -107,7 +127,9 @@ def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], 
     tops = [(column[0][0], sum(y for _, y in column)) for column in columns]
     # The middle of the first and of the last bar is half a bar within the axis.
     half = (tops[-1][0] - tops[0][0]) / max(len(tops) - 1, 1) / 2
-    chart = Chart([*tops, (tops[0][0] - half, 0), (tops[-1][0] + half, 0)], "step", y_label, from_zero=True)
+    chart = Chart(
+        [*tops, (tops[0][0] - half, 0), (tops[-1][0] + half, 0)], "step", y_label, from_zero=True, margin=20
+    )
     chart.layers, chart.columns = list(layers), columns
     return chart
 

@@ -1,6 +1,7 @@
 """Fill in the templates of pages."""
 
 import base64
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from distap.storage.atomic import write_whole
 
 def page_text(template: str, **values: Any) -> str:
     """The HTML of a template; every value is escaped."""
-    return TEMPLATES.get_template(template).render(values)
+    return TEMPLATES.get_template(template).render(values, pictures={})  # collected to be written once each
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
@@ -23,6 +24,10 @@ def write_page(path: Path, template: str, **values: Any) -> None:
 def page_asset(name: str) -> bytes:
     """A file of templates/ as it is, such as the stylesheet."""
     return files("distap.pages").joinpath("templates", name).read_bytes()
+
+
+def _data_url(image: bytes) -> str:
+    return f"data:image/{'webp' if image[:4] == b'RIFF' else 'jpeg'};base64,{base64.b64encode(image).decode()}"
 
 
 def _percent(share: float | None) -> str:
@@ -36,4 +41,8 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters |= {"percent": _percent, "base64": lambda data: base64.b64encode(data).decode()}
+TEMPLATES.filters |= {
+    "percent": _percent,
+    "data_url": _data_url,
+    "date": lambda seconds: f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}",
+}

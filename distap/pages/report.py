@@ -2,29 +2,33 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
+from distap import __version__
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
-from distap.data.images.whole_images import Thumbnails
+from distap.data.images.whole_images import Thumbnails, thumbnail
 from distap.data.loading.indexed import Reader
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import Retrieved, SavedEvaluation
 from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent, stacked_bars
-from distap.pages.contact_sheets import ContactSheets
+from distap.pages.contact_sheets import Confusion, ContactSheets, Sheet
 from distap.pages.page import write_page
 from distap.pages.runs import Run, differing_settings, read_run, run_names
 from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
+from distap.storage.redact import without_secrets
 from distap.storage.remotes import RemoteSettings
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
-THUMBNAIL = 112  # pixels
+SIDES, MOST_BYTES = (192, 160, 128, 96), 550_000  # of pictures, pixels and bytes; the first side that fits
 LOWEST = 12  # classes
 STAGES = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
 CURVES = {
@@ -61,29 +65,23 @@ def report(
         output = output or folders[0]
     read = {name: each.retrieved() for name, each in evaluations.items()}
     retrieved = {name: each for name, each in read.items() if each is not None}
-    seconds = _stage_seconds(runs)
-    sheets, confusions, problem = [], [], ""
-    try:
-        if len(retrieved) < len(evaluations):
-            problem = "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
-        elif evaluations:
-            thumbnails = _thumbnails(list(evaluations.values()), runs[-1].recipe)
-            chosen = ContactSheets(retrieved, thumbnails.jpeg)
-            sheets, confusions = chosen.sheets(), chosen.confusions()
-    except DistapError as error:
-        problem = str(error)
+    seconds = stage_seconds(runs)
+    sheets, confusions, problem = contact_sheets(evaluations, retrieved, runs[-1].recipe)
     write_page(
         output / PAGE_FILE,
         "report.html",
         title=f"distap: {' and '.join(run.name for run in runs)}",
+        made=time.time(),
+        version=__version__,
         runs=runs,
+        recipes={run.name: _recipe_text(run.recipe) for run in runs},
         problem=problem,
         settings=differing_settings(runs),
         evaluations=evaluations,
-        training=_training_charts(runs) if seconds else {},
+        training=training_charts(runs) if seconds else {},
         thinned=max(len(run.steps) for run in runs) if any(len(run.steps) > MOST_POINTS for run in runs) else 0,
         seconds=seconds,
-        seconds_chart=None if several or not seconds else _seconds_chart(runs[0].steps, seconds[runs[0].name]),
+        seconds_chart=None if several or not seconds else seconds_chart(runs[0].steps, seconds[runs[0].name]),
         precision=_precision_charts(evaluations, retrieved),
         sheets=sheets,
         confusions=confusions,
@@ -93,6 +91,28 @@ def report(
     summary: dict[str, Any] = {"runs": summaries} if several else summaries[runs[0].name]
     write_whole(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return output / PAGE_FILE, summary
+
+
+def contact_sheets(
+    evaluations: dict[str, SavedEvaluation], retrieved: dict[str, Retrieved], recipe: dict[str, Any]
+) -> tuple[list[Sheet], list[Confusion], str]:
+    """What networks retrieved, in pictures: the sheets, the pairs of classes, and why there are none."""
+    try:
+        if len(retrieved) < len(evaluations):
+            return [], [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
+        if not evaluations:
+            return [], [], ""
+        thumbnails, shown = _thumbnails(list(evaluations.values()), recipe), set[int]()
+        _chosen(retrieved, shown.add)
+        return *_chosen(retrieved, _fitting(thumbnails, shown).get), ""
+    except DistapError as error:
+        return [], [], str(error)
+
+
+def _recipe_text(recipe: dict[str, Any]) -> str:
+    """The recipe as YAML, without what reaches its data: a report is shown to others."""
+    data = {**recipe["data"], "remote": {**recipe["data"].get("remote", {}), "options": {}}}
+    return without_secrets(yaml.safe_dump({**recipe, "data": data}, sort_keys=False, allow_unicode=True))
 
 
 def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) -> Thumbnails:
@@ -110,7 +130,24 @@ def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) 
         raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
     most = data.get("max_pixels", MAX_PIXELS)
     readers = [Reader(source, index, most, remote=remote) for source, index in zip(sources, indices, strict=True)]
-    return Thumbnails(_Joined(readers, len(indices[0])), np.arange(sum(map(len, indices))), THUMBNAIL)
+    return Thumbnails(_Joined(readers, len(indices[0])), np.arange(sum(map(len, indices))), SIDES[0])
+
+
+def _chosen(
+    retrieved: dict[str, Retrieved], picture: Callable[[int], bytes | None]
+) -> tuple[list[Sheet], list[Confusion]]:
+    sheets = ContactSheets(retrieved, picture)
+    return sheets.sheets(), sheets.confusions()
+
+
+def _fitting(thumbnails: Thumbnails, samples: Iterable[int]) -> dict[int, bytes]:
+    """The pictures of samples, as large as lets all of them together have MOST_BYTES; those that can be read."""
+    files = {sample: jpeg for sample in samples if (jpeg := thumbnails.jpeg(sample))}
+    for side in SIDES:
+        small = {sample: thumbnail(EncodedImage(jpeg), side, "WEBP") for sample, jpeg in files.items()}
+        if sum(map(len, small.values())) <= MOST_BYTES:
+            break
+    return small
 
 
 class _Joined(NamedTuple):
@@ -129,7 +166,7 @@ def _lowest_classes(evaluations: Sequence[SavedEvaluation]) -> list[str]:
     return sorted(classes, key=lambda name: (classes[name].get("mAP", 1.0), name))[:LOWEST]
 
 
-def _training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
+def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
     """Curves over the training steps by title, with a line for each run."""
 
     def over_steps(name: str) -> list[Series]:
@@ -154,7 +191,7 @@ def _training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
     }
 
 
-def _stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+def stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     """Mean seconds of each stage of a step on rank 0, for each run; stages that no run has are left out."""
     means = {
         run.name: {name: sum(e["seconds"].get(name, 0.0) for e in run.steps) / len(run.steps) for name in STAGES}
@@ -165,7 +202,7 @@ def _stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     return {name: {stage: of_run[stage] for stage in used} for name, of_run in means.items()}
 
 
-def _seconds_chart(steps: Sequence[dict[str, Any]], stages: Iterable[str]) -> Chart | None:
+def seconds_chart(steps: Sequence[dict[str, Any]], stages: Iterable[str]) -> Chart | None:
     layers = {stage: [entry["seconds"].get(stage, 0.0) for entry in steps] for stage in stages}
     return stacked_bars([entry["step"] for entry in steps], layers, "seconds")
 

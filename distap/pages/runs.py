@@ -12,7 +12,7 @@ import yaml
 from distap.errors import DistapError
 from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation, saved_steps
 from distap.registry import by_path
-from distap.telemetry.runlog import read_run_log
+from distap.telemetry.runlog import read_run_log, read_starts
 
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
 SECTIONS = ("data", "loss", "model", "sampling", "steps")  # of a recipe, which a report needs
@@ -26,6 +26,7 @@ class Run:
     entries: list[dict[str, Any]]  # lines of its log
     before: SavedEvaluation | None  # of the network that the training began with
     after: SavedEvaluation | None  # of the network as it is now
+    starts: list[dict[str, Any]]  # when, where and with which versions it was started; empty of an older run
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -92,7 +93,7 @@ def read_run(folder: Path, before: Path | None = None, after: Path | None = None
     first = folder_of_step(folder, own[0]) if own and (own[0] == 0 or len(own) > 1) else None
     newest = folder_of_step(folder, own[-1]) if own and own[-1] > 0 else None
     both = [each if each is None else read_evaluation(each) for each in (before or first, after or newest)]
-    return Run(folder, name or str(folder), recipe, entries, *both)
+    return Run(folder, name or str(folder), recipe, entries, *both, read_starts(folder))
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:

@@ -4,16 +4,23 @@ import json
 import logging
 import math
 import os
+import platform
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from distap import __version__
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
 RUN_LOG, DAMAGED_LOG, NOT_FINITE_LOG = "metrics.jsonl", "metrics.damaged.jsonl", "not_finite.jsonl"
+STARTS_LOG = "starts.jsonl"
 logger = logging.getLogger("distap")
 
 
@@ -90,6 +97,20 @@ def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
         lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})
 
 
+def log_start(folder: Path, step: int, **about: Any) -> None:
+    """Append to folder/starts.jsonl when, where and with which versions a training begins or goes on from `step`."""
+    versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    with closing(JsonLinesFile(folder / STARTS_LOG)) as lines:
+        own = {"step": step, "time": time.time(), "host": socket.gethostname(), "commit": _commit()}
+        lines.write({**own, **versions, **about})
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Read what `log_start` has written; nothing of a run that is older than that file."""
+    path = folder / STARTS_LOG
+    return [entry for _, _, entry in _lines(path) if entry is not None] if path.is_file() else []
+
+
 def read_run_log(folder: Path) -> list[dict[str, Any]]:
     """Read the lines of a run's log; a last line that an interruption cut short is left out."""
     path = folder / RUN_LOG
@@ -113,6 +134,20 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
             except ValueError:  # of JSON or of UTF-8
                 entry = None
             yield number, line, entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that distap runs from, with `-dirty` if files differ from it; None if it is none."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ("git", "-C", str(folder), *arguments)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:  # site-packages may lie within a checkout of something else, which does not track them
+        return (git("ls-files", "runlog.py") and git("describe", "--always", "--dirty", "--exclude=*")) or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import yaml
 
 from distap.checkpoint.agreement import on_all
@@ -29,7 +30,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
 from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
-from distap.telemetry.runlog import log_not_finite, run_log_from
+from distap.telemetry.runlog import log_not_finite, log_start, run_log_from
 from distap.telemetry.terminal import training_progress
 from distap.training.length import Length
 from distap.world import DRIVER, World, without_gpu
@@ -111,6 +112,9 @@ class RunReport:
                     recipe.run.mkdir(parents=True, exist_ok=True)
                     (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
                     log = stack.enter_context(closing(run_log_from(recipe.run, step)))
+                    device = self.world.device
+                    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+                    log_start(recipe.run, step, ranks=self.world.size, steps=self.steps, device=name)
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, self.steps)

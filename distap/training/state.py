@@ -28,11 +28,11 @@ from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import RECORDED, by_path
 from distap.storage.files import storage_of
-from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG
+from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
 from distap.world import World
 
 # Files of the run folder that are sent to a store together with checkpoints.
-BESIDE = ("recipe.yaml", RUN_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
+BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
 logger = logging.getLogger("distap")

@@ -1,4 +1,5 @@
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -6,9 +7,13 @@ from distap.pages.charts import Series, line_chart, percent, plain, stacked_bars
 from distap.pages.page import TEMPLATES
 
 
+def drawing(title, chart):
+    return TEMPLATES.get_template("macros.html").module.chart(title, chart)
+
+
 def drawn_bars(steps, layers):
     """Top and height of each bar, in the order in which they are drawn."""
-    svg = TEMPLATES.get_template("macros.html").module.chart("", stacked_bars(steps, layers, "seconds"))
+    svg = drawing("", stacked_bars(steps, layers, "seconds"))
     bars = re.findall(r'<rect .*? y="([\d.]+)" width="[1-9][\d.]*" height="([\d.]+)">', svg)
     return [(float(top), float(height)) for top, height in bars]
 
@@ -41,11 +46,41 @@ def test_marks_have_as_many_digits_as_tell_them_apart(values, form, texts):
     assert [text for _, text in chart.y_ticks()] == texts
 
 
-@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [5.0, 5.0]])
+@pytest.mark.parametrize("values", [[5.0], [5.0, 5.0]])
 def test_equal_values_are_drawn(values):
     chart = line_chart([Series("a", list(enumerate(values)))], "a")
     assert "nan" not in chart.path(chart.lines[0][1])
     assert len(drawn_bars(range(len(values)), {"a": values, "b": values})) == 2 * len(values)
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        line_chart([Series("a", [(1, 0.0), (2, 0.0)]), Series("b", [(1, 0.0)])], "a"),
+        line_chart([Series("a", [(1, 0.0)])], "a", from_zero=True),
+        stacked_bars([1, 2], {"a": [0.0, 0.0]}, "seconds"),
+    ],
+)
+def test_zeros_are_told_without_an_axis(chart):
+    drawn = drawing("title", chart)
+    assert "0 throughout" in drawn and "<svg" not in drawn
+
+
+def test_each_line_ends_with_its_last_value():
+    chart = line_chart([Series("a", [(1, 0.5), (2, 0.1234)]), Series("b", [(1, 0.9), (2, None)])], "a", percent)
+    assert [text for *_, text in chart.ends()] == ["90%", "12.3%"]
+    assert re.findall('class="last".*?>(.*?)<', drawing("", chart)) == ["90%", "12.3%"]
+    (x, y, _), low = chart.ends()[1], chart.lines[0][1][-1]
+    assert (x, y) == (chart.x(low[0]), chart.y(low[1]))
+
+
+@pytest.mark.parametrize("values", [[0.0] * 5 + [1.0], [1.0] * 5 + [0.0], [0.5, 0.501, 0.502, 0.0, 1.0, 0.999]])
+def test_last_values_do_not_overlap_and_keep_their_order(values):
+    chart = line_chart([Series(f"{n}", [(1, 0.5), (2, value)]) for n, value in enumerate(values)], "a")
+    heights, texts = [y for _, y, _ in chart.ends()], [float(text) for *_, text in chart.ends()]
+    assert all(below - above >= 16.9 for above, below in pairwise(heights))
+    assert heights[-1] <= 250.1
+    assert texts == pytest.approx(sorted(values, reverse=True), abs=0.001)
 
 
 def test_without_a_finite_point_there_is_no_chart():

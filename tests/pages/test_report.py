@@ -1,25 +1,33 @@
 import json
+import platform
 import re
 import shutil
+import socket
+import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from browser import DESKTOP, PHONE
-from images import damage
+from images import damage, write_images
 from run_folders import ODD, oddly_named_shards, retrieved, step, write_retrieved, write_run
 from small_trainings import recipe
 
+from distap import __version__
 from distap.data.shards.load_index import load_index
+from distap.data.shards.packing import pack
 from distap.errors import DistapError
-from distap.evaluation.saved import folder_of_step, saved_steps
+from distap.evaluation.saved import Retrieved, folder_of_step, saved_steps
 from distap.pages.page import page_asset
 from distap.pages.report import report
 from distap.pages.runs import differing_settings, read_run, run_names
 from distap.trainer import Trainer
 from distap.world import World
 
-VOID = {"meta", "img", "wbr"}
+VOID = {"meta", "wbr"}
 
 
 class Page(HTMLParser):
@@ -43,6 +51,11 @@ class Page(HTMLParser):
 
     def handle_startendtag(self, tag, attrs):
         self.classes.append(dict(attrs).get("class"))
+
+
+def part(page, title):
+    """The text of a section of a page."""
+    return page[page.index(f"<h2>{title}") :].split("<h2>")[1]
 
 
 def text_of(*folders, **options):
@@ -82,8 +95,15 @@ def page(evaluated, tmp_path_factory):
 
 
 def test_the_page_needs_no_network_and_runs_no_script(page):
-    assert all(reference.startswith("data:image/jpeg") for reference in Page(page).references)
+    assert all(reference.startswith(("data:image/webp", "#")) for reference in Page(page).references)
     assert "http" not in page and "<script" not in page
+
+
+def test_each_picture_is_in_the_page_once(page):
+    references = Page(page).references
+    pictures = [each for each in references if each.startswith("data:")]
+    assert len(pictures) == len(set(pictures)) <= 40 < references.count("#p0") + references.count("#p1") + 200
+    assert {each for each in references if re.match("#p[0-9]", each)} == {f"#p{n}" for n in range(len(pictures))}
 
 
 def test_names_are_escaped(page):
@@ -97,20 +117,38 @@ def test_before_and_after_stand_side_by_side(page):
 
 
 def test_right_hits_are_framed_and_marked_apart_from_wrong_ones(page):
-    sheets = page[page.index("Neighbours of some queries") : page.index("Most confused")]
-    classes = Page(sheets[sheets.index("</h2>") + 5 : sheets.rindex("<h2>")]).classes
+    sheets = page[page.index("<h2>Neighbours of some queries") : page.index("<h2>Most confused")]
+    classes = re.findall('class="(.*?)"', sheets)
     assert classes.count("hit right") == sheets.count(">✓<") > 50
     assert classes.count("hit wrong") == sheets.count(">✗<") > 200
     assert re.search(r"<b>before</b>: \d of 6 right, AP \d+.0%, first right at rank [123]<", sheets)
 
 
+def test_right_hits_are_counted_out_of_the_positives_that_there_are(tmp_path, training_shards):
+    random = np.random.default_rng(0)
+    images = write_images(tmp_path / "images", {"many": 15, "four": 4}, size=24)
+    pack(images, tmp_path / "shards")
+    index = load_index(tmp_path / "shards")
+    alike = np.stack([random.permutation(np.delete(np.arange(19), row))[:12] for row in range(19)])
+    shape = {"average_precision": np.ones(19), "average_precision_at_r": np.ones(19), "neighbours": alike}
+    first = np.ones(19, dtype=int)
+    each = Retrieved(
+        np.arange(19), index.key, index.label.astype(int), first_positive=first, class_name=index.class_name, **shape
+    )
+    run = write_run(tmp_path / "run")
+    write_retrieved(run, 24, each, data=str(tmp_path / "shards"), fingerprint=index.fingerprint, images=19)
+    page = text_of(run)
+    told = re.findall(r"<h3>(many|four)</h3>.*?(\d of \d+) right", part(page, "Neighbours of some"), re.DOTALL)
+    assert {(name, text.split()[-1]) for name, text in told} == {("many", "10"), ("four", "3")}
+
+
 def test_the_classes_with_the_lowest_map_come_in_order(page):
-    section = page[page.index("Classes with the lowest mAP") :]
+    section = part(page, "Classes with the lowest mAP")
     assert re.findall(r'<th scope="row">(\w)</th>', section) == list("abcdefghijkl")
 
 
 def test_the_curve_of_queries_falls_from_all_to_those_that_are_perfect(page):
-    section = page[page.index("Precision and recall") :]
+    section = part(page, "Precision and recall")
     assert re.findall(r"<h3>(.*?)</h3>", section)[:2] == ["Precision over recall", "Queries that reach an AP"]
     heights = [float(point.split(",")[1]) for point in re.findall(r'points="(.*?)"', section)[3].split()]
     assert len(heights) == 101
@@ -132,8 +170,8 @@ def test_a_browser_shows_the_page_without_complaint_and_without_scrolling_sidewa
     assert browser.broken_pictures() == []
     assert browser.requests() == []
     ask = browser.driver.execute_script
-    assert ask("return document.images.length") > 100
-    assert ask("return [...document.images].every(each => each.alt.trim())")
+    assert ask("return document.querySelectorAll('.zoom use').length") > 100
+    assert ask("return [...document.querySelectorAll('.zoom summary')].every(each => each.title.trim())")
     assert ask("return [...document.querySelectorAll('svg[role=img]')].every(each => each.ariaLabel.trim())")
     levels = ask("return [...document.querySelectorAll('h1, h2, h3')].map(each => Number(each.tagName[1]))")
     assert levels[0] == 1 and levels.count(1) == 1
@@ -164,9 +202,18 @@ def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
     for when, figures in (("before", validations[0]), ("after", validations[-1])):
         assert summary[when] == {name: figures[name] for name in ("mAP", "mAP@R", "R@1")}
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    headings = re.findall("<h2>(.*?)</h2>", path.read_text())
+    text = path.read_text()
+    headings = re.findall("<h2>(.*?)</h2>", text)
     assert headings[:5] == ["Figures", "Training", "Where the time goes", "Precision and recall", headings[4]]
     assert {"Neighbours of some queries", "Hardest queries", "Classes with the lowest mAP"} <= set(headings)
+    # When, where and with what it was trained.
+    assert re.search(r"<dt>trained</dt><dd>\d{4}-\d\d-\d\d \d\d:\d\d to .* UTC<", text)
+    assert f"<dt>host</dt><dd>{socket.gethostname()}, cpu<" in text
+    assert f"distap {__version__}, torch {torch.__version__}, Python {platform.python_version()}<" in text
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    found = re.search("<dt>commit</dt><dd>(.*?)(-dirty)?</dd>", text)[1]
+    assert found == "not recorded" or commit.stdout.startswith(found)
+    assert "\noptimizer:\n" in text[text.index("<h2>Recipe") :]
 
 
 def test_several_runs_stand_side_by_side_with_the_settings_in_which_they_differ(tmp_path, evaluated, run):
@@ -178,9 +225,10 @@ def test_several_runs_stand_side_by_side_with_the_settings_in_which_they_differ(
     assert '<th scope="row">optimizer.<wbr>learning_<wbr>rate</th><td>1</td><td>2</td>' in text
     assert '<th scope="row">mAP</th><td>35.0</td><td>35.0</td>' in text
     assert "<b>a</b>: " in text and "<b>b</b>: " in text
-    assert '<th scope="row">replay</th><td>6.000 (70.2%)</td><td>6.000 (70.2%)</td>' in text
+    assert "replay</th><td>6.000 (70.2%)</td><td>6.000 (70.2%)</td>" in text
     assert "a: 7.6% of a step is outside the network" in text
     loss = text[text.index("Loss of the global batch") :].split("</figure>")[0]
+    assert '<span><i class="b0"></i>a</span><span><i class="b1"></i>b</span>' in part(text, "The runs side by side")
     # In the chart and in its legend, lines differ in more than their colour.
     assert re.findall(r'class="(line .*?)"', loss) == ["line s0 d0", "line s1 d1"] * 2
 
@@ -238,7 +286,7 @@ def test_without_the_data_set_a_note_stands_for_the_pictures(run, changes, messa
     change_evaluations(run, **changes)
     text = text_of(run)
     assert message in text[text.index("This page has no pictures") :].splitlines()[0]
-    assert "<img" not in text
+    assert "data:image" not in text
     assert "Precision over recall" in text
 
 
@@ -249,7 +297,7 @@ def test_a_damaged_image_leaves_its_place_in_the_sheet(tmp_path, evaluated, run)
     text = text_of(run)
     assert re.search('aria-label="query: [^"]*, not readable"', text) or "wrong: " in text
     assert ">not readable</div>" in text
-    assert "data:image/jpeg" in text
+    assert "data:image/webp" in text
 
 
 def test_a_run_without_evaluations_gives_its_curves_and_says_what_is_missing(run):
@@ -259,7 +307,7 @@ def test_a_run_without_evaluations_gives_its_curves_and_says_what_is_missing(run
     assert "the run kept no evaluation" in text
     assert "Loss of the global batch" in text
     assert summary["before"] is None and summary["after"] is None
-    assert "<img" not in text
+    assert "data:image" not in text
 
 
 def keep_lines(run, keep):
@@ -317,7 +365,7 @@ def test_evaluations_of_different_data_are_not_compared(tmp_path, evaluated, run
     shutil.copy(other / "result.json", folder_of_step(run, 24) / "result.json")
     text = text_of(run, evaluated / "b", output=tmp_path)
     assert "the runs were evaluated on different data" in text
-    assert "<img" not in text
+    assert "data:image" not in text
 
 
 @pytest.mark.parametrize(

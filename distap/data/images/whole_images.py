@@ -223,9 +223,9 @@ class Thumbnails:
             return None
 
 
-def thumbnail(image: EncodedImage, longer_side: int) -> bytes:
-    """A JPEG file of the image, scaled down to `longer_side` pixels if it is larger."""
+def thumbnail(image: EncodedImage, longer_side: int, form: str = "JPEG") -> bytes:
+    """An image file of the form, scaled down to `longer_side` pixels if it is larger."""
     buffer = io.BytesIO()
     pixels = Sizing("side", longer_side)(image).permute(1, 2, 0).numpy()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=QUALITY)
+    Image.fromarray(pixels).save(buffer, form, quality=QUALITY)
     return buffer.getvalue()
