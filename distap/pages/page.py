@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distap.storage.atomic import write_whole
+from distap.storage.redact import without_secrets
 
 
 def page_text(template: str, **values: Any) -> str:
@@ -44,5 +45,6 @@ TEMPLATES = Environment(
 TEMPLATES.filters |= {
     "percent": _percent,
     "data_url": _data_url,
+    "public": without_secrets,
     "date": lambda seconds: f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}",
 }

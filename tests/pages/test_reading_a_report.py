@@ -1,0 +1,144 @@
+"""What a person does with the page of a report, in a real browser, and what it tells of older and restarted runs."""
+
+import base64
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from browser import DESKTOP, PHONE
+from PIL import Image
+from run_folders import retrieved, write_retrieved, write_run
+from selenium.webdriver.common.keys import Keys
+
+from distap.data.shards.load_index import load_index
+from distap.data.shards.packing import pack
+from distap.pages.report import report
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """40 large images with much detail, as photographs have, packed."""
+    folder, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for number in range(40):
+        path = folder / "images" / f"class-{number % 5}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse = random.integers(0, 256, (40, 30, 3)).astype(np.uint8)
+        Image.fromarray(coarse).resize((600, 800), Image.Resampling.BICUBIC).save(path)
+    pack(folder / "images", folder / "shards")
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def page(photos, tmp_path_factory):
+    run, index = write_run(tmp_path_factory.mktemp("runs") / "run"), load_index(photos)
+    for step in (0, 24):
+        about = {"data": str(photos), "fingerprint": index.fingerprint}
+        write_retrieved(run, step, retrieved(step, index), **about)
+    return report([run])[0]
+
+
+def pictures(page):
+    """The size in pixels of each picture in a page."""
+    found = re.findall('href="data:image/webp;base64,(.*?)"', page.read_text())
+    return [Image.open(io.BytesIO(base64.b64decode(each))).size for each in found]
+
+
+def test_pictures_are_as_large_as_a_page_of_less_than_a_megabyte_allows(page, photos, tmp_path, monkeypatch):
+    assert set(pictures(page)) == {(144, 192)}
+    monkeypatch.setattr("distap.pages.report.MOST_BYTES", 100_000)
+    run, index = write_run(tmp_path / "run"), load_index(photos)
+    write_retrieved(run, 24, retrieved(1, index), data=str(photos), fingerprint=index.fingerprint)
+    small = report([run])[0]
+    assert len(pictures(small)) > 30
+    assert small.stat().st_size < page.stat().st_size < 1_000_000
+    assert max(pictures(small)[0]) < 192
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_the_contents_lead_to_every_part_and_unfold_it(page, browser, size):
+    browser.open(page, size)
+    driver = browser.driver
+    links = driver.find_elements("css selector", ".contents a")
+    assert [link.text for link in links] == [each.text for each in driver.find_elements("tag name", "h2")]
+    assert driver.execute_script("return document.querySelectorAll('.section:not([open])').length") == 4
+    for link in links:
+        link.click()
+        part = driver.execute_script("return document.querySelector(location.hash).closest('details')")
+        assert part.get_attribute("open") and part.find_element("tag name", "h2").text == link.text
+        top, bottom = driver.execute_script(
+            "r = arguments[0].getBoundingClientRect(); return [r.top, r.bottom]", part
+        )
+        assert -1 <= top < size[1] and bottom > 0
+        driver.execute_script("scrollTo(0, 0)")
+    assert browser.sideways() <= 0 and not browser.errors()
+
+
+def test_a_part_can_be_folded_with_the_keyboard(page, browser):
+    browser.open(page)
+    heading = browser.driver.find_element("css selector", ".section > summary")
+    table = browser.driver.find_element("css selector", ".section table")
+    assert table.is_displayed()
+    heading.send_keys(Keys.ENTER)
+    assert not table.is_displayed()
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_a_thumbnail_opens_large_with_its_whole_name_and_closes_again(page, browser, size):
+    browser.open(page, size)
+    thumbnail = browser.driver.find_elements("css selector", ".hit .zoom > summary")[2]
+    shown = thumbnail.find_element("tag name", "svg")
+    before = shown.size["width"]
+    thumbnail.click()
+    assert before < 120 and shown.size["width"] >= 0.9 * min(size[0], 560)
+    caption = browser.driver.execute_script("return getComputedStyle(arguments[0], '::after').content", thumbnail)
+    assert re.fullmatch(r'"(right|wrong): class-\d, \d+-\d+"', caption)
+    thumbnail.click()
+    assert shown.size["width"] == before
+    thumbnail.send_keys(Keys.ENTER)
+    assert shown.size["width"] > before
+    assert browser.sideways() <= 0
+
+
+def starts(run, *hosts):
+    """Let a run have been started on these hosts, an hour after each other."""
+    told = {"device": "cpu", "distap": "0.1.0", "torch": "2.4", "python": "3.11", "commit": None}
+    lines = [
+        {"step": 4 * number, "time": 1.7e9 + 3600 * number, "host": host, **told} for number, host in enumerate(hosts)
+    ]
+    (run / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def fact(page, name):
+    return re.search(f"<dt>{name}</dt><dd>(.*?)</dd>", page.read_text())[1]
+
+
+def test_a_run_that_was_started_again_names_all_its_hosts(tmp_path):
+    run = write_run(tmp_path / "run")
+    starts(run, "node-1", "node-2", "node-1")
+    page, _ = report([run])
+    assert fact(page, "trained") == "2023-11-14 22:13 to 2023-11-15 00:13 UTC, in 3 parts"
+    assert fact(page, "host") == "node-1, cpu; node-2, cpu"
+    assert fact(page, "versions") == "distap 0.1.0, torch 2.4, Python 3.11"
+    assert fact(page, "commit") == "not recorded"
+
+
+def test_of_an_older_run_the_page_says_what_its_log_knows(tmp_path):
+    page, _ = report([write_run(tmp_path / "run")])
+    assert fact(page, "trained") == fact(page, "host") == fact(page, "versions") == "not recorded"
+    log = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    timed = [line | {"time": 1.7e9 + 60 * number} for number, line in enumerate(lines)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in timed))
+    assert fact(report([tmp_path / "run"])[0], "trained") == "2023-11-14 22:13 to 22:38 UTC"
+
+
+def test_the_recipe_on_the_page_has_no_secrets(tmp_path):
+    data = {"train": "https://user:hunter2@host/train", "validation": "d", "image_size": 32}
+    page, _ = report(
+        [write_run(tmp_path / "run", data={**data, "remote": {"options": {"s3": {"secret": "hunter2"}}}})]
+    )
+    recipe = page.read_text().split("<h2>Recipe")[1]
+    assert "image_size: 32" in recipe
+    assert "hunter2" not in page.read_text()
