@@ -212,7 +212,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise DistapError(f"{path}: no such weights file")
     try:
-        state = load_state_dict(str(path), use_ema=False)
+        state = load_state_dict(str(path), use_ema=False, weights_only=True)
     except Exception as error:  # torch, zipfile, pickle and safetensors each raise their own
         raise DistapError(f"{path}: not a readable weights file: {error}") from error
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
