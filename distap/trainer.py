@@ -25,7 +25,7 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.step import StepResult
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
-from distap.telemetry.endpoint import Endpoint
+from distap.telemetry.endpoint import Endpoint, run_key
 from distap.telemetry.logs import at_step
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
@@ -58,8 +58,9 @@ def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank)
     startup.reached("imports")
+    listening = recipe.metrics.port_of(local_rank), recipe.metrics.address
     with (
-        Endpoint(rank).served(recipe.metrics.port_of(local_rank), recipe.metrics.address) as endpoint,
+        Endpoint(rank, run_key(recipe.run)).served(*listening) as endpoint,
         joined_world(recipe.timeout_seconds, recipe.device) as world,
     ):
         startup.reached("joining")

@@ -13,7 +13,7 @@ from distap.cli.k8s import k8s
 from distap.cli.options import run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
-from distap.cli.training import plan_command, report_command, study_command, train_command
+from distap.cli.training import plan_command, report_command, study_command, train_command, watch_command
 
 app = App(help="Train image-retrieval descriptors by optimising Average Precision over huge batches.")
 app.command("init")(init_command)
@@ -28,6 +28,7 @@ app.command("whiten")(whiten_command)
 app.command("index")(index_command)
 app.command("search")(search_command)
 app.command("serve")(serve_command)
+app.command("watch")(watch_command)
 app.command("report")(report_command)
 app.command("study")(study_command)
 app.command("plan")(plan_command)

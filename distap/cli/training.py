@@ -1,16 +1,17 @@
-"""`distap train`, `report`, `study` and `plan`: what is done with a recipe and its runs."""
+"""`distap train`, `watch`, `report`, `study` and `plan`: what is done with a recipe and its runs."""
 
 import os
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from distap.apps.serve.settings import AddressSettings
 from distap.cli.commands import JSON, print_json
-from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start
+from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start, with_options
 from distap.errors import DistapError
 from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf, leave_when_asked
@@ -23,6 +24,7 @@ CARD = "GPU to predict for: b200, h200, h100, a100, a100-40gb, l40s, l4 or rtx40
 LINK = "Network rate of a host per second: 400Gb is in bits, 50GB in bytes."
 ONLY = "Name on an axis to train, or several with commas between them; an axis without one keeps all."
 RESTARTS = "Start ranks again after a failure, at most this many times; they go on from the newest checkpoint."
+WATCHED = "Folder of a training run; the training may begin later."
 DRY_RUN = "Only look for mistakes, load the weights, and say what would be done."
 MEASURE = "Measure this machine and predict for more machines like it."
 
@@ -97,6 +99,20 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
         begin = None if trainer.is_begun else 0
         trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
     print_result(f"{config}: nothing is wrong")
+
+
+@with_options(AddressSettings)
+def watch_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help=WATCHED, show_default=False)], **address: Any
+) -> None:
+    """Show a run in a browser while it trains: how far it is, curves, times, ranks, and the newest neighbours.
+
+    The page is served by this command, reads the folder anew every other second while somebody looks at it, and
+    needs no extra. Ranks of this machine are asked where the recipe sets metrics.port. Ctrl-C ends it.
+    """
+    from distap.apps.watch import watch
+
+    watch(run, AddressSettings(**address))
 
 
 def report_command(

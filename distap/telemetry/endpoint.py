@@ -13,6 +13,7 @@ A rank whose threads all hang answers nothing, which a liveness probe takes for 
 """
 
 import errno
+import hashlib
 import ipaddress
 import json
 import logging
@@ -22,12 +23,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from socketserver import TCPServer
 from threading import Thread
 from typing import Any, cast
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, make_server
-from wsgiref.types import StartResponse, WSGIEnvironment
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
@@ -48,6 +50,7 @@ class Endpoint:
     """The endpoint of one rank. The trainer fills in its attributes as they become known."""
 
     rank: int = 0
+    run: str = ""  # its `run_key`
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     watchdog: Watchdog | None = None
     not_ready: Callable[[], str | None] = lambda: "starting"  # why it does not train now
@@ -70,10 +73,9 @@ class Endpoint:
                 server.shutdown()
 
     def _listening(self, first: int, address: str) -> TCPServer:
-        server_class = _IPv6Server if ":" in address else _Server
         for port in range(first, first + MOST_PORTS):
             try:
-                server = make_server(address, port, self.answer, server_class, _SilentHandler)
+                server = bounded_server(address, port, self.answer)
             except (OSError, OverflowError) as error:
                 problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 if getattr(error, "errno", None) != errno.EADDRINUSE:
@@ -112,7 +114,7 @@ class Endpoint:
         else:
             status = HTTPStatus.NOT_FOUND
             content = {"error": "unknown path; expected /metrics, /healthz, /readyz or POST /trace?steps=N"}
-        body = json.dumps({"rank": self.rank, **content}).encode() + b"\n"
+        body = json.dumps({"rank": self.rank, **({"run": self.run} if self.run else {}), **content}).encode() + b"\n"
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         if status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append(("Allow", "POST"))
@@ -148,6 +150,17 @@ class Endpoint:
         self.ask_trace(steps)
         told = f"every rank traces {steps} steps, from the next one on, or behind a trace that is under way"
         return HTTPStatus.ACCEPTED, {"status": told}
+
+
+def bounded_server(address: str, port: int, application: WSGIApplication) -> TCPServer:
+    """Listen on address:port for a WSGI application, or raise OSError; connections are few and short."""
+    return make_server(address, port, application, _IPv6Server if ":" in address else _Server, _SilentHandler)
+
+
+def run_key(folder: Path) -> str:
+    """A name that tells a run from the others on this machine, without the path of its folder."""
+    path = folder.resolve()
+    return f"{path.name}-{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
 
 
 class _Server(ThreadingWSGIServer):

@@ -15,19 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distap import __version__
 from distap.apps.serve.uploads import UPLOAD_PROBLEMS, RefusedError
-from distap.telemetry.senders import is_foreign, is_own_host
+from distap.telemetry.senders import HEADERS, is_foreign, is_own_host
 
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
-        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-}
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CLIENT_GONE = 499  # as nginx counts them; nobody receives it
 FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")

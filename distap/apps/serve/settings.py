@@ -1,4 +1,4 @@
-"""Address and limits of a server, as the options of `distap serve`."""
+"""Address and limits of a server, as the options of `distap serve` and `distap watch`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -14,12 +14,24 @@ PIXELS = "50 million; 4 million where the gallery was described in original size
 
 
 @dataclass(frozen=True)
-class ServeSettings:
+class AddressSettings:
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1"
     allowed_host: Annotated[
         list[str] | None, Option(help="Another name of this server, or * for any; repeat for several.")
     ] = None
     port: Annotated[int, Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000
+    root_path: Annotated[
+        str, Option(help="Path under which a proxy shows this server, such as /search.", show_default=False)
+    ] = ""
+
+    @property
+    def root(self) -> str:
+        """Return what addresses begin with at a proxy: nothing, or a path with a slash at the start only."""
+        return f"/{self.root_path.strip('/')}".rstrip("/")
+
+
+@dataclass(frozen=True)
+class ServeSettings(AddressSettings):
     max_upload_bytes: Annotated[int, Option(help="Largest request body, bytes.", min=1)] = 20_000_000
     max_pixels: Annotated[
         int | None, Option(help="Largest upload, width times height.", min=1, show_default=PIXELS)
@@ -32,9 +44,6 @@ class ServeSettings:
     threads: Annotated[int, Option(help="Searches that run at the same time; they share the cores.", min=1)] = 2
     queue: Annotated[int, Option(help="Searches that may wait; more get status 503.", min=0)] = 64
     timeout_seconds: Annotated[float, Option(help="Time limit of an upload, and of a search.", min=0.1)] = 30.0
-    root_path: Annotated[
-        str, Option(help="Path under which a proxy shows this server, such as /search.", show_default=False)
-    ] = ""
     drain_seconds: Annotated[
         float, Option(help="Time from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
     ] = 0.0
@@ -46,11 +55,6 @@ class ServeSettings:
         if maker.sizing == "original":
             return int(DESCRIBED_PIXELS / max(1.0, *maker.scales) ** 2)
         return DECODED_PIXELS
-
-    @property
-    def root(self) -> str:
-        """Return what addresses begin with at a proxy: nothing, or a path with a slash at the start only."""
-        return f"/{self.root_path.strip('/')}".rstrip("/")
 
     @property
     def uploads(self) -> int:
