@@ -25,21 +25,6 @@ loss = multistage(images, labels)
 loss.backward()
 print(distap.__file__, evaluate(torch.eye(8), labels)["mAP"])
 """
-REVEALED = """
-reveal_type(loss)
-reveal_type(evaluate(torch.eye(8), labels))
-reveal_type(rank(torch.eye(8), labels).gradient)
-reveal_type(load("runs/mine").describe(["photo.jpg"]))
-"""
-WRONG = """
-multistage(images, label=labels)
-load(3)
-Multistage(nn.Flatten(), micro_batch="8")
-evaluate(torch.eye(8))
-load("runs/mine", devise="cpu")
-"""
-TENSOR = "torch._tensor.Tensor"
-
 pytestmark = pytest.mark.slow
 
 
@@ -95,16 +80,3 @@ def test_the_library_and_the_commands_run_outside_the_repository(tmp_path, insta
     installed.run("distap", "train", "recipe.yaml", folder=tmp_path)
     describe = "import distap; print(distap.load('mine', device='cpu').dimensions)"
     assert int(installed.run("python", "-c", describe, folder=tmp_path)) > 0
-
-
-def test_mypy_sees_the_types_of_the_library(tmp_path, installed):
-    (tmp_path / "user.py").write_text(USER + REVEALED + WRONG)
-    mypy = ["--python-executable", installed.python, "--config-file=", "--no-error-summary", "--hide-error-context"]
-    program = f"import sys; from mypy import api; sys.stdout.write(api.run({[*map(str, mypy), 'user.py']})[0])"
-    said = installed.run("python", "-c", program, folder=tmp_path)
-    types = re.findall(r'note: Revealed type is "(.+)"', said)
-    wrong = re.findall(r"user.py:(\d+): error: .*\[(call-arg|arg-type)\]", said)
-    assert types == [TENSOR, "dict[str, float]", TENSOR, TENSOR], said
-    first = len((USER + REVEALED).splitlines()) + 2
-    assert {int(line) for line, _ in wrong} == {*range(first, first + 5)}, said
-    assert said.count("error:") == len(wrong), said

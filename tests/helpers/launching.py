@@ -146,7 +146,7 @@ class Job:
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"the launcher did not leave within {seconds} s: {self.said}") from error
 
-    def wait_until_none_is_left(self, seconds: float = 10) -> None:
+    def wait_until_none_is_left(self, seconds: float = 60) -> None:
         """Wait for the kernel to take the last process away."""
         deadline = time.monotonic() + seconds
         while self.left():

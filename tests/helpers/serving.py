@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 from galleries import Gallery, upload
-from launching import Job, started
+from launching import Job, Program, started
 
 LIMITS = {"--max-upload-bytes": 300_000, "--max-pixels": 1_000_000, "--max-k": 50, "--timeout-seconds": 20}
 BOUNDARY = "limit-of-parts"
@@ -22,7 +22,8 @@ def serving(
     gallery: Gallery, folder: Path, start: Sequence[str] = (), **options: object
 ) -> Iterator[tuple[str, Job]]:
     """URL of a server that is ready, and its process; `start` is another command than `command`."""
-    with started(start or command(gallery, **options), folder) as job:
+    program = Program(tuple(command(gallery, **options)[1:]))
+    with started(start or program, folder) as job:
         job.wait_until(lambda: "serving on " in job.said)
         url = re.search(r"serving on (\S+)", job.said)[1]
         job.wait_until(lambda: is_ready(url))
