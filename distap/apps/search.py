@@ -21,7 +21,7 @@ from distap.storage.remotes import RemoteSettings
 from distap.training.build import trained_network
 from distap.world import World
 
-THUMBNAIL = 240  # longer side, pixels
+THUMBNAIL = 320  # longer side, pixels
 KEY = "key:"
 logger = logging.getLogger("distap")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from browser import DESKTOP, PHONE
 from commands import distap
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
 
@@ -187,7 +188,8 @@ def test_the_command_prints_a_table_and_writes_a_page_with_pictures(tmp_path, ga
     assert "similarity" in printed and "<i>apple" in printed
     assert "damaged.png: truncated" in warned and f"page: {page}" in printed
     text = page.read_text()
-    assert len(re.findall(r'src="data:image/jpeg;base64,', text)) == 41  # 40 hits and the query that can be read
+    assert len(re.findall(r'href="data:image/jpeg;base64,', text)) == 41  # 40 hits and the query that can be read
+    assert "<h2>&lt;b&gt;.png</h2>" in text and "<h2>damaged.png</h2>" in text  # queries are called by their files
     assert "&lt;i&gt;apple" in text and "<i>apple" not in text and "<b>.png" not in text
     assert "truncated" in text and "http" not in text.split("</style>")[1]
     assert base64.b64encode(open_thumbnails(searcher.index).jpeg(0)).decode() in text
@@ -196,9 +198,26 @@ def test_the_command_prints_a_table_and_writes_a_page_with_pictures(tmp_path, ga
 def test_a_page_of_hits_looks_right_in_a_browser(tmp_path, gallery, searcher, browser, monkeypatch):
     page, key = tmp_path / "page.html", str(searcher.index.keys[0])
     assert distap(monkeypatch, "search", gallery.index, f"key:{key}", "--page", page) == 0
-    for size in ((390, 844), (1280, 900)):
+    for size in (PHONE, DESKTOP):
         browser.open(page, size)
         assert browser.sideways() <= 0 and not browser.broken_pictures() and not browser.errors()
+        shown = browser.driver.find_elements("css selector", ".found svg")
+        assert len(shown) == 10 and min(each.size["width"] for each in shown) > 140
+        browser.driver.find_elements("css selector", ".found .zoom > summary")[9].click()
+        assert shown[9].size["width"] > 300
+
+
+def test_the_page_of_hits_shows_whole_keys_on_demand(tmp_path, gallery, searcher, browser, monkeypatch):
+    page, key = tmp_path / "page.html", "<i>apple/кот 0.png"
+    assert distap(monkeypatch, "search", gallery.index, f"key:{key}", "--page", page, "-k", 3) == 0
+    browser.open(page)
+    assert [each.text for each in browser.driver.find_elements("tag name", "h2")] == ["кот 0.png"]
+    hit = searcher.by_key(key, 1)[0]
+    shown = browser.driver.find_element("css selector", ".found .key")
+    summary, folded = shown.find_element("tag name", "summary"), shown.size["height"]
+    assert summary.text == hit.key.split("/")[1]
+    summary.click()
+    assert shown.size["height"] > folded and shown.text.splitlines()[1] == hit.key
 
 
 def test_a_query_that_is_nothing_is_told(gallery, monkeypatch, capsys):

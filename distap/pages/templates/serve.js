@@ -1,27 +1,14 @@
 "use strict";
 
 const at = id => document.getElementById(id);
+const title = document.title;
+const searches = new Map(); // since the page was loaded, by the history's state: what was asked, and the hits
 let asked = 0; // an answer that comes after a newer question counts no more
+let current = null; // the search that was asked for last
 
 function tell(problem) {
   at("error").textContent = problem;
   at("error").hidden = !problem;
-}
-
-function chosen(file) {
-  const preview = at("preview");
-  if (preview.src) URL.revokeObjectURL(preview.src);
-  preview.hidden = true;
-  if (!file) return;
-  preview.onload = () => { preview.hidden = false; };
-  preview.onerror = () => { preview.hidden = true; };
-  preview.src = URL.createObjectURL(file);
-}
-
-function take(files) {
-  if (!files.length) return;
-  at("image").files = files;
-  chosen(files[0]);
 }
 
 function wanted() {
@@ -30,71 +17,135 @@ function wanted() {
   return k;
 }
 
-async function ask(path, options, title) {
+// The address of a search below that of this page. An image is not in it, only the name of its file.
+function address({ key, file, k }) {
+  return `?${new URLSearchParams(key === undefined ? { image: file.name, k } : { key, k })}`;
+}
+
+function request({ key, file, k }) {
+  if (key !== undefined) return [`${at("form").action}?${new URLSearchParams({ key, k })}`, {}];
+  const body = new FormData();
+  body.append("k", k);
+  body.append("image", file, "image");
+  return [at("form").action, { method: "POST", body }];
+}
+
+// Ask for a search, and give it an address of its own unless it is `restored` from one.
+async function search(query, restored = false) {
   const mine = ++asked;
+  current = query;
+  choose(query.file);
   tell("");
   at("status").textContent = "Searching";
   document.body.classList.add("busy");
   at("send").disabled = true;
   try {
-    const answer = await fetch(path, options);
+    const answer = await fetch(...request(query));
     const content = await answer.json().catch(() => null);
     if (mine !== asked) return;
     if (!answer.ok) throw new Error(content?.error?.message ?? `The server answered with status ${answer.status}.`);
-    show(content.hits, title);
+    const found = { query, hits: content.hits }, before = searches.get(history.state)?.query ?? {};
+    const isSame = ["key", "file", "k"].every(name => before[name] === query[name]);
+    const state = `${performance.timeOrigin} ${mine}`; // no other loading of the page has it
+    searches.set(state, found);
+    history[restored || isSame ? "replaceState" : "pushState"](state, "", address(query));
+    show(found);
+    at("found").focus();
   } catch (error) {
     if (mine !== asked) return;
     at("status").textContent = "";
     const lost = error instanceof TypeError;
     tell(lost ? "The server cannot be reached: try again in a moment." : error.message);
   } finally {
-    if (mine === asked) {
-      document.body.classList.remove("busy");
-      at("send").disabled = false;
-    }
+    if (mine === asked) idle();
   }
 }
 
-function show(hits, title) {
-  at("hits").replaceChildren(...hits.map(card));
-  at("found").textContent = hits.length ? title : "Nothing was found";
-  at("status").textContent = `${hits.length} images found`;
-  at("results").hidden = false;
-  at("found").focus();
+function idle() {
+  document.body.classList.remove("busy");
+  at("send").disabled = false;
 }
 
-function card(hit) {
+function again(query) {
+  try { search({ ...query, k: wanted() }); } catch (error) { tell(error.message); }
+}
+
+// Show the file that is searched for, if it is one, as the file that is chosen.
+function choose(file) {
+  const preview = at("preview"), files = new DataTransfer();
+  if (preview.src) URL.revokeObjectURL(preview.src);
+  preview.hidden = true;
+  preview.removeAttribute("src");
+  if (file) {
+    files.items.add(file);
+    preview.onload = () => { preview.hidden = false; };
+    preview.src = URL.createObjectURL(file);
+  }
+  at("image").files = files.files;
+}
+
+function show({ query, hits }) {
+  const name = query.key ?? query.file.name;
+  at("hits").replaceChildren(...hits.map(hit => card(hit, query.k)));
+  at("found").textContent = hits.length ? `Most similar to ${name}` : "Nothing was found";
+  at("status").textContent = `${hits.length} images found`;
+  at("results").hidden = false;
+  document.title = `${name} - ${title}`;
+}
+
+function card(hit, k) {
   const item = at("hit").content.cloneNode(true), picture = item.querySelector("img");
   picture.alt = `${hit.class || "image"}, ${hit.key}`;
   picture.onerror = () => { picture.parentNode.textContent = "no picture"; };
-  picture.src = hit.picture;
+  // Of the path only the end, since a proxy may show this server below one that it does not know.
+  picture.src = at("form").action.replace(/api\/search$/, `images/${hit.picture.split("/").pop()}`);
   item.querySelector("b").textContent = `${hit.rank}. similarity ${hit.similarity.toFixed(3)}`;
   item.querySelector(".class").textContent = hit.class;
   item.querySelector(".key").textContent = hit.key;
   const more = item.querySelector(".more");
   more.setAttribute("aria-label", `Search for images similar to ${hit.key}`);
-  more.onclick = () => {
-    let k;
-    try { k = wanted(); } catch (error) { return tell(error.message); }
-    ask(`${at("form").action}?${new URLSearchParams({ key: hit.key, k })}`, {}, `Most similar to ${hit.key}`);
+  more.href = address({ key: hit.key, k });
+  more.onclick = event => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return; // it opens elsewhere
+    event.preventDefault();
+    again({ key: hit.key });
   };
   return item;
 }
 
-at("image").addEventListener("change", event => chosen(event.target.files[0]));
+// Return to what the address says: hits that are known from this visit, or a search by key; else to the beginning.
+function restore() {
+  const asks = new URLSearchParams(location.search), k = Number(asks.get("k")), known = searches.get(history.state);
+  asked++;
+  idle();
+  tell("");
+  current = known?.query ?? null;
+  at("k").value = Number.isInteger(k) && k > 0 ? k : at("k").defaultValue;
+  if (known) {
+    choose(known.query.file);
+    return show(known);
+  }
+  if (asks.has("key")) return search({ key: asks.get("key"), k: wanted() }, true);
+  choose(null);
+  at("results").hidden = true;
+  at("status").textContent = "";
+  document.title = title;
+  if (asks.has("image")) tell(`Choose ${asks.get("image")} again: this page forgets images when it is loaded anew.`);
+}
+
+function take(files) {
+  if (files.length) again({ file: files[0] });
+}
+
+at("image").addEventListener("change", event => take(event.target.files));
+at("k").addEventListener("change", () => { if (current) again(current); });
 
 at("form").addEventListener("submit", event => {
   event.preventDefault();
   const file = at("image").files[0];
-  if (!file) {
-    tell("Choose an image first.");
-    at("image").focus();
-    return;
-  }
-  const form = new FormData();
-  try { form.append("k", wanted()); } catch (error) { return tell(error.message); }
-  form.append("image", file, "image");
-  ask(at("form").action, { method: "POST", body: form }, "Most similar to your image");
+  if (file || current) return again(file ? { file } : current);
+  tell("Choose an image first.");
+  at("image").focus();
 });
 
 for (const name of ["dragenter", "dragover"]) {
@@ -105,3 +156,5 @@ for (const name of ["dragleave", "drop"]) {
 }
 at("drop").addEventListener("drop", event => take(event.dataTransfer.files));
 document.addEventListener("paste", event => take(event.clipboardData.files));
+addEventListener("popstate", restore);
+restore();

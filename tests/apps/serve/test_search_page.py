@@ -1,0 +1,205 @@
+"""What a person does with the page of a search server, in a real browser."""
+
+import re
+
+import pytest
+from browser import DESKTOP, PHONE
+from galleries import Gallery, make_gallery, upload
+from proxies import proxy
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+from serving import serving
+
+from distap.apps.search import Searcher, open_searcher
+from distap.world import World
+
+# As if a person dropped a file onto the page or pasted it; the server's page cannot know the difference.
+GIVEN = """
+    const data = new DataTransfer(), [kind, name, bytes] = arguments;
+    data.items.add(new File([Uint8Array.from(bytes)], name, {type: "image/png"}));
+    const event = kind === "drop" ? new DragEvent(kind, {dataTransfer: data, bubbles: true})
+        : new ClipboardEvent(kind, {clipboardData: data, bubbles: true});
+    document.getElementById("drop").dispatchEvent(event);
+"""
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory, training_shards) -> Gallery:
+    return make_gallery(tmp_path_factory.mktemp("served"), training_shards)
+
+
+@pytest.fixture(scope="module")
+def searcher(gallery) -> Searcher:
+    return open_searcher(gallery.index, gallery.run, world=World())
+
+
+@pytest.fixture(scope="module")
+def url(gallery, tmp_path_factory):
+    with serving(gallery, tmp_path_factory.mktemp("server")) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def image(tmp_path):
+    path = tmp_path / "query.png"
+    path.write_bytes(upload(11, size=(160, 120)))
+    return path
+
+
+class Page:
+    """The page as a person sees it."""
+
+    def __init__(self, browser, url, size=DESKTOP):
+        self.browser, self.driver = browser, browser.driver
+        browser.open(url, size)
+
+    def texts(self, selector):
+        return [element.text for element in self.driver.find_elements("css selector", selector)]
+
+    def choose(self, path):
+        self.driver.find_element("id", "image").send_keys(str(path))
+
+    def wait(self, title, hits=None):
+        """Wait until hits are shown, and return their keys."""
+
+        def shown(_):
+            return self.texts("#found") == [title] and (hits is None or len(self.texts("#hits li")) == hits)
+
+        WebDriverWait(self.driver, 20).until(shown, message=f"no hits of {title}")
+        return self.texts("#hits .key")
+
+    def similar(self, row):
+        self.driver.find_elements("css selector", "#hits .more")[row].click()
+
+    def chosen(self):
+        return self.driver.execute_script("return [...document.getElementById('image').files].map(f => f.name)")
+
+
+def keys(hits):
+    return [hit.key for hit in hits]
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_choosing_an_image_searches_at_once(url, searcher, browser, image, size):
+    page = Page(browser, f"{url}/", size)
+    page.choose(image)
+    expected = searcher.by_image(image.read_bytes(), 12)
+    assert page.wait("Most similar to query.png") == keys(expected)
+    assert page.texts("#hits .class") == [hit.class_name for hit in expected]  # `<i>apple` as text
+    assert not browser.broken_pictures() and browser.sideways() <= 0
+    assert browser.driver.switch_to.active_element.text == "Most similar to query.png"
+    page.similar(0)
+    assert page.wait(f"Most similar to {expected[0].key}") == keys(searcher.by_key(expected[0].key, 12))
+    assert not browser.errors()
+    assert all(each.startswith((url, "blob:")) for each in browser.requests())
+
+
+@pytest.mark.parametrize("kind", ["drop", "paste"])
+def test_an_image_that_is_dropped_or_pasted_is_searched_for_at_once(url, searcher, browser, image, kind):
+    page = Page(browser, f"{url}/")
+    browser.driver.execute_script(GIVEN, kind, "given.png", list(image.read_bytes()))
+    assert page.wait("Most similar to given.png") == keys(searcher.by_image(image.read_bytes(), 12))
+    assert page.chosen() == ["given.png"]
+
+
+def test_another_number_of_images_searches_again(url, searcher, browser, image):
+    page = Page(browser, f"{url}/")
+    page.choose(image)
+    page.wait("Most similar to query.png", 12)
+    k = browser.driver.find_element("id", "k")
+    k.clear()
+    k.send_keys("6", Keys.ENTER)
+    assert page.wait("Most similar to query.png", 6) == keys(searcher.by_image(image.read_bytes(), 6))
+
+
+def test_back_and_forward_return_to_earlier_searches(url, searcher, browser, image):
+    page, driver = Page(browser, f"{url}/"), browser.driver
+    page.choose(image)
+    of_image = page.wait("Most similar to query.png")
+    page.similar(1)
+    of_key = page.wait(f"Most similar to {of_image[1]}")
+    page.similar(2)
+    page.wait(f"Most similar to {of_key[2]}")
+    assert driver.title == f"{of_key[2]} - Search by image" and page.chosen() == []
+    driver.back()
+    assert page.wait(f"Most similar to {of_image[1]}") == of_key
+    driver.back()
+    assert page.wait("Most similar to query.png") == of_image
+    assert page.chosen() == ["query.png"] and driver.find_element("id", "preview").is_displayed()
+    driver.back()
+    assert not driver.find_element("id", "results").is_displayed() and page.chosen() == []
+    driver.forward()
+    assert page.wait("Most similar to query.png") == of_image
+    driver.forward()
+    assert page.wait(f"Most similar to {of_image[1]}") == of_key
+    assert browser.sideways() <= 0 and not browser.errors()
+
+
+def test_the_address_of_a_search_by_key_opens_it_anywhere(url, searcher, browser):
+    key = "<i>apple/кот 0.png"
+    page = Page(browser, f"{url}/?key=%3Ci%3Eapple%2F%D0%BA%D0%BE%D1%82+0.png&k=4")
+    found = page.wait(f"Most similar to {key}", 4)
+    assert found == keys(searcher.by_key(key, 4))
+    assert browser.driver.find_element("id", "k").get_attribute("value") == "4"
+    link = browser.driver.find_element("css selector", "#hits .more").get_attribute("href")
+    Page(browser, link).wait(f"Most similar to {found[0]}", 4)
+
+
+def test_after_loading_the_page_anew_history_still_leads_to_the_right_searches(url, browser, image):
+    page, driver = Page(browser, f"{url}/"), browser.driver
+    page.choose(image)
+    first = page.wait("Most similar to query.png")[0]
+    page.similar(0)
+    of_key = page.wait(f"Most similar to {first}")
+    driver.refresh()
+    assert page.wait(f"Most similar to {first}") == of_key
+    page.similar(0)
+    page.wait(f"Most similar to {of_key[0]}")
+    driver.back()
+    assert page.wait(f"Most similar to {first}") == of_key
+    driver.back()
+    WebDriverWait(driver, 20).until(lambda _: page.texts("#error")[0].startswith("Choose query.png again"))
+    assert not driver.find_element("id", "results").is_displayed()
+
+
+def test_two_images_of_one_name_are_two_searches(url, searcher, browser):
+    page = Page(browser, f"{url}/")
+    found = [(seed, keys(searcher.by_image(upload(seed), 12))) for seed in range(20)]
+    first, other = found[0], next(each for each in found if each[1] != found[0][1])
+    for seed, expected in (first, other):
+        browser.driver.execute_script(GIVEN, "paste", "image.png", list(upload(seed)))
+        WebDriverWait(browser.driver, 20).until(lambda _, expected=expected: page.texts("#hits .key") == expected)
+    browser.driver.back()
+    assert page.texts("#hits .key") == first[1]
+
+
+def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):
+    image = tmp_path / "query.png"
+    image.write_bytes(b"no image")
+    page = Page(browser, f"{url}/", PHONE)
+    browser.driver.find_element("id", "send").click()
+    assert page.texts("#error") == ["Choose an image first."]
+    page.choose(image)
+    WebDriverWait(browser.driver, 20).until(lambda _: page.texts("#error")[0].startswith("this is no image"))
+    assert browser.sideways() <= 0 and page.texts("#hits li") == []
+    assert browser.driver.current_url == f"{url}/"
+
+
+@pytest.mark.parametrize("root_path", ["", "/pictures/of"])
+def test_the_page_works_below_a_path(gallery, url, searcher, browser, tmp_path, image, root_path):
+    def below(server):
+        with proxy(server, "/pictures/of/") as address:
+            page = Page(browser, address)
+            page.choose(image)
+            found = page.wait("Most similar to query.png")
+            assert not browser.broken_pictures()
+            page.similar(0)
+            page.wait(f"Most similar to {found[0]}")
+            assert re.fullmatch(rf"{address}\?key=.*&k=12", browser.driver.current_url)
+            assert not browser.errors()
+            assert all(each.startswith((address, "blob:")) for each in browser.requests())
+
+    if not root_path:
+        return below(url)
+    with serving(gallery, tmp_path, root_path=root_path) as (server, _):
+        below(server)
