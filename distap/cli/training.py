@@ -107,8 +107,8 @@ def watch_command(
 ) -> None:
     """Show a run in a browser while it trains: how far it is, curves, times, ranks, and the newest neighbours.
 
-    The page is served by this command, reads the folder anew every other second while somebody looks at it, and
-    needs no extra. Ranks of this machine are asked where the recipe sets metrics.port. Ctrl-C ends it.
+    The page changes by itself while somebody looks at it. Ranks of this machine are asked what they do if the recipe
+    sets metrics.port. There is no password: pages of other sites are refused, and so are other names of this server.
     """
     from distap.apps.watch import watch
 

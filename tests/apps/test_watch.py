@@ -178,7 +178,8 @@ def test_ranks_are_asked_by_their_endpoints_and_those_of_other_runs_are_left_out
         Endpoint(0, run_key(run)).served(port, "127.0.0.1"),  # at the next port that is free
     ):
         text = live_text(run)
-    assert "0 starting 0 – 0 0 MB 1 starting 0 – 0 0 MB 1 of 3 ranks did not answer" in text
+    assert "0 starting 0 – 0 0 MB 1 starting 0 – 0 0 MB Without an answer" in text
+    assert "rank 2. Such a rank" in text
 
 
 def test_without_a_metrics_port_the_page_says_what_it_knows_of_ranks(tmp_path):
