@@ -16,14 +16,18 @@ from markupsafe import Markup
 from distap.apps.serve.settings import AddressSettings
 from distap.errors import DistapError
 from distap.pages.live import LiveRun
-from distap.pages.page import page_asset, page_text
+from distap.pages.page import page_text
 from distap.telemetry.endpoint import bounded_server
 from distap.telemetry.senders import HEADERS, is_foreign, is_own_host
 from distap.telemetry.terminal import console
 
 POLICY = "Content-Security-Policy"
 SHOWN = {**HEADERS, POLICY: HEADERS[POLICY].replace("blob:", "data:"), "Cache-Control": "no-cache"}
-JAVASCRIPT, SVG = "text/javascript", "image/svg+xml"
+ASSETS = {
+    "/style.css": ("text/css", "style.css"),
+    "/watch.js": ("text/javascript", "watch.js"),
+    "/icon.svg": ("image/svg+xml", "serve.svg"),
+}
 
 
 def watch(folder: Path, settings: AddressSettings) -> None:
@@ -70,11 +74,8 @@ def watch_answer(
         fresh = {name: {"mark": _mark(html), "html": html} for name, html in live.parts().items()}
         changed = {name: each for name, each in fresh.items() if known.get(name) != [each["mark"]]}
         kind, body = "application/json", json.dumps(changed)
-    elif path == "/style.css":
-        kind, body = "text/css", page_text("style.css")
-    elif path in ("/watch.js", "/icon.svg"):
-        kind, name = {"/watch.js": (JAVASCRIPT, "watch.js"), "/icon.svg": (SVG, "serve.svg")}[path]
-        body = page_asset(name).decode()
+    elif path in ASSETS:
+        kind, body = ASSETS[path][0], page_text(ASSETS[path][1])
     else:
         status, body = HTTPStatus.NOT_FOUND, "unknown path; expected /"
     data = body.encode()

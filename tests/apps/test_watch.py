@@ -8,6 +8,7 @@ import httpx
 import pytest
 from browser import DESKTOP, PHONE
 from commands import distap
+from proxies import proxy
 from run_folders import ODD, oddly_named_shards, retrieved, step, write_retrieved, write_run
 from servers import free_ports
 from trainings import Run
@@ -90,6 +91,15 @@ def test_a_browser_shows_all_parts_without_complaint_and_without_scrolling_sidew
         headings = browser.driver.execute_script("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
         assert headings[:4] == ["Ranks", "Curves", "Where the time goes", "Newest neighbours: step 24"]
         assert ODD in browser.driver.execute_script("return document.querySelector('#neighbours h3').innerText")
+
+
+@pytest.mark.parametrize("root_path", ["", "/team/run"], ids=["of a proxy that takes it away", "of --root-path"])
+def test_the_page_works_below_a_path(evaluated, tmp_path, browser, root_path):
+    with watching(evaluated, tmp_path, "--root-path", root_path) as (url, server), proxy(url, "/team/run/") as below:
+        browser.open(f"{url}{root_path}/" if root_path else below)
+        server.wait_until(lambda: any("/team/run/parts?" in each for each in browser.requests()))
+        assert browser.errors() == []
+        assert browser.driver.execute_script("return getComputedStyle(document.body).maxWidth") != "none"
 
 
 def test_parts_are_sent_again_only_if_they_have_changed(evaluated, tmp_path):
