@@ -66,6 +66,6 @@ def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
         close = difflib.get_close_matches(error["input"], expected.split("'")[1::2], n=1)
         expected += f"; did you mean {close[0]}?" if close else ""
     # For a whole section the message names the key; its value may be long, or secret.
-    is_told = isinstance(error["input"], Mapping) or repr(error["input"]) in expected
-    value = "" if is_told else f"{error['input']!r}: "
+    is_told = isinstance(error["input"], str) and repr(error["input"]) in expected
+    value = "" if is_told or isinstance(error["input"], Mapping) else f"{error['input']!r}: "
     return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"
