@@ -187,12 +187,7 @@ def write_search_page(
         path,
         "search.html",
         title="Search results",
-        facts={
-            "gallery": index.data,
-            "images": f"{len(index):,}",
-            "index": index.about["index"]["kind"],
-            "described": f"{index.described_by.sizing}, {index.dimensions} dimensions",
-        },
+        index=index,
         results=[
             (each, query_picture(each.query), [(hit, thumbnails.jpeg(hit.row)) for hit in each.hits])
             for each in results

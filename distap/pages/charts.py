@@ -7,7 +7,7 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 520, 300  # of the SVG in its own units; the browser scales it
 LEFT, RIGHT, TOP, BOTTOM = 70, 88, 32, 50  # margins, for the axes and the last values
-APART = 17  # the least between two last values
+APART = 19  # the least between two last values
 MOST_POINTS, MOST_BARS = 400, 120
 
 Point = tuple[float, float]
@@ -48,15 +48,9 @@ class Chart:
     """Axes that span the given points, at least one, with the lines and bars to draw between them."""
 
     def __init__(
-        self,
-        points: Sequence[Point],
-        x_label: str,
-        y_label: str,
-        y_format: Format = plain,
-        from_zero: bool = False,
-        margin: int = RIGHT,
+        self, points: Sequence[Point], x_label: str, y_label: str, y_format: Format = plain, from_zero: bool = False
     ) -> None:
-        self.end = WIDTH - margin  # of the x axis
+        self.end = WIDTH - RIGHT  # of the x axis
         self.x_label, self.y_label, self.y_format = x_label, y_label, y_format
         self.lines: list[tuple[Series, list[Point]]] = []
         self.columns: list[tuple[Point, ...]] = []  # of bars: the x and the height of each layer, the lowest first
@@ -127,9 +121,8 @@ def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], 
     tops = [(column[0][0], sum(y for _, y in column)) for column in columns]
     # The middle of the first and of the last bar is half a bar within the axis.
     half = (tops[-1][0] - tops[0][0]) / max(len(tops) - 1, 1) / 2
-    chart = Chart(
-        [*tops, (tops[0][0] - half, 0), (tops[-1][0] + half, 0)], "step", y_label, from_zero=True, margin=20
-    )
+    chart = Chart([*tops, (tops[0][0] - half, 0), (tops[-1][0] + half, 0)], "step", y_label, from_zero=True)
+    chart.end = WIDTH - 20  # bars have no last value
     chart.layers, chart.columns = list(layers), columns
     return chart
 

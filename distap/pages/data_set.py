@@ -19,7 +19,7 @@ from distap.telemetry.terminal import text_table
 
 BAR = 40  # letters of the longest bar in the terminal
 SHOWN_CLASSES, SHOWN_IMAGES = 8, 10
-THUMBNAIL = 112  # pixels
+THUMBNAIL = 192  # pixels
 MIXED_ENOUGH = 0.5
 SPREAD_COLUMNS = ["", "min", "5%", "median", "mean", "95%", "max"]
 RANDOM_COLUMNS = ["random: images a batch", "with a positive in it, on average"]

@@ -1,6 +1,7 @@
 """Fill in the templates of pages."""
 
 import base64
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -8,8 +9,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from distap.data.images.decoding import EncodedImage
+from distap.data.images.whole_images import thumbnail
 from distap.storage.atomic import write_whole
 from distap.storage.redact import without_secrets
+
+SIDES, MOST_BYTES = (320, 192, 128, 96), 550_000  # of the pictures in a page, pixels and bytes
 
 
 def page_text(template: str, **values: Any) -> str:
@@ -27,8 +32,13 @@ def page_asset(name: str) -> bytes:
     return files("distap.pages").joinpath("templates", name).read_bytes()
 
 
-def _data_url(image: bytes) -> str:
-    return f"data:image/{'webp' if image[:4] == b'RIFF' else 'jpeg'};base64,{base64.b64encode(image).decode()}"
+def _fitting(images: Iterable[bytes]) -> list[str]:
+    """Image files as WebP in base64, all of one longest side, with which they have at most MOST_BYTES if one can."""
+    for side in SIDES:
+        files = [thumbnail(EncodedImage(image), side, "WEBP") for image in images]
+        if sum(map(len, files)) <= MOST_BYTES:
+            break
+    return [base64.b64encode(file).decode() for file in files]
 
 
 def _percent(share: float | None) -> str:
@@ -44,7 +54,7 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters |= {
     "percent": _percent,
-    "data_url": _data_url,
+    "fitting": _fitting,
     "public": without_secrets,
     "date": lambda seconds: f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}",
 }

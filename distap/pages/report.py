@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import yaml
 
 from distap import __version__
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
-from distap.data.images.whole_images import Thumbnails, thumbnail
+from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.indexed import Reader
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
@@ -28,7 +28,7 @@ from distap.storage.redact import without_secrets
 from distap.storage.remotes import RemoteSettings
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
-SIDES, MOST_BYTES = (192, 160, 128, 96), 550_000  # of pictures, pixels and bytes; the first side that fits
+THUMBNAIL = 320  # pixels
 LOWEST = 12  # classes
 STAGES = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
 CURVES = {
@@ -102,9 +102,8 @@ def contact_sheets(
             return [], [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
         if not evaluations:
             return [], [], ""
-        thumbnails, shown = _thumbnails(list(evaluations.values()), recipe), set[int]()
-        _chosen(retrieved, shown.add)
-        return *_chosen(retrieved, _fitting(thumbnails, shown).get), ""
+        chosen = ContactSheets(retrieved, _thumbnails(list(evaluations.values()), recipe).jpeg)
+        return chosen.sheets(), chosen.confusions(), ""
     except DistapError as error:
         return [], [], str(error)
 
@@ -130,24 +129,7 @@ def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) 
         raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
     most = data.get("max_pixels", MAX_PIXELS)
     readers = [Reader(source, index, most, remote=remote) for source, index in zip(sources, indices, strict=True)]
-    return Thumbnails(_Joined(readers, len(indices[0])), np.arange(sum(map(len, indices))), SIDES[0])
-
-
-def _chosen(
-    retrieved: dict[str, Retrieved], picture: Callable[[int], bytes | None]
-) -> tuple[list[Sheet], list[Confusion]]:
-    sheets = ContactSheets(retrieved, picture)
-    return sheets.sheets(), sheets.confusions()
-
-
-def _fitting(thumbnails: Thumbnails, samples: Iterable[int]) -> dict[int, bytes]:
-    """The pictures of samples, as large as lets all of them together have MOST_BYTES; those that can be read."""
-    files = {sample: jpeg for sample in samples if (jpeg := thumbnails.jpeg(sample))}
-    for side in SIDES:
-        small = {sample: thumbnail(EncodedImage(jpeg), side, "WEBP") for sample, jpeg in files.items()}
-        if sum(map(len, small.values())) <= MOST_BYTES:
-            break
-    return small
+    return Thumbnails(_Joined(readers, len(indices[0])), np.arange(sum(map(len, indices))), THUMBNAIL)
 
 
 class _Joined(NamedTuple):

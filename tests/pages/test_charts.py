@@ -78,7 +78,7 @@ def test_each_line_ends_with_its_last_value():
 def test_last_values_do_not_overlap_and_keep_their_order(values):
     chart = line_chart([Series(f"{n}", [(1, 0.5), (2, value)]) for n, value in enumerate(values)], "a")
     heights, texts = [y for _, y, _ in chart.ends()], [float(text) for *_, text in chart.ends()]
-    assert all(below - above >= 16.9 for above, below in pairwise(heights))
+    assert all(below - above >= 18.9 for above, below in pairwise(heights))
     assert heights[-1] <= 250.1
     assert texts == pytest.approx(sorted(values, reverse=True), abs=0.001)
 

@@ -36,7 +36,7 @@ def test_the_page_shows_figures_and_images_and_runs_no_script(tmp_path, monkeypa
     page = (tmp_path / "stats.html").read_text()
     assert "<script" not in page and "<i>a" not in page
     assert "&lt;script&gt;alert(1)" in page and "&lt;i&gt;a" in page
-    assert page.count("data:image/jpeg;base64,") == 6
+    assert page.count("data:image/webp;base64,") == 6
     assert page.count('<table class="histogram">') == 5
     printed = capsys.readouterr().out
     assert re.search("Classes by images a class\n +1  █{40}  1 \n +2  █{40}  1 ", printed)
@@ -53,7 +53,7 @@ def test_the_figures_are_written_as_json(tmp_path, monkeypatch, odd_names):
 def test_a_damaged_image_is_a_gap_in_the_page_and_a_warning(tmp_path, monkeypatch, damaged, caplog):
     assert distap(monkeypatch, "data", "stats", damaged, "--output", tmp_path / "stats.html") == 0
     page = (tmp_path / "stats.html").read_text()
-    assert page.count("data:image/jpeg;base64,") == 5
+    assert page.count("data:image/webp;base64,") == 5
     assert page.count(">not readable<") == 1
     assert "crc_mismatch" in caplog.text
 
