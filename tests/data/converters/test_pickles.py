@@ -79,7 +79,7 @@ def test_a_pickle_of_python_2_is_read(tmp_path):
         (Evil(subprocess.check_call, ["touch", MARK]), "check_call"),
         (Evil(eval, f"open('{MARK}', 'w')"), "eval"),
         (Evil(open, MARK, "w"), "open"),
-        (Evil(Path, MARK), "pathlib.Path"),
+        (Evil(Path, MARK), r"pathlib.*\.Path"),
         (Evil(np.save, MARK, 1), "save"),
         (Evil(getattr, "text", "upper"), "getattr"),
     ],
