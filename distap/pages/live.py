@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import statistics
 import time
 from contextlib import suppress
@@ -88,7 +89,7 @@ class LiveRun:
             self._problem = str(error)
 
     def _state(self) -> dict[str, str]:
-        run, log, values = self._run, None, {"folder": str(self.folder), "problem": self._problem}
+        run, log, values = self._run, None, {"folder": str(self.folder.absolute()), "problem": self._problem}
         with suppress(FileNotFoundError):
             log = self._log.stat()
         if run is None or log is None:
@@ -102,7 +103,7 @@ class LiveRun:
         a_step = statistics.median(took) if took else 0.0
         said, port = {}, metrics.get("port")
         if port and here:
-            said = ask_ranks(run_key(self.folder), ranks, port, metrics["address"])
+            said = ask_ranks(run_key(self.folder), ranks, port, metrics.get("address", "127.0.0.1"))
         age = max(0.0, time.time() - log.st_mtime)
         is_written, is_done = self._is_written(log) if here else None, bool(total) and done >= total
         if 0 in said:
@@ -121,12 +122,12 @@ class LiveRun:
         return {"title": f"{done:,}{f' of {total:,}' if total else ''}, {state}: {run.name}", "state": html}
 
     def _is_written(self, log: os.stat_result) -> bool | None:
-        """Tell whether a process of this machine has the log open; None if that cannot be seen from here."""
+        """Tell whether a process of this machine has the log open to write; None if that cannot be seen from here."""
         if not Path("/proc/self/fd").exists() or os.geteuid() not in (0, log.st_uid):
             return None
         for opened in (self._writer, *Path("/proc").glob("[0-9]*/fd/*")):  # the one of last time, and then all
             with suppress(OSError):
-                if os.path.samestat(log, opened.stat()):
+                if os.path.samestat(log, opened.stat()) and opened.lstat().st_mode & stat.S_IWUSR:
                     self._writer = opened
                     return True
         return False

@@ -168,7 +168,8 @@ def test_a_run_tells_whether_it_is_written_stopped_finished_or_silent(tmp_path):
     assert "finished" in live_text(run)
     log = run / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
-    assert "stopped" in live_text(run)
+    with log.open():  # as `tail -f` does
+        assert "stopped" in live_text(run)
     with log.open("a"):
         assert "training" in live_text(run)
     (run / "starts.jsonl").write_text('{"step": 0, "time": 1, "host": "elsewhere", "ranks": 4, "device": "cpu"}\n')
