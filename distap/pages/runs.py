@@ -92,8 +92,8 @@ def read_run(folder: Path, before: Path | None = None, after: Path | None = None
     own = [step for step in saved_steps(folder) if step in known]
     first = folder_of_step(folder, own[0]) if own and (own[0] == 0 or len(own) > 1) else None
     newest = folder_of_step(folder, own[-1]) if own and own[-1] > 0 else None
-    both = [each if each is None else read_evaluation(each) for each in (before or first, after or newest)]
-    return Run(folder, name or str(folder), recipe, entries, *both, read_starts(folder))
+    begun, ended = (each if each is None else read_evaluation(each) for each in (before or first, after or newest))
+    return Run(folder, name or str(folder), recipe, entries, begun, ended, read_starts(folder))
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:

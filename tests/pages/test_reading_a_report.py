@@ -46,7 +46,7 @@ def pictures(page):
 
 
 def test_pictures_are_as_large_as_a_page_of_less_than_a_megabyte_allows(page, photos, tmp_path, monkeypatch):
-    assert set(pictures(page)) == {(144, 192)}
+    assert set(pictures(page)) == {(240, 320)}
     monkeypatch.setattr("distap.pages.page.MOST_BYTES", 100_000)
     run, index = write_run(tmp_path / "run"), load_index(photos)
     write_retrieved(run, 24, retrieved(1, index), data=str(photos), fingerprint=index.fingerprint)

@@ -33,7 +33,7 @@ EXPECTED = (
     "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` or `resize HxW crop N` with M of N or "
     "more, and so H and W"
 )
-QUALITY = 82  # of a thumbnail's JPEG, from 1 to 95
+QUALITY = 82  # of a thumbnail, from 1 to 95
 KEPT = 1024  # thumbnails in memory, of about 10 kB each
 logger = logging.getLogger("distap")
 
@@ -223,9 +223,9 @@ class Thumbnails:
             return None
 
 
-def thumbnail(image: EncodedImage, longer_side: int, form: str = "JPEG") -> bytes:
+def thumbnail(image: EncodedImage, longer_side: int, form: str = "JPEG", quality: int = QUALITY) -> bytes:
     """An image file of the form, scaled down to `longer_side` pixels if it is larger."""
     buffer = io.BytesIO()
     pixels = Sizing("side", longer_side)(image).permute(1, 2, 0).numpy()
-    Image.fromarray(pixels).save(buffer, form, quality=QUALITY)
+    Image.fromarray(pixels).save(buffer, form, quality=quality)
     return buffer.getvalue()
