@@ -116,6 +116,11 @@ def test_before_and_after_stand_side_by_side(page):
     assert "7.6% of a step is outside the network" in page
 
 
+def test_a_replay_drift_of_zero_is_told_without_an_axis(page):
+    drift = page[page.index("<h3>Replay drift") :].split("</figure>")[0]
+    assert "0 throughout" in drift and "<svg" not in drift
+
+
 def test_right_hits_are_framed_and_marked_apart_from_wrong_ones(page):
     sheets = page[page.index("<h2>Neighbours of some queries") : page.index("<h2>Most confused")]
     classes = re.findall('class="(.*?)"', sheets)

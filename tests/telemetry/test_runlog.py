@@ -1,10 +1,11 @@
 import json
+import socket
 from contextlib import closing
 
 import pytest
 
 from distap.errors import DistapError
-from distap.telemetry.runlog import read_run_log, run_log_from
+from distap.telemetry.runlog import STARTS_LOG, log_start, read_run_log, read_starts, run_log_from
 
 
 def write(folder, step, entries):
@@ -94,3 +95,15 @@ def test_a_disk_that_is_full_to_the_end_costs_lines_and_not_the_training(small_d
         log.write({"step": 3, "text": "x" * 10_000})
     assert [entry["step"] for entry in read_run_log(folder)] == [1]
     assert "metrics.jsonl: its last lines are lost (2): [Errno 28]" in caplog.text
+
+
+def test_each_start_of_a_run_is_kept_with_its_host_and_versions(tmp_path):
+    assert read_starts(tmp_path) == []  # as of an older run
+    for step, ranks in ((0, 2), (7, 1)):
+        log_start(tmp_path, step, ranks=ranks)
+    with (tmp_path / STARTS_LOG).open("a") as log:
+        log.write('{"step": 9, "time"')  # an interruption
+    starts = read_starts(tmp_path)
+    assert [(start["step"], start["ranks"]) for start in starts] == [(0, 2), (7, 1)]
+    assert starts[0]["host"] == socket.gethostname() and starts[0]["time"] <= starts[1]["time"]
+    assert {"distap", "torch", "python", "commit"} <= set(starts[0])

@@ -54,7 +54,9 @@ class Page:
         browser.open(url, size)
 
     def texts(self, selector):
-        return [element.text for element in self.driver.find_elements("css selector", selector)]
+        # At once, since the page may replace its elements meanwhile.
+        found = "return [...document.querySelectorAll(arguments[0])].map(each => each.innerText.trim())"
+        return self.driver.execute_script(found, selector)
 
     def choose(self, path):
         self.driver.find_element("id", "image").send_keys(str(path))
@@ -127,7 +129,8 @@ def test_back_and_forward_return_to_earlier_searches(url, searcher, browser, ima
     assert page.wait("Most similar to query.png") == of_image
     assert page.chosen() == ["query.png"] and driver.find_element("id", "preview").is_displayed()
     driver.back()
-    assert not driver.find_element("id", "results").is_displayed() and page.chosen() == []
+    WebDriverWait(driver, 20).until(lambda _: not driver.find_element("id", "results").is_displayed())
+    assert page.chosen() == []
     driver.forward()
     assert page.wait("Most similar to query.png") == of_image
     driver.forward()
@@ -170,7 +173,7 @@ def test_two_images_of_one_name_are_two_searches(url, searcher, browser):
         browser.driver.execute_script(GIVEN, "paste", "image.png", list(upload(seed)))
         WebDriverWait(browser.driver, 20).until(lambda _, expected=expected: page.texts("#hits .key") == expected)
     browser.driver.back()
-    assert page.texts("#hits .key") == first[1]
+    WebDriverWait(browser.driver, 20).until(lambda _: page.texts("#hits .key") == first[1])
 
 
 def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):
