@@ -66,7 +66,7 @@ def test_from_images_to_a_report(tmp_path, monkeypatch, config, training_shards,
     assert 0 < summary["outside_network_share"] < 1
     assert str(tmp_path / "report.html") in printed
     page = (tmp_path / "report.html").read_text()
-    assert "test-" in page and "data:image/jpeg" in page
+    assert "test-" in page and "data:image/webp" in page
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries if "validation" in entry] == [0, 4, 8]
     # The run's own evaluations say the same.
@@ -74,7 +74,7 @@ def test_from_images_to_a_report(tmp_path, monkeypatch, config, training_shards,
     own = json.loads((run / "summary.json").read_text())
     assert own["before"] == pytest.approx(summary["before"], abs=1e-3)
     assert own["after"] == pytest.approx(summary["after"], abs=1e-3)
-    assert "data:image/jpeg" in (run / "report.html").read_text()
+    assert "data:image/webp" in (run / "report.html").read_text()
 
 
 def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):

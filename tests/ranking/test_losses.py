@@ -85,14 +85,14 @@ def assert_same(ranking, gradient, loss, expected, tolerance=1e-9, residue=1e-13
     assert (gradient - expected).norm() <= tolerance * expected.norm() + residue
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(problems())
 def test_value_and_gradient_equal_the_definition(case):
     name, options, raw, labels = case
     assert_same(*rank_raw(raw, labels, name, **options), *listwise_gradient(name, raw, labels, **options))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(problems(), st.integers(0, 30))
 def test_with_a_gallery_of_remembered_images_as_well(case, remembered):
     name, options, raw, labels = case
@@ -241,7 +241,7 @@ def test_without_loss_adam_leaves_the_weights_alone(name):
     assert (network.weight - before).abs().max() < 1e-6
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10_000), st.integers(4, 40), st.integers(1, 12))
 def test_sup_ap_bounds_the_ap_loss_from_above(seed, images, classes):
     raw, labels = problem(seed, images, classes)
