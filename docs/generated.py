@@ -41,7 +41,14 @@ def metrics() -> Iterator[str]:
 
 def statuses() -> Iterator[str]:
     """The table of exit statuses in the docstring of `distap.errors`."""
-    yield from (line for line in (inspect.getdoc(errors) or "").splitlines() if line.startswith("|"))
+    rows: list[list[str]] = []
+    for line in (inspect.getdoc(errors) or "").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and rows and not cells[0]:  # the row before goes on
+            rows[-1] = [f"{above} {below}".strip() for above, below in zip(rows[-1], cells, strict=True)]
+        elif cells:
+            rows.append(cells)
+    yield from (f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def commands() -> Iterator[str]:

@@ -3,13 +3,16 @@
 import inspect
 import json
 import logging
+import re
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from distap.errors import DistapError
 from distap.telemetry.logs import origin
 
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and results only.")]
@@ -29,11 +32,16 @@ JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead, and noth
 
 
 class RenamingCommand(TyperCommand):
-    """A command that understands the old names of its options."""
+    """A command that understands the old names of its options, and refuses URLs in place of folders and files."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for option in self.get_params(ctx) for name in option.opts}
-        return super().parse_args(ctx, [_renamed(word, known) for word in args])
+        left = super().parse_args(ctx, [_renamed(word, known) for word in args])
+        for value in ctx.params.values():
+            if isinstance(value, Path) and re.match(r"\w{2,}:/", str(value)):
+                url = str(value).replace(":/", "://", 1)
+                raise DistapError(f"{url}: must be a folder or a file on this machine, not a URL")
+        return left
 
 
 class App(typer.Typer):

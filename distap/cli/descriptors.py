@@ -172,7 +172,7 @@ def index_command(
         Path | None, typer.Option(help=RECALL, show_default="1,000 of the indexed, each without itself")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Build on all GPUs; needs distap[gpu].")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Build on all GPUs; needs the extra `gpu`.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.

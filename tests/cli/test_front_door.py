@@ -128,6 +128,15 @@ def test_an_impossible_number_of_ranks_is_refused(monkeypatch, capfd, recipe, ra
     assert "or auto" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", [("data", "pack", "images", "s3://bucket/x"), ("report", "runs/x", "--output=s3://b/x")]
+)
+def test_a_url_in_place_of_a_folder_is_refused(tmp_path, monkeypatch, capfd, command):
+    monkeypatch.chdir(tmp_path)
+    assert distap(monkeypatch, *command) == 2
+    assert "not a URL" in " ".join(capfd.readouterr().err.split()) and not list(tmp_path.iterdir())
+
+
 def test_names_of_recipes_are_completed():
     shell = {"_DISTAP_COMPLETE": "complete_bash", "COMP_WORDS": "distap train emo", "COMP_CWORD": "2"}
     code = [sys.executable, "-c", "from distap.cli import main; main()"]
