@@ -205,7 +205,7 @@ def test_a_patch_changes_the_pods_of_a_task(objects, tmp_path, task):
 @needs_kubectl
 def test_the_tasks_of_the_guide_are_written(objects, tmp_path, monkeypatch):
     commands = re.findall(r"    (distap k8s task (?:.*\\\n)*.*)", GUIDE)
-    assert len(commands) == 3
+    assert len(commands) == 4
     monkeypatch.chdir(tmp_path)
     (tmp_path / "copy.yaml").write_text(COPY)
     for command in commands:
