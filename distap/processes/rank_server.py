@@ -33,6 +33,8 @@ from distap.processes.exit_statuses import die_with_parent
 from distap.processes.stopping import SIGNALS, TRACE_SIGNAL, go_deaf
 
 PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
+OMP_PAUSE_HARD = 2  # of OpenMP 5
+GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dxg")  # of drivers, which do not work in a fork
 POLL_SECONDS = 0.02
 
 
@@ -79,7 +81,8 @@ class ForkedRank:
 @contextmanager
 def rank_server(module: str) -> Iterator[Callable[..., Any]]:
     """Yield what torch's agent starts a rank with: `RankServer.start`, or new interpreters where forks are unsafe."""
-    if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():
+    hears_ends = signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN  # which a supervisor may have set
+    if sys.platform != "linux" or threading.active_count() > 1 or not hears_ends or _has_gpu_open():
         yield get_subprocess_handler
         return
     server = RankServer(module)
@@ -89,12 +92,20 @@ def rank_server(module: str) -> Iterator[Callable[..., Any]]:
         server.close()
 
 
+def _has_gpu_open() -> bool:
+    """Tell whether this process talks to a GPU, as it does from torch.cuda.is_available on, before is_initialized."""
+    opened = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return torch.cuda.is_initialized() or any(each.startswith(GPU_FILES) for each in opened)
+
+
 class RankServer:
     """Forks ranks that run `python -u -m module`, with all that this process has imported when the server is made."""
 
     def __init__(self, module: str) -> None:
         self._module = module
         self._socket, theirs = socket.socketpair()
+        sys.stdout.flush()  # or each rank would write it again
+        ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(OMP_PAUSE_HARD)  # a fork would wait for its threads
         self._pid = os.fork()
         if self._pid == 0:
             self._socket.close()
@@ -114,7 +125,10 @@ class RankServer:
         try:
             self._socket.sendall(json.dumps(asked).encode() + b"\n")
             with self._socket.makefile("r") as answers:
-                return ForkedRank(int(answers.readline()))
+                pid = int(answers.readline() or 0)
+            if pid == 0:
+                raise OSError("a rank could not be forked; the reason is above")
+            return ForkedRank(pid)
         finally:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0)  # loader workers of a dead rank go to the system, as ever
 
@@ -134,7 +148,8 @@ def _serve(launcher: socket.socket) -> dict[str, Any]:
         for request in requests:
             between = os.fork()
             if between:
-                os.waitpid(between, 0)
+                if os.waitpid(between, 0)[1]:
+                    launcher.sendall(b"0\n")
                 continue
             between = os.getpid()
             if os.fork():
@@ -162,7 +177,7 @@ def _be_rank(module: str, asked: dict[str, Any]) -> None:
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), stream.fileno())
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
-        torch.set_num_threads(int(threads))
+        torch.set_num_threads(int(threads.partition(",")[0]))
     random.seed()
     sys.path.insert(0, str(Path.cwd()))
     sys.argv = [module, *asked["arguments"]]
