@@ -117,15 +117,19 @@ def class_of(kind: str, name: str) -> type:
     check_name(kind, name)
     module, _, attribute = REGISTRY[kind].get(name, name).partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if name in REGISTRY[kind]:
             raise ValueError(f"{kind} {name} needs a package that is not installed: {error.name}") from error
         raise ValueError(f"{name}: {error}; is its folder on PYTHONPATH, or its package installed?") from error
-    except AttributeError as error:
-        raise ValueError(f"{name}: the module {module} has no {attribute}") from error
+    found = getattr(loaded, attribute, None)
+    if found is None:
+        close = difflib.get_close_matches(attribute, vars(loaded), n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{name}: the module {module} has no {attribute}{meant}")
     if not isinstance(found, type) or not (is_dataclass(found) or issubclass(found, BaseModel)):
-        raise ValueError(f"{name}: expected a dataclass or a pydantic model, whose fields are the recipe's keys")
+        of_function = ", or a function under @distap.loss" if kind == "loss" else ""
+        raise ValueError(f"{name}: expected a dataclass or a pydantic model, whose fields are the keys{of_function}")
     if lack := _lack(kind, found):
         raise ValueError(f"{name}: a {kind} {lack}")
     return found
@@ -146,7 +150,8 @@ def check_name(kind: str, name: str) -> None:
     module, colon, attribute = name.partition(":")
     of_others = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
     if name not in REGISTRY[kind] and not of_others:
-        raise ValueError(f"{kind} {name!r} is unknown; {suggestion(name, REGISTRY[kind])}")
+        of_yours = ", or package.module:Class" if "." in name else ""
+        raise ValueError(f"{kind} {name!r} is unknown; {suggestion(name, REGISTRY[kind])}{of_yours}")
 
 
 def name_of(kind: str, part: object) -> str:

@@ -29,8 +29,15 @@ def test_a_name_and_its_keys_make_the_object_and_the_object_tells_its_name():
         ("loss", "smooth_ap", {"tau": "warm"}, "tau: 'warm': must be a number"),
         ("loss", "ap_q", {"preset": "dirtorhc"}, "loss ap_q has no preset 'dirtorhc'; did you mean dirtorch?"),
         ("loss", "no_such_package.losses:Mine", {}, "No module named 'no_such_package'; is its folder on PYTHONPATH"),
+        ("loss", "my_package.losses.Mine", {}, "is unknown; expected one of ap_q, .*, or package.module:Class"),
         ("loss", "torch.nn:Mine", {}, "the module torch.nn has no Mine"),
-        ("loss", "torch.nn:Linear", {}, "expected a dataclass or a pydantic model"),
+        ("loss", f"{__name__}:OfItsOwm", {}, "has no OfItsOwm; did you mean OfItsOwn?"),
+        (
+            "loss",
+            "torch.nn:Linear",
+            {},
+            "expected a dataclass or a pydantic model, .*@distap.loss",
+        ),
         ("loss", f"{__name__}:OfItsOwn", {}, r"a loss has to be a subclass of distap\.ranking\.loss\.Loss, which Of"),
         ("loss", "distap.stopwatch:Stopwatch", {}, "expected a dataclass|needs a method 'value_and_gradient'"),
     ],
@@ -38,6 +45,13 @@ def test_a_name_and_its_keys_make_the_object_and_the_object_tells_its_name():
 def test_what_is_wrong_with_a_name_or_a_key_is_said(kind, name, options, said):
     with pytest.raises(DistapError, match=said.replace("?", r"\?")):
         build_part(kind, name, **options)
+
+
+def test_what_fails_within_a_module_is_not_taken_for_a_name_that_it_lacks(tmp_path, monkeypatch):
+    (tmp_path / "fails_on_import.py").write_text("import torch\n\ntorch.no_such_function()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AttributeError, match="no_such_function"):
+        class_of("loss", "fails_on_import:Mine")
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in REGISTRY for name in REGISTRY[kind]])

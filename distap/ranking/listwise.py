@@ -27,9 +27,8 @@ class ListwiseLoss(nn.Module):
     Over ranks they get the same share of their gradient on each, and so behave like the network's.
 
     Args:
-        loss, weights, group, mode, memory_bytes: arguments of `distap.ranking.rank.rank`.
         memory: number of earlier descriptors to rank against as well; part of the module's state.
-        options: of the loss, or `preset`.
+        options: of the loss, or `preset`; the other arguments are those of `distap.rank`.
     Raises:
         DistapError: the loss or an option is unknown.
     """

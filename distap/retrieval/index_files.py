@@ -127,7 +127,7 @@ def search_index(
     Args:
         keys: (N,) names of the images; None takes the numbers of the rows.
         classes: (N,) names of their classes; None for none.
-        kind, search: `flat`, `hnsw`, `ivf-pq` or a factory string of Faiss, and its parameters, see `build_index`.
+        kind: `flat`, `hnsw`, `ivf-pq` or a factory string of Faiss; `search` has its parameters, see `build_index`.
     Raises:
         DistapError: the shapes do not fit, a descriptor is not finite, or Faiss cannot build such an index.
     """

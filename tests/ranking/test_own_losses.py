@@ -78,6 +78,18 @@ def test_a_loss_without_any_pair_has_no_gradient():
     assert not gradient.any()
 
 
+@dataclass(frozen=True)
+class Mean(SimilarityLoss):
+    def loss(self, similarities, positive, negative):
+        return similarities.mean()
+
+
+def test_a_mean_where_one_value_a_query_is_expected_is_refused():
+    raw, labels = problem(0, 12, 3)
+    with pytest.raises(DistapError, match=r"Mean gave shape \(\); expected \(11,\): one value a query"):
+        rank_raw(raw, labels, Mean())
+
+
 def test_it_can_be_named_from_outside_and_its_fields_are_its_options():
     name = f"{__name__}:Margins"
     assert build_loss(name, alpha=0.7, weights="class") == Margins(alpha=0.7, weights="class")

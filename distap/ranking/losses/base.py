@@ -1,14 +1,6 @@
 """Losses from others: bases for a function of similarities or one of descriptors, and a weighted sum.
 
-    @dataclass(frozen=True)
-    class Mine(SimilarityLoss):
-        margin: float = 0.1
-
-        def loss(self, similarities, positive, negative):
-            hardest = similarities.masked_fill(~negative, -1).amax(1, keepdim=True)
-            return ((hardest - similarities + self.margin).clamp(min=0) * positive).sum(1) / positive.sum(1)
-
-A recipe uses it as `loss: {name: "my_package.losses:Mine", margin: 0.2}`.
+docs/guides/losses.md has examples, and what a recipe calls them.
 """
 
 from abc import abstractmethod
@@ -21,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
+from distap.errors import DistapError
 from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights, rank_on_rank_zero
 from distap.registry import Chosen
 
@@ -102,7 +95,8 @@ class SimilarityLoss(Loss):
 
         Args:
             similarities: to the whole gallery of N images, in any order.
-            positive, negative: which of them are. The query itself is no negative, and a positive if `self_pair`.
+            positive: which are of the query's class; the query itself is one of them if `self_pair`.
+            negative: which are of another class.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
 
@@ -115,6 +109,9 @@ class SimilarityLoss(Loss):
         with torch.inference_mode(False), torch.enable_grad():
             similarities = rows.similarities.clone().requires_grad_()
             value = self.loss(similarities, rows.positive_columns.clone(), negative.clone())
+            if value.shape != rows.weights.shape:
+                shapes = f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one value a query"
+                raise DistapError(f"{type(self).__name__} {shapes}")
             (slopes,) = gradients((rows.weights.clone() * value).sum(), similarities)
         return value.detach().double(), slopes
 
@@ -193,7 +190,7 @@ class DescriptorLoss(Loss):
         Random numbers drawn here depend on the batch alone, so that a run that was interrupted draws them again.
 
         Args:
-            gallery, gallery_labels: the batch, and behind it what a cross-batch memory remembers.
+            gallery: the batch, and behind it what a cross-batch memory remembers; `gallery_labels` are their labels.
         """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
