@@ -64,11 +64,9 @@ def watch_answer(
     elif request["REQUEST_METHOD"] != "GET":
         status = HTTPStatus.METHOD_NOT_ALLOWED
     elif path == "/":
-        parts = {name: (_mark(html), Markup(html)) for name, html in live.parts().items()}
-        kind, body = (
-            "text/html",
-            page_text("watch.html", root=settings.root, title=parts.pop("title")[1], parts=parts),
-        )
+        shown = live.parts()
+        title, parts = shown.pop("title"), {name: (_mark(html), Markup(html)) for name, html in shown.items()}
+        kind, body = "text/html", page_text("watch.html", root=settings.root, title=title, parts=parts)
     elif path == "/parts":
         known = parse_qs(request.get("QUERY_STRING", ""))
         fresh = {name: {"mark": _mark(html), "html": html} for name, html in live.parts().items()}

@@ -102,6 +102,13 @@ def test_the_page_works_below_a_path(evaluated, tmp_path, browser, root_path):
         assert browser.driver.execute_script("return getComputedStyle(document.body).maxWidth") != "none"
 
 
+def test_the_title_of_the_page_is_escaped(tmp_path):
+    run = tmp_path / "<b>&amp;"
+    with watching(run, tmp_path) as (url, _):
+        assert parts_of(url)["title"]["html"] == "<b>&amp;: waiting"  # a script takes it as text
+        assert "<title>&lt;b&gt;&amp;amp;: waiting</title>" in httpx.get(url).text
+
+
 def test_parts_are_sent_again_only_if_they_have_changed(evaluated, tmp_path):
     with watching(evaluated, tmp_path) as (url, _):
         first = parts_of(url)
