@@ -79,11 +79,10 @@ def _with_loudness(function: Callable[..., None]) -> Callable[..., None]:
         function(*arguments, **options)
 
     signature = inspect.signature(function)
-    more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
-        for name, annotation in HIDDEN.items()
-    ]
-    # Typer reads the signature of a command.
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(name, keyword, default=False, annotation=each) for name, each in HIDDEN.items()]
+    # Typer reads the signature of a command, and would break its help where the lines of the docstring end.
+    called.__doc__ = re.sub(r"(?<=\S)\n +(?=\S)", " ", function.__doc__ or "")
     called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])  # type: ignore[attr-defined]
     return called
 

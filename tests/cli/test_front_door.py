@@ -137,6 +137,13 @@ def test_a_url_in_place_of_a_folder_is_refused(tmp_path, monkeypatch, capfd, com
     assert "not a URL" in " ".join(capfd.readouterr().err.split()) and not list(tmp_path.iterdir())
 
 
+def test_help_breaks_lines_only_at_the_width_of_the_terminal(monkeypatch, capfd):
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    assert distap(monkeypatch, "search", "--help") == 0
+    told = capfd.readouterr().out
+    assert "among its own hits. Files that cannot be used are named" in told
+
+
 def test_names_of_recipes_are_completed():
     shell = {"_DISTAP_COMPLETE": "complete_bash", "COMP_WORDS": "distap train emo", "COMP_CWORD": "2"}
     code = [sys.executable, "-c", "from distap.cli import main; main()"]
