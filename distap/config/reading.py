@@ -175,7 +175,7 @@ def _require_data(recipe: Recipe, source: str) -> None:
     for key, where in (own | also).items():
         place = parse_source(where) if where else None
         if place and place.kind != "hf" and not place.scheme and not Path(place.base).exists():
-            missing.append(f"{source}: {key}: {where}: no such data set; `distap data pack` makes one")
+            missing.append(f"{source}: {key}: {where}: no such data set: there is no {place.base}")
     if missing:
         raise DistapError("\n".join(missing))
 

@@ -41,7 +41,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
         index = _read(storage, name, source.index)
     except MissingFileError as error:
         if not source.scheme and not Path(source.base).is_dir():
-            raise DistapError(f"{source}: no such data set; `distap data pack` makes one") from error
+            raise DistapError(f"{source}: no such data set: there is no folder {source.base}") from error
         if not source.scheme and source.pattern is None and not any(Path(source.base).glob("*.tar")):
             raise DistapError(
                 f"{source}: no .tar file is in it; for a folder with a sub-folder a class write "
