@@ -148,7 +148,8 @@ def test_a_command_that_does_not_exist_is_found(line):
 def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch):
     (loss,) = (block for block in blocks_of([GUIDES / "losses.md"], "python") if "# in my_package/losses.py" in block)
     (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package/losses.py").write_text(loss)
+    function = (ROOT / "docs/examples/own_loss.py").read_text().partition("if __name__")[0]
+    (tmp_path / "my_package/losses.py").write_text(function + loss)
     monkeypatch.syspath_prepend(tmp_path)
     texts = "\n".join(document.read_text() for document in (README, TUTORIAL, *sorted(GUIDES.glob("*.md"))))
     spans = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=|: )[^`]+)`", texts)
