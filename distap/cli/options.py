@@ -4,6 +4,7 @@ import glob
 import inspect
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -50,8 +51,9 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
         return asked or 1
     import torch
 
-    with get_context("fork").Pool(1) as pool:  # CUDA must not begin in this process, of which the ranks are forks
-        return max(1, pool.apply(torch.cuda.device_count))
+    # CUDA must not begin in this process, of which the ranks are forks.
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        return max(1, process.submit(torch.cuda.device_count).result())
 
 
 EACH_GPU = "Number of processes on this machine, one for each GPU; auto takes as many as there are GPUs."
