@@ -61,8 +61,12 @@ def recipe_schema() -> dict[str, Any]:
         *parents, last = key.path.split(".")
         place = root
         for depth, parent in enumerate(parents, 1):
-            place = place.setdefault("properties", {}).setdefault(parent, {})
-            place["additionalProperties"] = ".".join(parents[:depth]) in open_to_names
+            if parent == "NAME":  # a user's own
+                place["additionalProperties"] = place.get("additionalProperties") or {}
+                place = place["additionalProperties"]
+            else:
+                place = place.setdefault("properties", {}).setdefault(parent, {})
+            place.setdefault("additionalProperties", ".".join(parents[:depth]) in open_to_names)
         told = f"{key.values}. {key.meaning}".strip()
         place.setdefault("properties", {}).setdefault(last, {})["description"] = told
     return root | {"type": "object", "additionalProperties": False}

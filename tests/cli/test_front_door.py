@@ -13,10 +13,11 @@ import pytest
 import torch
 import yaml
 from commands import distap
+from jsonschema import Draft202012Validator
 
 from distap import __version__
 from distap.cli.options import AUTO, ranks_to_start
-from distap.config.keys import recipe_keys
+from distap.config.keys import recipe_keys, recipe_schema
 from distap.config.reading import RECIPES, load_recipe, recipe_from
 from distap.telemetry import terminal
 from distap.telemetry.logs import origin
@@ -62,6 +63,21 @@ def test_keys_and_their_schema_are_printed(monkeypatch, capfd):
     assert distap(monkeypatch, "config", "--keys") == 0
     assert "optimizer.learning_rate: number > 0 (default 0.0001)" in capfd.readouterr().out
     assert distap(monkeypatch, "config", "emoji", "--keys") == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "wrong"),
+    [
+        *((path.read_text(), "") for path in sorted(RECIPES.glob("*.yaml"))),
+        ("loggers: {wandb: {project: mine}}", ""),
+        ("evaluation: {also: {paris: {date: paris}}}", "date"),
+        ("describe: {sise: 1}", "sise"),
+    ],
+    ids=[*(path.stem for path in sorted(RECIPES.glob("*.yaml"))), "of a user's own name", "below it", "misspelt"],
+)
+def test_an_editor_takes_distaps_recipes_and_marks_unknown_keys(written, wrong):
+    errors = list(Draft202012Validator(recipe_schema()).iter_errors(yaml.safe_load(written)))
+    assert [wrong in error.message for error in errors] == ([True] if wrong else [])
 
 
 def test_every_key_has_a_meaning_and_takes_no_name_of_a_class():
