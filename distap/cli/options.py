@@ -47,7 +47,7 @@ def parse_ranks(text: str | int) -> int:
 
 def ranks_to_start(asked: int, device: str = "auto") -> int:
     """The number of ranks to start: as many as were asked for; with AUTO one for each GPU, or one without GPUs."""
-    if asked != AUTO or device == "cpu":
+    if asked != AUTO or device == "cpu" or sys.platform != "linux":
         return asked or 1
     import torch
 

@@ -85,7 +85,7 @@ class LiveRun:
                 )
                 self._evaluation = key
             self._known, self._problem = files, ""
-        except DistapError as error:  # it may be in the midst of a change, so it is read again
+        except (DistapError, OSError, KeyError) as error:  # it may be in the midst of a change, so it is read again
             self._problem = str(error)
 
     def _state(self) -> dict[str, str]:

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
@@ -36,6 +37,7 @@ PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 OMP_PAUSE_HARD = 2  # of OpenMP 5
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dxg")  # of drivers, which do not work in a fork
 POLL_SECONDS = 0.02
+ANSWER_SECONDS = 60.0
 
 
 class ForkedRank:
@@ -105,11 +107,13 @@ class RankServer:
         self._module = module
         self._socket, theirs = socket.socketpair()
         sys.stdout.flush()  # or each rank would write it again
-        ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(OMP_PAUSE_HARD)  # a fork would wait for its threads
+        if pause := getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None):
+            pause(OMP_PAUSE_HARD)  # a fork would wait for its threads
         self._pid = os.fork()
         if self._pid == 0:
             self._socket.close()
             _end_process_after(lambda: _be_rank(module, _serve(theirs)))
+        self._socket.settimeout(ANSWER_SECONDS)  # the server may be killed in the midst of a fork
         theirs.close()
 
     def start(
@@ -121,7 +125,8 @@ class RankServer:
             return get_subprocess_handler(entrypoint, args, env, stdout, stderr, **of_torch)
         asked = {"arguments": args[len(ours) :], "environment": dict(os.environ) | env, "files": [stdout, stderr]}
         libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1):  # the system does not allow it
+            return get_subprocess_handler(entrypoint, args, env, stdout, stderr, **of_torch)
         try:
             self._socket.sendall(json.dumps(asked).encode() + b"\n")
             with self._socket.makefile("r") as answers:
@@ -179,6 +184,7 @@ def _be_rank(module: str, asked: dict[str, Any]) -> None:
     if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
         torch.set_num_threads(int(threads.partition(",")[0]))
     random.seed()
+    numpy.random.seed()
     sys.path.insert(0, str(Path.cwd()))
     sys.argv = [module, *asked["arguments"]]
     sys.modules.pop(module, None)  # it runs once more, as __main__

@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 SECONDS = 1.0  # in which a rank has to answer
+MOST_BYTES = 2**20  # of an answer
 MORE_PORTS = 16  # that are asked beyond one a rank, since a rank passes over a port that is taken
 FIGURES = ("step", "images_per_second", "host_memory_peak_bytes", "device_memory_peak_bytes")  # names after `distap_`
 
@@ -40,4 +41,4 @@ def _ask(host: str, port: int, run: str) -> dict[str, Any] | None:
 def _got(host: str, port: int, path: str) -> str:
     with closing(HTTPConnection(host, port, timeout=SECONDS)) as connection:  # which asks no proxy
         connection.request("GET", path)
-        return connection.getresponse().read().decode()
+        return connection.getresponse().read(MOST_BYTES).decode()

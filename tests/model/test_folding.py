@@ -214,6 +214,12 @@ def test_a_convolution_has_the_values_and_gradients_of_torchs(groups, kernel):
     torch.testing.assert_close(found, gradients[1][0])
 
 
+def test_a_convolution_of_no_image_has_a_gradient():
+    weight = torch.randn(4, 1, 5, 5, requires_grad=True)
+    convolve(torch.randn(0, 4, 8, 8), weight, None, (1, 1), (2, 2), (1, 1), 4).sum().backward()
+    assert not weight.grad.any()
+
+
 def test_a_convolution_in_half_precision_is_torchs():
     x, weight = torch.randn(2, 4, 8, 8), torch.randn(4, 1, 5, 5, requires_grad=True)
     with torch.autocast("cpu"):

@@ -17,7 +17,8 @@ FAST_SIDE = 3  # of depthwise kernels whose gradient oneDNN computes fast
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
     """Return `conv2d(x, weight, bias, stride, padding, dilation, groups)`."""
     is_faster = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not isinstance(how[1], str)
-    if not is_faster or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    is_plain = x.ndim < 4 or x.numel() == 0 or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if is_plain or not is_faster:
         return conv2d(x, weight, bias, *how)
     convolved: Tensor = _Convolution.apply(x, weight, bias, *how)
     return convolved
