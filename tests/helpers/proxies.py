@@ -16,6 +16,7 @@ def proxy(server: str, path: str) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        timeout = 5  # seconds in which an idle connection ends
 
         def do_GET(self) -> None:
             if not self.path.startswith(path):
