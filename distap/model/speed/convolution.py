@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 FAST_SIDE = 3  # of depthwise kernels whose gradient oneDNN computes fast
+Pair = Sequence[int]  # along height and width
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
@@ -47,12 +48,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def depthwise_gradient(
-    gradient: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    gradient: Tensor, x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Tensor:
     """Return the gradient of the weights (C, 1, *kernel) of a depthwise convolution of x (n, C, height, width).
 
