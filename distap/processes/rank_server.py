@@ -121,12 +121,10 @@ class RankServer:
     ) -> Any:
         """Start a rank as torch's `get_subprocess_handler` does, which also starts what is not our module."""
         ours, numa = ("-u", "-m", self._module), of_torch.get("numa_options")
-        if args[: len(ours)] != ours or numa is not None:
+        libc, is_other = ctypes.CDLL(None), args[: len(ours)] != ours or numa is not None
+        if is_other or libc.prctl(PR_SET_CHILD_SUBREAPER, 1):  # which not every system allows
             return get_subprocess_handler(entrypoint, args, env, stdout, stderr, **of_torch)
         asked = {"arguments": args[len(ours) :], "environment": dict(os.environ) | env, "files": [stdout, stderr]}
-        libc = ctypes.CDLL(None)
-        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1):  # the system does not allow it
-            return get_subprocess_handler(entrypoint, args, env, stdout, stderr, **of_torch)
         try:
             self._socket.sendall(json.dumps(asked).encode() + b"\n")
             with self._socket.makefile("r") as answers:

@@ -59,7 +59,7 @@ class CompiledBackbone:
         if padded > n:
             # Repeat real images, because made-up ones might overflow.
             pixels = pixels[torch.arange(padded, device=pixels.device) % n]
-        kind = backbone.training, *_kind(pixels)
+        kind = _kind(pixels, backbone.training)
         features = (self._run if kind in self._warm else self._compile)(backbone, pixels)
         self._warm.add(kind)
         return features[:n]
@@ -98,10 +98,10 @@ class CompiledBackbone:
             raise DistapError(f"the backbone cannot be compiled, set step.compile to false: {first}") from error
 
 
-def _kind(pixels: Tensor) -> tuple[Any, ...]:
+def _kind(pixels: Tensor, training: bool) -> tuple[Any, ...]:
     """Return everything that a graph depends on."""
     device = pixels.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     passes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    settings = (autocast, *passes, torch.get_num_threads(), torch.get_float32_matmul_precision())
+    settings = (training, autocast, *passes, torch.get_num_threads(), torch.get_float32_matmul_precision())
     return (*pixels.shape, *pixels.stride(), pixels.dtype, pixels.device, *settings)

@@ -17,11 +17,10 @@ Pair = Sequence[int]  # along height and width
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
     """Return `conv2d(x, weight, bias, stride, padding, dilation, groups)`."""
-    is_faster = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and not isinstance(how[1], str)
-    is_plain = x.ndim < 4 or x.numel() == 0 or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    if is_plain or not is_faster:
-        return conv2d(x, weight, bias, *how)
-    convolved: Tensor = _Convolution.apply(x, weight, bias, *how)
+    in_float32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    is_usual = x.device.type == "cpu" and x.ndim == 4 and x.numel() > 0 and not isinstance(how[1], str)
+    faster = in_float32 and is_usual and torch.is_grad_enabled()
+    convolved: Tensor = (_Convolution.apply if faster else conv2d)(x, weight, bias, *how)
     return convolved
 
 
@@ -37,11 +36,10 @@ class _Convolution(torch.autograd.Function):
         (gradient,), (x, weight), (stride, padding, dilation, groups) = gradients, ctx.saved_tensors, ctx.how
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         is_depthwise = groups == x.shape[1] == weight.shape[0] > 1 and max(weight.shape[2:]) > FAST_SIDE
-        how, wanted = (
-            (stride, padding, dilation, False, (0, 0), groups),
-            (of_x, of_weight and not is_depthwise, False),
+        wanted = of_x, of_weight and not is_depthwise, False
+        by_x, by_weight, _ = torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, stride, padding, dilation, False, (0, 0), groups, wanted
         )
-        by_x, by_weight, _ = torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, wanted)
         if of_weight and is_depthwise:
             by_weight = depthwise_gradient(gradient, x, weight.shape[2:], stride, padding, dilation)
         return by_x, by_weight, gradient.sum((0, 2, 3)) if of_bias else None, None, None, None, None
