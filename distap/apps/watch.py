@@ -13,8 +13,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 
 from markupsafe import Markup
 
-from distap.apps.serve.settings import AddressSettings
-from distap.errors import DistapError
+from distap.apps.serve.settings import AddressSettings, url_of
 from distap.pages.live import LiveRun
 from distap.pages.page import page_text
 from distap.telemetry.endpoint import bounded_server
@@ -36,13 +35,12 @@ def watch(folder: Path, settings: AddressSettings) -> None:
     try:
         server = bounded_server(settings.host, settings.port, partial(watch_answer, live, settings))
     except OSError as error:
-        problem = f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
-        raise DistapError(f"{problem}; choose another --host or --port") from error
+        raise settings.cannot_listen(error) from error
     with server, suppress(KeyboardInterrupt):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
-        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-        console.print(f"watching {folder} on http://{shown}:{server.server_address[1]}", markup=False, soft_wrap=True)
+        url = url_of(settings.host, int(server.server_address[1]))
+        console.print(f"watching {folder} on {url}", markup=False, soft_wrap=True)
         server.serve_forever()
 
 
@@ -55,10 +53,8 @@ def watch_answer(
     site = None if path == "/" else request.get("HTTP_SEC_FETCH_SITE")  # a link on another site may lead to the page
     status, kind, body = HTTPStatus.OK, "text/plain", ""
     if not is_own_host(host, others):
-        status, body = (
-            HTTPStatus.MISDIRECTED_REQUEST,
-            "this server has no such name: start it with --allowed-host NAME",
-        )
+        status = HTTPStatus.MISDIRECTED_REQUEST
+        body = "this server has no such name: start it with --allowed-host NAME"
     elif is_foreign(host, request.get("HTTP_ORIGIN"), site, others):
         status, body = HTTPStatus.FORBIDDEN, "pages of other sites are not answered"
     elif request["REQUEST_METHOD"] != "GET":

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from distap.apps.search import open_searcher, open_thumbnails
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.serve.settings import ServeSettings, url_of
 from distap.errors import FINISHED, DistapError
 from distap.telemetry.terminal import console, set_up_logging
 from distap.world import lone_world
@@ -58,8 +58,7 @@ def serve(
 
         server = _Server(service, load)
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        console.print(f"serving on http://{shown}:{port}", markup=False)
+        console.print(f"serving on {url_of(host, port)}", markup=False)
         try:
             server.run([listener])
             if wait([server.loading], LOADING_SECONDS).not_done:
@@ -76,8 +75,7 @@ def listening(settings: ServeSettings) -> socket.socket:
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        problem = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
-        raise DistapError(f"{problem}; choose another --host or --port") from error
+        raise settings.cannot_listen(error) from error
     # Connections inherit this. asyncio sets it only on sockets of its own; without it answers wait for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from distap.errors import DistapError
+
 if TYPE_CHECKING:
     from distap.retrieval.descriptor_files import DescribedBy
 
@@ -28,6 +30,11 @@ class AddressSettings:
     def root(self) -> str:
         """Return what addresses begin with at a proxy: nothing, or a path with a slash at the start only."""
         return f"/{self.root_path.strip('/')}".rstrip("/")
+
+    def cannot_listen(self, error: OSError) -> DistapError:
+        """Return what to raise where the address cannot be listened on."""
+        problem = f"cannot listen on {self.host}:{self.port}: {error.strerror or error}"
+        return DistapError(f"{problem}; choose another --host or --port")
 
 
 @dataclass(frozen=True)
@@ -60,3 +67,8 @@ class ServeSettings(AddressSettings):
     def uploads(self) -> int:
         """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
         return 2 * (self.threads + self.queue)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server; an address of IPv6 stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

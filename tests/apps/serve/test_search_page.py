@@ -4,14 +4,11 @@ import re
 
 import pytest
 from browser import DESKTOP, PHONE
-from galleries import Gallery, make_gallery, upload
+from galleries import upload
 from proxies import proxy
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from serving import serving
-
-from distap.apps.search import Searcher, open_searcher
-from distap.world import World
 
 # As if a person dropped a file onto the page or pasted it; the server's page cannot know the difference.
 GIVEN = """
@@ -21,22 +18,6 @@ GIVEN = """
         : new ClipboardEvent(kind, {clipboardData: data, bubbles: true});
     document.getElementById("drop").dispatchEvent(event);
 """
-
-
-@pytest.fixture(scope="module")
-def gallery(tmp_path_factory, training_shards) -> Gallery:
-    return make_gallery(tmp_path_factory.mktemp("served"), training_shards)
-
-
-@pytest.fixture(scope="module")
-def searcher(gallery) -> Searcher:
-    return open_searcher(gallery.index, gallery.run, world=World())
-
-
-@pytest.fixture(scope="module")
-def url(gallery, tmp_path_factory):
-    with serving(gallery, tmp_path_factory.mktemp("server")) as (url, _):
-        yield url
 
 
 @pytest.fixture

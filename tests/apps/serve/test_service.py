@@ -5,25 +5,14 @@ from contextlib import contextmanager
 import httpx
 import numpy as np
 import pytest
-from galleries import Gallery, make_gallery, upload
+from galleries import upload
 from serving import MULTIPART, body
 
-from distap.apps.search import open_searcher, open_thumbnails
+from distap.apps.search import open_thumbnails
 from distap.apps.serve.app import build_app
 from distap.apps.serve.service import Service
 from distap.apps.serve.settings import ServeSettings
 from distap.retrieval.descriptor_files import DescribedBy
-from distap.world import World
-
-
-@pytest.fixture(scope="module")
-def gallery(tmp_path_factory, training_shards) -> Gallery:
-    return make_gallery(tmp_path_factory.mktemp("served"), training_shards)
-
-
-@pytest.fixture(scope="module")
-def searcher(gallery):
-    return open_searcher(gallery.index, gallery.run, world=World())
 
 
 @contextmanager

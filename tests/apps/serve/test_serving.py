@@ -14,40 +14,15 @@ import numpy as np
 import pytest
 from commands import distap
 from costly_images import KINDS, arithmetic_jpeg, costly_image
-from galleries import Gallery, make_gallery, upload
+from galleries import upload
 from launching import started
 from serving import BAD, MULTIPART, body, bomb, command, resident, serving
 
-from distap.apps.search import Searcher, open_searcher
 from distap.apps.serve.server import listening
 from distap.apps.serve.settings import ServeSettings
 from distap.retrieval.index_files import Hit
-from distap.world import World
 
 ALIKE = 1e-5  # similarities, whatever the number of threads
-
-
-@pytest.fixture(scope="module")
-def gallery(tmp_path_factory, training_shards) -> Gallery:
-    return make_gallery(tmp_path_factory.mktemp("served"), training_shards)
-
-
-@pytest.fixture(scope="module")
-def searcher(gallery) -> Searcher:
-    """What a server has to answer like."""
-    return open_searcher(gallery.index, gallery.run, world=World())
-
-
-@pytest.fixture(scope="module")
-def served(gallery, tmp_path_factory):
-    """URL of a server, and its process."""
-    with serving(gallery, tmp_path_factory.mktemp("server")) as started:
-        yield started
-
-
-@pytest.fixture
-def url(served) -> str:
-    return served[0]
 
 
 def require_right(answer: httpx.Response, every: list[Hit], k: int) -> None:
