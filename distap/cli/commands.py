@@ -31,7 +31,7 @@ RENAMED = {  # options that are still understood
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead, and nothing else to the standard output.")]
 
 
-class RenamingCommand(TyperCommand):
+class CommonCommand(TyperCommand):
     """A command that understands the old names of its options, and refuses URLs in place of folders and files."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -52,7 +52,7 @@ class App(typer.Typer):
         super().__init__(**settings, no_args_is_help=True, context_settings=context, pretty_exceptions_enable=False)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
-        register = super().command(name, cls=RenamingCommand, **settings)
+        register = super().command(name, cls=CommonCommand, **settings)
 
         def registered(function: Callable[..., None]) -> Callable[..., None]:
             register(_with_loudness(function))

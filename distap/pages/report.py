@@ -96,7 +96,7 @@ def report(
 def contact_sheets(
     evaluations: dict[str, SavedEvaluation], retrieved: dict[str, Retrieved], recipe: dict[str, Any]
 ) -> tuple[list[Sheet], list[Confusion], str]:
-    """What networks retrieved, in pictures: the sheets, the pairs of classes, and why there are none."""
+    """Return what networks retrieved, in pictures: the sheets, the pairs of classes, and why there are none."""
     try:
         if len(retrieved) < len(evaluations):
             return [], [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"

@@ -15,7 +15,7 @@ FIGURES = ("step", "images_per_second", "host_memory_peak_bytes", "device_memory
 
 
 def ask_ranks(run: str, ranks: int, port: int, address: str) -> dict[int, dict[str, Any]]:
-    """What the ranks of the run with this `run_key` say, by rank: `status`, `activity` and its `seconds`, FIGURES.
+    """Ask the ranks of the run with this `run_key`; return by rank `status`, `activity`, its `seconds` and FIGURES.
 
     Ranks of other machines, or without an answer in time, are left out; `port` and `address` are the recipe's.
     """
