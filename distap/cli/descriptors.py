@@ -55,9 +55,7 @@ def extract_command(
     workers: Annotated[
         int | None, typer.Option(help="Loader processes of each rank.", min=0, show_default="as in the recipe")
     ] = None,
-    part_images: Annotated[
-        int | None, options.output(help=PART, min=1, show_default="a 64th of all, 128 to 4096")
-    ] = None,
+    part_images: Annotated[int | None, options.output(help=PART, min=1, show_default="a 64th, 128 to 4096")] = None,
     ranks: options.RANKS = 1,
     **preparation: Any,
 ) -> None:

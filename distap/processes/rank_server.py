@@ -84,7 +84,7 @@ class ForkedRank:
 def rank_server(module: str) -> Iterator[Callable[..., Any]]:
     """Yield what torch's agent starts a rank with: `RankServer.start`, or new interpreters where forks are unsafe."""
     hears_ends = signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN  # which a supervisor may have set
-    if sys.platform != "linux" or threading.active_count() > 1 or not hears_ends or _has_gpu_open():
+    if sys.platform != "linux" or threading.active_count() > 1 or not hears_ends or _torch_forbids_forks():
         yield get_subprocess_handler
         return
     server = RankServer(module)
@@ -94,10 +94,15 @@ def rank_server(module: str) -> Iterator[Callable[..., Any]]:
         server.close()
 
 
-def _has_gpu_open() -> bool:
-    """Tell whether this process talks to a GPU, as it does from torch.cuda.is_available on, before is_initialized."""
-    opened = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return torch.cuda.is_initialized() or any(each.startswith(GPU_FILES) for each in opened)
+def _torch_forbids_forks() -> bool:
+    """Tell whether a GPU is open (from torch.cuda.is_available on, before is_initialized) or autograd has threads."""
+    process = Path("/proc/self")
+    try:
+        opened = [str(each.readlink()) for each in (process / "fd").iterdir() if each.is_symlink()]
+        threads = [each.read_text() for each in process.glob("task/*/comm")]
+    except OSError:  # a file or a thread that ended meanwhile
+        return True
+    return any(each.startswith(GPU_FILES) for each in opened) or any("pt_autograd" in each for each in threads)
 
 
 class RankServer:

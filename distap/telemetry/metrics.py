@@ -49,11 +49,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "batch": (Gauge, "global_batch_size_images", "Images of a global batch"),
     "planned_steps": (Gauge, "planned_steps", "Steps of the whole training"),
     "loss": (Gauge, "loss", "Loss of the global batch"),
-    "batch_mAP": (
-        Gauge,
-        "batch_mean_average_precision_ratio",
-        "Mean AP of the global batch as the loss approximates it, NaN if the loss is not 1 - AP",
-    ),
+    "batch_mAP": (Gauge, "batch_mean_average_precision_ratio", "Mean AP of the batch; NaN unless the loss is 1 - AP"),
     "learning_rate": (Gauge, "learning_rate", "Learning rate"),
     "gradient_norm": (Gauge, "gradient_norm", "Norm of the gradient before clipping"),
     "spread": (Gauge, "descriptor_spread_ratio", "Mean squared distance of the batch's descriptors to their mean"),

@@ -15,6 +15,14 @@ import torch
 (torch.randn(1000, 1000) @ torch.randn(1000, 1000)).exp().sum()
 print("said once")
 """
+AUTOGRAD_HAS_THREADS = """
+import torch
+from torch._subclasses import FakeTensorMode
+
+with FakeTensorMode():
+    torch.ones(1, device="cuda")  # from now on autograd takes it that there is a GPU
+torch.ones(1, requires_grad=True).backward()
+"""
 CHILDREN_IGNORED = """
 import signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -48,6 +56,11 @@ def launched_after(code, **environment):
 def test_ranks_compute_though_their_launcher_has_computed_with_threads_and_has_printed():
     ended = launched_after(COMPUTED_BEFORE, OMP_NUM_THREADS="2")
     assert ended.stdout.split("\n") == ["said once", "computed with 2 threads", "status 0", ""], ended.stderr
+
+
+def test_ranks_differentiate_though_autograd_has_threads_in_their_launcher():
+    ended = launched_after(AUTOGRAD_HAS_THREADS)
+    assert "status 0" in ended.stdout, ended.stderr
 
 
 def test_a_list_of_numbers_of_threads_is_understood():
