@@ -100,7 +100,7 @@ def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
 
 
 def _remarks(section: type) -> dict[str, str]:
-    """What the docstring and the remarks of a dataclass, and of those that it inherits from, say of each field."""
+    """Return what docstrings and remarks of a dataclass, and of those that it inherits from, say of each field."""
     found: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if is_dataclass(each):

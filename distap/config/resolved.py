@@ -35,7 +35,7 @@ def _lines(values: Mapping[str, Any], written: Written, indent: str) -> Iterator
 
 
 def _below(written: Any, key: str, value: Any) -> Any:
-    """What is written for a key of a section, which may be in short form: `pooling: cls` is one of its values."""
+    """Return what a section says of a key; it may be in short form, as `pooling: cls`, and is one value then."""
     if isinstance(written, Mapping):
         return written.get(key, ABSENT)
     return written if written in (key, value) else ABSENT

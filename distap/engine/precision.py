@@ -23,7 +23,7 @@ def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractCont
 
 
 def describing_in(precision: PrecisionName, network: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What describes images (n, 3, height, width) without a graph, in this precision."""
+    """Return a function that describes images (n, 3, height, width) without a graph, in this precision."""
 
     def describe(images: Tensor) -> Tensor:
         with torch.no_grad(), autocast(precision, images.device.type):
