@@ -96,10 +96,9 @@ def rank_server(module: str) -> Iterator[Callable[..., Any]]:
 
 def _torch_forbids_forks() -> bool:
     """Tell whether a GPU is open (from torch.cuda.is_available on, before is_initialized) or autograd has threads."""
-    process = Path("/proc/self")
     try:
-        opened = [str(each.readlink()) for each in (process / "fd").iterdir() if each.is_symlink()]
-        threads = [each.read_text() for each in process.glob("task/*/comm")]
+        opened = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        threads = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
     except OSError:  # a file or a thread that ended meanwhile
         return True
     return any(each.startswith(GPU_FILES) for each in opened) or any("pt_autograd" in each for each in threads)

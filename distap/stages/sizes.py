@@ -22,6 +22,7 @@ from distap.world import World
 
 ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
 SOON_TRIED = 0.3  # seconds of a pass; so short a pass is no reason to stop, because tiny ones can mislead
+REPEATED_SECONDS = 1.0  # short passes are repeated so long, because other processes disturb some of them
 SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
 CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
@@ -96,14 +97,14 @@ class Fitting:
         device = self._world.device
         try:
             images = self._images(size)
-            for _ in range(2):  # the first pass of a size includes its set-up
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+            seconds: list[float] = []
+            while len(seconds) < 2 or (len(seconds) < 6 and sum(seconds) < REPEATED_SECONDS):
                 started = time.perf_counter()
                 attempt(images)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return (time.perf_counter() - started) / size
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                seconds.append(time.perf_counter() - started)
+            return min(seconds[1:]) / size  # the first pass of a size includes its set-up
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
