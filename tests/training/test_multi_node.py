@@ -9,6 +9,7 @@ from hosts import Hosts
 from launching import HELPERS, ROOT, Job, started
 from trainings import Run
 
+from distap.checkpoint.folder import list_checkpoints
 from distap.errors import FAILED, FINISHED
 
 LAUNCH = ROOT / "launch"
@@ -45,7 +46,7 @@ def test_a_host_that_was_cut_off_and_comes_back_goes_on_with_the_other(hosts, tm
 
     run = small_run(tmp_path / "disturbed", training_shards)
     with part(hosts, 0, run) as a, part(hosts, 1, run) as b:
-        b.wait_until(lambda: run.has_done(3))
+        b.wait_until(lambda: list_checkpoints(run.folder / "checkpoints"))
         hosts.cut()
         b.wait_until(lambda: f"again: status {FAILED}" in b.said)
         hosts.mend()
