@@ -117,7 +117,7 @@ class CheckpointWriter:
             limit = WAIT_SHARE * self.timeout_seconds
             if wait([self._writing] if self._writing else [], limit).not_done:
                 hangs = f"training has waited {limit:g} s for a checkpoint (timeout_seconds {self.timeout_seconds:g})"
-                raise UnreachableError(f"{self.folder}: {hangs}: the disk or its network hangs or is too slow")
+                raise UnreachableError(f"{self.folder}: {hangs}: the disk, the network or a rank hangs or is slow")
             written = self.poll()
             if written is not None and written.lost_rank is not None:
                 raise written.lost_rank

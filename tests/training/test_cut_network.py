@@ -36,7 +36,8 @@ def job(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_both_sides_of_a_cut_network_leave_within_the_bound(hosts, tmp_path, training_shards):
-    run = Run(tmp_path, training_shards, steps=100_000, timeout_seconds=float(TIMEOUT_SECONDS))
+    settings = {"checkpoint": {"every": 100_000}, "timeout_seconds": float(TIMEOUT_SECONDS)}
+    run = Run(tmp_path, training_shards, steps=100_000, **settings)
     with job(hosts, 0, run) as a, job(hosts, 1, run) as b:
         a.wait_until(lambda: run.has_done(1))
         hosts.cut()
