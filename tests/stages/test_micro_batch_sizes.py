@@ -12,7 +12,7 @@ from distap.errors import DistapError
 from distap.stages.sizes import Fitting, SavedBytes, free_memory
 from distap.world import World
 
-# A step whose micro-batches of 256 images need some 3 GB, in a process that may take a fifth of that.
+# A step whose micro-batches of 256 images need some 800 MB, in a process that may take 120 MB.
 IN_LITTLE_MEMORY = """
 import json, resource, torch
 from torch import nn
@@ -35,9 +35,9 @@ network = Wide()
 engine = DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), World())
 step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(256))
 step(SeededBatch(64, 8, 8, World()), 0.1)  # what is set up once
-batch = SeededBatch(256, 128, 8, World())
+batch = SeededBatch(256, 64, 8, World())
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + 350 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (taken + 120 * 2**20,) * 2)
 result = step(batch, 0.1)
 print(json.dumps([result.loss, result.gradient_norm, result.replayed, step.sizes.describe, step.sizes.replay]))
 """
