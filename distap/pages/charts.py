@@ -61,7 +61,7 @@ class Chart:
         more = 0.06 * (high - low) or abs(high) * 0.1
         self._left, self._right = min(xs), max(xs)
         self._low = low if from_zero else low - more
-        self._high = 1.0 if y_format is percent and high <= 1 < high + more else high + more  # no share is above 100%
+        self._high = min(high + more, 1.0) if y_format is percent and high <= 1 else high + more
 
     def x(self, value: float) -> float:
         """Return the place of an x value, from the left edge."""

@@ -22,7 +22,7 @@ from distap.world import World
 
 ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
 SOON_TRIED = 0.3  # seconds of a pass; so short a pass is no reason to stop, because tiny ones can mislead
-REPEATED_SECONDS = 1.0  # short passes are repeated so long, because other processes disturb some of them
+MOST_PASSES, REPEATED_SECONDS = 6, 1.0  # of a size; short passes are repeated, because other work disturbs some
 SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
 CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
@@ -98,7 +98,7 @@ class Fitting:
         try:
             images = self._images(size)
             seconds: list[float] = []
-            while len(seconds) < 2 or (len(seconds) < 6 and sum(seconds) < REPEATED_SECONDS):
+            while len(seconds) < 2 or (len(seconds) < MOST_PASSES and sum(seconds) < REPEATED_SECONDS):
                 started = time.perf_counter()
                 attempt(images)
                 if device.type == "cuda":
