@@ -48,13 +48,13 @@ class SeededBatch:
 
     def __init__(self, total: int, image_size: int, images_a_class: int, world: World) -> None:
         self.total = total
-        self.samples = world.slots(total)
-        self.labels = torch.tensor(self.samples) // images_a_class
+        self.samples = torch.tensor(world.slots(total))
+        self.labels = self.samples // images_a_class
         self.present = torch.ones(len(self.samples), dtype=torch.bool)
         shape = (len(self.samples), 3, image_size, image_size)
         self.pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=world.device.type == "cuda")
         cells = torch.arange(image_size) * 8 // image_size
-        for row, slot in enumerate(self.samples):
+        for row, slot in enumerate(self.samples.tolist()):
             of_class = torch.Generator().manual_seed(slot // images_a_class)
             pattern = torch.randint(0, 128, (3, 8, 8), generator=of_class, dtype=torch.uint8)
             own = torch.Generator().manual_seed(2**32 + slot)

@@ -27,7 +27,7 @@ from distap.data.images.augmentation import CropAndVary, CropFlipColour, Croppab
 from distap.data.images.cropping import Box, Shape, reduction
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
-from distap.data.loading.training import LoadingJob
+from distap.data.loading.share import LoadingJob
 from distap.data.sampling.random import RandomSampling
 from distap.data.settings import PixelSettings
 from distap.data.shards.packing import pack

@@ -36,7 +36,7 @@ from benchmarks.step import TWO_PASSES, StepBenchmark
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import IndexedSource
-from distap.data.loading.training import LoadingJob, ShareOfBatch
+from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.sampling.random import RandomSampling
 from distap.data.settings import PixelSettings
 from distap.data.shards.packing import pack

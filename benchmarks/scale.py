@@ -17,7 +17,7 @@ from benchmarks.many_ranks import evaluation_of, stage_two_of, step_of, store_of
 from benchmarks.measuring import private_bytes
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
-from distap.data.loading.training import LoadingJob
+from distap.data.loading.share import LoadingJob
 from distap.data.plan import Plan, Sampling
 from distap.data.sampling.classes import ClassesSampling
 from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling

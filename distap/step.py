@@ -208,8 +208,7 @@ class ThreeStages:
     def _add(self, gathering: Gathering, batch: Batch, rows: slice, described: Float[Tensor, "n C"]) -> None:
         """Send the descriptors of a micro-batch to the other ranks, with what ranking has to know of each image."""
         descriptors = described if self.ranked_part is None else self.ranked_part(described)
-        images = torch.tensor(batch.samples[rows], dtype=torch.int64)
-        gathering.add(descriptors, batch.labels[rows], batch.present[rows], images)
+        gathering.add(descriptors, batch.labels[rows], batch.present[rows], batch.samples[rows])
 
     @contextmanager
     def _stage(self, name: str, step: int) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 
 from distap.checkpoint.agreement import first_on_rank_0, on_all
 from distap.config.recipe import Recipe
-from distap.data.loading.training import ShareOfBatch
+from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.parts import BrokenOffError
 from distap.model.backbone import RandomWeights

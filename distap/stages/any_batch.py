@@ -26,7 +26,7 @@ class AnyBatch:
         # Row k of rank r is slot k W + r, so every rank has as many rows as the fullest.
         self._own = torch.arange(share).clamp(max=len(labels) - 1)
         self.labels, self.present = labels[self._own], torch.arange(share) < len(labels)
-        self.samples = [-1 if samples is None else int(samples[row]) for row in self._own.tolist()]
+        self.samples = torch.full((share,), -1) if samples is None else torch.as_tensor(samples)[self._own]
         self._is_blank = torch.zeros(share, dtype=torch.bool)
 
     def images(self, rows: Rows) -> Any:

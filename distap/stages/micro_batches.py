@@ -1,7 +1,7 @@
 """A rank's share of a global batch, cut into micro-batches that are halved when memory runs out."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,7 +30,7 @@ class Batch(Protocol):
         ...
 
     @property
-    def samples(self) -> Sequence[int]:
+    def samples(self) -> Int64[Tensor, " b"]:
         """Numbers of the images in the data set."""
         ...
 

@@ -13,7 +13,7 @@ from distap.checkpoint.agreement import first_on_rank_0, on_all
 from distap.config.reading import recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.images.whole_images import Sizing
-from distap.data.loading.training import LoadingJob, TrainingImages
+from distap.data.loading.share import LoadingJob, TrainingImages
 from distap.engine.base import Engine
 from distap.engine.ddp import DDPEngine
 from distap.engine.optimizer import parameter_groups

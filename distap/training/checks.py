@@ -9,7 +9,7 @@ import torch
 
 from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
-from distap.data.loading.training import TrainingImages
+from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
 from distap.evaluation.protocols import GroundTruthSet, refuse_seen_classes
 from distap.evaluation.sets import EvaluationSet

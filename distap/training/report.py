@@ -19,7 +19,7 @@ from distap.checkpoint.agreement import on_all
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
-from distap.data.loading.training import ShareOfBatch, TrainingImages
+from distap.data.loading.share import ShareOfBatch, TrainingImages
 from distap.errors import CAUSES, DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
 from distap.model.network import RetrievalNetwork

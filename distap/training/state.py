@@ -20,7 +20,7 @@ from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
-from distap.data.loading.training import TrainingImages
+from distap.data.loading.share import TrainingImages
 from distap.engine.base import Engine, local, without_prefix
 from distap.errors import CAUSES, DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS

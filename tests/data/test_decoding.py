@@ -19,7 +19,7 @@ from distap.data.images.augmentation import central_box
 from distap.data.images.cropping import reduction
 from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, decode, image_size
 from distap.data.images.formats import jxl_size, readable_formats
-from distap.data.loading.training import Failure
+from distap.data.loading.share import Failure
 from distap.errors import FAILED, DistapError
 
 PHOTO = photo(301, 203, seed=0)

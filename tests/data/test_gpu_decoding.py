@@ -10,7 +10,7 @@ from benchmarks.photos import jpeg, photo
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
-from distap.data.loading.training import NO_SAMPLE
+from distap.data.loading.share import NO_SAMPLE
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
@@ -62,7 +62,7 @@ def test_batches_are_the_same_as_those_that_workers_decode(tmp_path, workers):
     found = indexed_images(shards, batch_size=16, chunk=5, workers=workers, decode="gpu").shares(range(2))
     for share, expected in zip(found, indexed_images(shards, batch_size=16).shares(range(2)), strict=True):
         pixels, wanted = share.images(slice(0, 16)), expected.images(slice(0, 16))
-        assert share.samples == expected.samples and torch.equal(share.labels, expected.labels)
+        assert torch.equal(share.samples, expected.samples) and torch.equal(share.labels, expected.labels)
         assert (pixels.int() - wanted.int()).abs().float().mean(dim=(1, 2, 3)).max() < 6
         assert torch.equal(pixels[share.labels < 2], wanted[share.labels < 2])  # PNG, which the workers decode
 
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_decoded_leaves_its_slot_empty_and_the_others_as_t
         share = next(shares)
         pixels = share.images(slice(0, 18))
     is_lost = ~share.present
-    assert is_lost.sum() == 18 and set(share.samples) == {NO_SAMPLE} and not pixels.any()
+    assert is_lost.sum() == 18 and set(share.samples.tolist()) == {NO_SAMPLE} and not pixels.any()
     assert {failure.reason for failure in share.failures} == {"decode_error"}
 
 

@@ -3,14 +3,14 @@ import pytest
 import torch
 from images import damage, indexed_images
 
-from distap.data.loading.training import NO_SAMPLE
+from distap.data.loading.share import NO_SAMPLE
 from distap.world import World
 
 
 def read(images, steps, count=6):
     """Pixels and sample numbers of each step's share."""
     shares = images.shares(steps)
-    return [(share.images(slice(0, count)).clone(), list(share.samples), share) for share in shares]
+    return [(share.images(slice(0, count)).clone(), share.samples.tolist(), share) for share in shares]
 
 
 @pytest.mark.parametrize(("chunk", "workers"), [(1, 0), (4, 1), (2, 2)])

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from small_trainings import DESCENT, losses, train
 
 from distap.data.loading.pixels import Reread, Spool
-from distap.data.loading.training import NO_SAMPLE
+from distap.data.loading.share import NO_SAMPLE
 from distap.data.settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
@@ -46,7 +46,7 @@ def seen(share, count):
     passes = []
     for size in (DESCRIBE, REPLAY):
         passes.append([digest(image) for rows in rows_of(count, size) for image in share.images(rows)])
-    return list(zip(share.samples, *passes, strict=True))
+    return list(zip(share.samples.tolist(), *passes, strict=True))
 
 
 def global_batches(folder, ranks, way, workers):
@@ -161,7 +161,7 @@ def test_a_step_without_replay_leaves_nothing_for_the_next(shards):
     expected = [seen(share, 9)[0] for share in shares_of(shards, World(), "memory", batch=9)]
     for share, (sample, first, _) in zip(shares_of(shards, World(), "reread", batch=9), expected, strict=True):
         read = [digest(image) for rows in rows_of(9, DESCRIBE) for image in share.images(rows)]
-        assert (share.samples[0], read[0]) == (sample, first)
+        assert (int(share.samples[0]), read[0]) == (sample, first)
 
 
 def test_an_image_that_is_damaged_between_describe_and_replay_is_named(shards):
@@ -169,7 +169,7 @@ def test_an_image_that_is_damaged_between_describe_and_replay_is_named(shards):
     share = next(shares)
     for rows in rows_of(9, DESCRIBE):
         share.images(rows)
-    damage(shards, [share.samples[3]])
+    damage(shards, [int(share.samples[3])])
     with pytest.raises(DistapError, match=r"\d\.tar:.*cannot be read again for replay \(.*crc_mismatch\)"):
         for rows in rows_of(9, REPLAY):
             share.images(rows)

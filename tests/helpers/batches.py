@@ -18,7 +18,7 @@ class TensorBatch:
         self.labels = labels[mine]
         self.present = torch.ones(len(self.labels), dtype=torch.bool)
         self.pixels = images[mine].clone()
-        self.samples = list(world.slots(len(images)))
+        self.samples = torch.tensor(world.slots(len(images)))
 
     def images(self, rows: slice) -> Tensor:
         return self.pixels[rows]

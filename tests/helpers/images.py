@@ -9,7 +9,7 @@ from PIL import Image
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.shard_cache import THREAD
-from distap.data.loading.training import LoadingJob
+from distap.data.loading.share import LoadingJob
 from distap.data.sampling.random import RandomSampling
 from distap.data.settings import PixelSettings
 from distap.data.shards.load_index import load_index

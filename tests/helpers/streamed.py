@@ -8,8 +8,8 @@ import webdataset
 from images import ALONE, AUGMENTATION
 from PIL import Image
 
+from distap.data.loading.share import LoadingJob
 from distap.data.loading.streamed import StreamedSource
-from distap.data.loading.training import LoadingJob
 from distap.data.sampling.streams import StreamsSampling
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
 from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
 from distap.data.loading.shard_cache import ShardCache
-from distap.data.loading.training import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
+from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.plan import VERSION, Plan

@@ -25,8 +25,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.utils import identity
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.loading.share import Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.streams import Cursor, Members, Stream, StreamedShards, number_of
-from distap.data.loading.training import Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.workers import handed_over
 from distap.data.sampling.random import RandomSampling
 from distap.data.sampling.streams import StreamsSampling

@@ -128,29 +128,22 @@ class ShareOfBatch:
 
     step: int
     total: int  # B, images of the global batch
+    count: int  # b, images of this share
     room: InitVar[HeldPixels | None]  # where the pixels wait; None reads them again: `chunks` has each share twice
     chunks: Iterator[Chunk]  # the images of this share; other shares may follow
     stopwatch: Stopwatch  # counts the seconds of waiting as `data_wait`
 
     def __post_init__(self, room: HeldPixels | None) -> None:
-        self.samples: list[int] = []
+        # Filled as images are read: the step asks for rows of them at each micro-batch.
+        self.samples = torch.full((self.count,), NO_SAMPLE)  # numbers of the images in the data set
+        self.labels = torch.full((self.count,), -1)  # their classes; -1 for a missing image
+        self.present = torch.zeros(self.count, dtype=torch.bool)  # False for a missing image
         self.names: list[str] = []  # shards and keys; of the damaged image if nothing stands in for it
         self.failures: list[Failure] = []
         self.traffic = Traffic()  # of what was read so far; workers read ahead
         self.held: HeldPixels = room or Reread(self._read_again, self.names.__getitem__)
-        self._labels: list[int] = []
         self._recent: list[tuple[int, Tensor]] = []  # first row and pixels of the chunks that were read last
         self._again = 0  # rows that have been read again
-
-    @property
-    def labels(self) -> Tensor:
-        """(b,) int64 classes of the images; -1 for a missing image."""
-        return torch.tensor(self._labels, dtype=torch.int64)
-
-    @property
-    def present(self) -> Tensor:
-        """(b,) bool, False for a missing image."""
-        return torch.tensor([sample != NO_SAMPLE for sample in self.samples])
 
     def images(self, rows: slice | Tensor) -> Tensor:
         """(n, 3, size, size) uint8 pixels of some of the share's images, valid until others are asked for.
@@ -161,7 +154,7 @@ class ShareOfBatch:
             if not isinstance(rows, slice):
                 return self.held.rows(rows)
             self._recent = [part for part in self._recent if part[0] + len(part[1]) > rows.start]
-            while len(self.samples) < rows.stop:
+            while len(self.names) < rows.stop:
                 self._read()
             if not self._recent or self._recent[0][0] > rows.start:
                 return self.held.rows(rows)
@@ -177,11 +170,13 @@ class ShareOfBatch:
 
     def _read(self) -> None:
         chunk = next(self.chunks)
-        first = len(self.samples)
+        first = len(self.names)
         self._recent.append((first, self.held.keep(first, chunk.pixels)))
-        self.samples += [image.sample for image in chunk.images]
+        rows = slice(first, first + len(chunk.images))
+        self.samples[rows] = torch.tensor([image.sample for image in chunk.images])
+        self.labels[rows] = torch.tensor([image.label for image in chunk.images])
+        self.present[rows] = self.samples[rows] != NO_SAMPLE
         self.names += [image.name for image in chunk.images]
-        self._labels += [image.label for image in chunk.images]
         self.failures += chain(*(image.failures for image in chunk.images))
         self.traffic = self.traffic.plus(chunk.traffic)
 
@@ -212,7 +207,7 @@ def shares_of(
     def shares() -> Iterator[ShareOfBatch]:
         with closing(chunks(1 if room else 2)) as loaded:
             for step in steps:
-                share = ShareOfBatch(step, job.sampling.size, room, loaded, stopwatch)
+                share = ShareOfBatch(step, job.sampling.size, count, room, loaded, stopwatch)
                 yield share
                 if isinstance(share.held, Reread):
                     share.held.finish()
