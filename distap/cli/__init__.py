@@ -9,7 +9,6 @@ from distap.cli.data import data
 from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
-from distap.cli.k8s import k8s
 from distap.cli.options import run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
@@ -32,7 +31,6 @@ app.command("watch")(watch_command)
 app.command("report")(report_command)
 app.command("study")(study_command)
 app.command("plan")(plan_command)
-app.add_typer(k8s, name="k8s")
 
 
 def _print_version(asked: bool) -> None:

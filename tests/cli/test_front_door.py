@@ -127,7 +127,7 @@ def test_quiet_leaves_results_and_verbose_lowers_the_level(tmp_path, monkeypatch
     assert origin.level == logging.DEBUG
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["data", "pack"], ["k8s"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["data", "pack"]])
 def test_help_has_a_short_form(monkeypatch, capfd, command):
     assert distap(monkeypatch, *command, "-h") == 0
     assert "Usage: distap" in capfd.readouterr().out

@@ -58,7 +58,7 @@ def pins(*parts: str) -> dict[str, str]:
 def install(folder: Path) -> Installed:
     """Build the sdist from a copy of the repository and the wheel from the sdist, and install the wheel."""
     source, environment = folder / "source", folder / "environment"
-    for name in ("benchmarks", "distap", "docs", "k8s", "tests"):
+    for name in ("benchmarks", "distap", "docs", "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"):
         shutil.copy(ROOT / name, source)

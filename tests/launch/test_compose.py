@@ -2,14 +2,13 @@
 
 import json
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from compose_spec import PyCompose
+from monitors import promtool
 from torch.distributed.run import get_args_parser
 
 from distap.config.reading import load_recipe
@@ -65,19 +64,12 @@ def test_every_service_is_locked_down_and_answers_this_machine_only(services):
         assert "build" in service or re.search(r":v?\d+\.\d+\.\d+(@sha256:\w{64})?$", service["image"]), name
 
 
-def test_every_service_has_a_health_check_or_ends_by_itself(services):
+def test_every_service_has_a_health_check_for_which_others_wait(services):
     assert "HEALTHCHECK" in DOCKERFILE.read_text()
     for name, service in services.items():
-        ends = service.get("healthcheck", {}).get("disable")
-        assert ends or "build" in service or service["healthcheck"]["test"], name
-    waited_for = [(name, other, how["condition"]) for name, s in services.items() for other, how in _needs(s)]
-    for name, other, condition in waited_for:
-        ends = services[other].get("healthcheck", {}).get("disable", False)
-        assert condition == ("service_completed_successfully" if ends else "service_healthy"), (name, other)
-
-
-def _needs(service):
-    return service.get("depends_on", {}).items()
+        assert "build" in service or service["healthcheck"]["test"], name
+        for other, how in service.get("depends_on", {}).items():
+            assert other in services and how["condition"] == "service_healthy", (name, other)
 
 
 def test_what_is_mounted_is_there_and_nothing_is_mounted_over_what_cannot_be_written(services):
@@ -129,24 +121,19 @@ def test_the_ranks_share_the_cores_unless_somebody_has_said_otherwise(services, 
     assert done.stdout.split() == [threads or str(usable_cores()), "--standalone"]
 
 
-def test_prometheus_takes_its_settings_with_the_rules_and_targets_that_the_service_writes(services, tmp_path):
-    rules = services["rules"]
-    [mounted] = [_parts(volume)[1] for volume in rules["volumes"]]
-    written = tmp_path / "distap"
-    written.mkdir()
-    *shell, script = [*rules["entrypoint"], *rules["command"]]
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    environment = {"PATH": path, "RANKS": "3", "HOME": str(tmp_path)}
-    subprocess.run([*shell, script.replace(mounted, str(written))], env=environment, check=True)
-    shutil.copy(FOLDER / "prometheus.yml", tmp_path)
-    targets = yaml.safe_load((written / "targets.yaml").read_text())
+def test_prometheus_takes_its_settings_with_the_rules_and_targets_that_its_service_writes(services, tmp_path):
+    *shell, script = [*services["prometheus"]["entrypoint"], *services["prometheus"]["command"]]
+    mounted = {_parts(volume)[1]: str(FOLDER / _parts(volume)[0]) for volume in services["prometheus"]["volumes"]}
+    script = script.partition("exec prometheus")[0].replace("/tmp/", f"{tmp_path}/")
+    script = re.sub(r"/etc/prometheus/\S+", lambda path: mounted[path[0]], script)
+    subprocess.run([*shell, script], env={"PATH": "/usr/bin:/bin", "RANKS": "3"}, check=True)
+    settings = Path(mounted["/etc/prometheus/prometheus.yml"]).read_text().replace("/tmp/", f"{tmp_path}/")
+    (tmp_path / "prometheus.yml").write_text(settings)
+    targets = yaml.safe_load((tmp_path / "targets.yaml").read_text())
     assert [one["targets"] for one in targets] == [[f"training:{port}"] for port in (9400, 9401, 9402)]
     assert services["train"]["networks"]["default"]["aliases"] == ["training"]
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool is missing: nothing reads Prometheus' settings")
-    checked = subprocess.run(["promtool", "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True)
-    assert checked.returncode == 0, checked.stderr.decode()
-    assert b"rules found" in checked.stdout
+    checked = promtool("check", "config", str(tmp_path / "prometheus.yml"))
+    assert checked.returncode == 0 and "rules found" in checked.stdout, checked.stderr
 
 
 def test_grafana_finds_prometheus_and_the_dashboard(services):

@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from monitors import MONITORING, dashboard, is_of_server, names_in, rules
+from monitors import MONITORING, ROOT, dashboard, is_of_server, names_in, rules
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
-from distap.apps.k8s.rendering import manifests_folder, plain_rules
 from distap.apps.serve.app import build_app
 from distap.apps.serve.service import Service
 from distap.apps.serve.settings import ServeSettings
-from distap.cli import app
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()
-VARIANTS = sorted(folder.name for folder in (manifests_folder() / "overlays").iterdir())
+VARIANTS = sorted(folder.name for folder in (ROOT / "k8s" / "overlays").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +29,7 @@ def built(variant: str) -> list[dict[str, Any]]:
     """The manifests of an overlay."""
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which builds the manifests")
-    folder = manifests_folder() / "overlays" / variant
+    folder = ROOT / "k8s" / "overlays" / variant
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -87,11 +84,6 @@ def test_the_runbook_names_panels_of_the_dashboard():
     named = re.findall(r"\*([A-Z][^*]+)\*", re.sub(r"\*\*[^*]+\*\*", "", RUNBOOK))
     assert len(named) > 10
     assert {" ".join(title.split()) for title in named} <= {panel["title"] for panel in dashboard()["panels"]}
-
-
-def test_the_command_prints_the_rules():
-    done = CliRunner().invoke(app, ["k8s", "rules"])
-    assert (done.exit_code, done.output) == (0, plain_rules())
 
 
 def test_alerts_of_servers_ask_for_routes_counters_and_labels_that_servers_have():
