@@ -1,4 +1,4 @@
-"""distap's image, really built, and run as the pods of a Job that `distap k8s render` made."""
+"""distap's image, really built, and run as the pods of an Indexed Job."""
 
 import json
 import os
