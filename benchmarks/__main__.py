@@ -1,11 +1,13 @@
-"""`python -m benchmarks`: measure things side by side on this machine."""
+"""`python -m benchmarks`: measure side by side on this machine, predict costs, run studies, draw data sets."""
 
-import importlib
 import sys
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 import typer
 
-from benchmarks.harness import Benchmark, work
+from benchmarks.harness import work
 from distap.cli.options import run
 
 BENCHMARKS = {
@@ -20,24 +22,26 @@ BENCHMARKS = {
     "scale": "benchmarks.scale:ScaleBenchmark",
     "gpu": "benchmarks.gpu:GPUBenchmark",
     "trace": "benchmarks.trace:TraceBenchmark",
+    "plan": "benchmarks.plan.command:plan_command",
+    "study": "benchmarks.study.command:study_command",
+    "fetch": "benchmarks.fetch.command:fetch_command",
 }
 
 
-def load(name: str) -> type[Benchmark]:
-    """Import a benchmark's class."""
+def load(name: str) -> Any:
+    """Import the class of a benchmark, whose fields are its options, or the function of another command."""
     module, _, attribute = BENCHMARKS[name].partition(":")
-    found: type[Benchmark] = getattr(importlib.import_module(module), attribute)
-    return found
+    return getattr(import_module(module), attribute)
 
 
-def main() -> None:
-    """Run the benchmark that the command line names; each field of its class is an option."""
+def command_line(names: Iterable[str]) -> typer.Typer:
+    """Return the commands of these names. Only their modules are imported."""
     app = typer.Typer(
-        help="Measure on this machine.",
+        help="Measure on this machine, predict costs, run studies, draw data sets.",
         no_args_is_help=True,
-        result_callback=lambda chosen, **_: chosen and chosen.run(),
+        result_callback=lambda benchmark, **_: benchmark and benchmark.run(),
     )
-    for name in [name for name in BENCHMARKS if name in sys.argv[1:2]] or BENCHMARKS:
+    for name in names:
         app.command(name)(load(name))
 
     @app.command(hidden=True)
@@ -45,7 +49,12 @@ def main() -> None:
         """Measure as one rank; other benchmarks start this."""
         work(load(name).model_validate_json(settings))
 
-    run(app, "benchmarks")
+    return app
+
+
+def main() -> None:
+    """Run what the command line names."""
+    run(command_line([name for name in BENCHMARKS if name in sys.argv[1:2]] or BENCHMARKS), "benchmarks")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Two hosts on one machine, as network namespaces that are joined by a cable of limited bandwidth.
 
-A step of two ranks, one on each host, shows how long they wait for each other, beside the prediction of `distap plan`
-from the cable's rate. It needs root, `ip` and `tc`, and a kernel with token buckets (sch_tbf).
+A step of two ranks, one on each host, shows how long they wait for each other, next to the prediction of
+`benchmarks plan` from the cable's rate. It needs root, `ip` and `tc`, and a kernel with token buckets (sch_tbf).
 """
 
 import os
@@ -16,11 +16,11 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from typer import Option
 
 from benchmarks.harness import Benchmark, FiguresTable, Report, worker_command, worker_result
-from distap.apps.plan.measuring import STAGES, Trial
-from distap.apps.plan.network_cost import changed, network_cost
-from distap.apps.plan.step_cost import NetworkLink, StepCost
+from benchmarks.plan.command import parse_rate
+from benchmarks.plan.measuring import STAGES, Trial
+from benchmarks.plan.network_cost import changed, network_cost
+from benchmarks.plan.step_cost import NetworkLink, StepCost
 from distap.cli.options import CONFIG, OVERRIDES
-from distap.cli.training import parse_rate
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.telemetry.terminal import track

@@ -1,4 +1,4 @@
-"""`distap data`: fetch, convert, pack, index, check and count images."""
+"""`distap data`: convert, pack, index, check and count images."""
 
 import csv
 import io
@@ -11,7 +11,6 @@ import typer
 from rich.markup import escape
 
 from distap.cli.commands import JSON, App, print_json
-from distap.cli.fetching import fetch
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError, problem_of
 from distap.storage.locations import parse_source
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 SHOWN = 5  # missing or damaged images that are named
 FEW_CLASSES = 20  # that are shown in a table
 
-data = App(help="Fetch, convert, pack, index, check and count images.")
-data.add_typer(fetch, name="fetch")
+data = App(help="Convert, pack, index, check and count images.")
 
 SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
 INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="beside the shards")]

@@ -134,14 +134,6 @@ def test_a_mistake_in_a_recipe_is_answered_without_torch(mistake):
     assert answer.returncode == 2 and answer.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("name", ["emoji", "glyphs"])
-def test_a_missing_npm_is_named(tmp_path, monkeypatch, capsys, name):
-    monkeypatch.setenv("PATH", "")
-    assert distap(monkeypatch, "data", "fetch", name, tmp_path / "set") == 2
-    assert "npm was not found" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("*.json"))
-
-
 def commands(command, path=()):
     """Every command and group of commands, as what is typed."""
     yield path

@@ -15,8 +15,8 @@ from launching import ROOT, Program, output_of, started
 from serving import is_ready
 from torch.distributed.run import get_args_parser
 
-from benchmarks.__main__ import BENCHMARKS
-from distap.apps.study.grid import Study
+from benchmarks.__main__ import command_line
+from benchmarks.study.grid import Study
 from distap.cli import app
 from distap.config.reading import RECIPES, load_recipe
 from distap.config.recipe import Recipe
@@ -56,7 +56,7 @@ def blocks_of(documents, language):
 
 def shell_script(documents):
     """Commands of blocks that need no network, no cluster and nothing left to fill in, with trainings made small."""
-    outside = ("./launch/", "CONFIG", "data fetch", "pip install", "--ranks auto")
+    outside = ("./launch/", "CONFIG", "benchmarks fetch", "benchmarks plan", "pip install", "--ranks auto")
     script = "".join(block for block in blocks_of(documents, "sh") if not any(word in block for word in outside))
     for printed, small in MADE_SMALL.items():
         script = script.replace(printed, small)
@@ -81,6 +81,16 @@ def check_overrides(words):
     load_recipe(DEMO, [word for word in words if "=" in word and word[0] != "-"])
 
 
+def check_options(command, words):
+    try:
+        command.make_context("distap", list(words))
+    except Exception as error:  # text often names a command without all that it needs
+        if type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError"):
+            raise
+    if command.name in ("train", "plan", "eval"):
+        check_overrides(words)
+
+
 def check(words):
     """Raise an error if a command line names a program, command, option or key that does not exist."""
     program, *rest = words
@@ -90,20 +100,16 @@ def check(words):
             command = command.commands[rest.pop(0)]
         rest = [word for word in rest if word != "--help"]
         assert not rest or not hasattr(command, "commands"), f"no command {rest[0]}"
-        try:
-            command.make_context("distap", list(rest))
-        except Exception as error:  # text often names a command without all that it needs
-            if type(error).__name__ not in ("MissingParameter", "NoArgsIsHelpError"):
-                raise
-        if command.name in ("train", "plan", "eval"):
-            check_overrides(rest)
+        check_options(command, rest)
     elif program == "torchrun" or rest[:2] in (["-m", "distap.launcher"], ["-m", "distap.train"]):
         rest = rest if program == "torchrun" else rest[2:]
         if rest:
             parsed = get_args_parser().parse_args([*rest, "recipe"] if rest[-1][0] == "-" else rest)
             check_overrides(parsed.training_script_args)
     elif rest[:2] == ["-m", "benchmarks"]:
-        assert set(rest[2:3]) <= {*BENCHMARKS, "--help"}
+        if rest[2:] not in ([], ["--help"]):
+            command = typer.main.get_command(command_line([rest[2]]))
+            check_options(command.commands[rest[2]], rest[3:])
     elif program == "pip":
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert set(re.search(r"\[(.+)\]", words[-1])[1].split(",")) <= set(known)
@@ -129,8 +135,8 @@ def test_every_command_of_the_documents_parses(document):
     [
         "distap evaluate RUN",
         "distap search INDEX photo.jpg --chekpoint RUN",
-        "distap plan CONFIG --gpus-a-host many",
-        "distap plan CONFIG optimizer.lr=1",
+        "python -m benchmarks plan CONFIG --gpus-a-host many",
+        "python -m benchmarks plan CONFIG optimizer.lr=1",
         "python -m distap.launcher --nproc 2 --restarts 3 CONFIG",
         "python -m distap.launcher --nproc-per-node 2 CONFIG step=3",
         "launch/train-multi-node --host HOST --hosts 2 RECIPE",

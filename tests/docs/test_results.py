@@ -7,8 +7,8 @@ from statistics import fmean, stdev
 import pytest
 from launching import ROOT
 
-from distap.apps.study.grid import Grid
-from distap.apps.study.results import Results, drawing, markdown, read_results
+from benchmarks.study.grid import Grid
+from benchmarks.study.results import Results, drawing, markdown, read_results
 
 STUDIES = sorted((ROOT / "docs" / "studies").glob("*.yaml"))
 

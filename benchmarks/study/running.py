@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.study.grid import Grid, Job, Point
+from benchmarks.study.results import Result, Results, read_results
 from distap import __version__
-from distap.apps.study.grid import Grid, Job, Point
-from distap.apps.study.results import Result, Results, read_results
 from distap.data.shards.parallel import usable_cores
 from distap.errors import FINISHED, DistapError
 from distap.processes.exit_statuses import die_with_parent

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import ceil, log2
 from typing import Any, NamedTuple
 
-from distap.apps.plan.network_cost import NetworkCost
+from benchmarks.plan.network_cost import NetworkCost
 from distap.config.recipe import Recipe
 from distap.ranking.gather import LEAST_SENT, MOST_CHUNKS
 from distap.ranking.histogram.passes import HistogramLoss

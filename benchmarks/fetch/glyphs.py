@@ -20,7 +20,7 @@ from unicodedata import ucd_3_2_0 as unicode  # the same in every version of Pyt
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
-from distap.data.converters.drawn import fetch_packages, finish, finished, is_drawn, write_image
+from benchmarks.fetch.rendered_sets import fetch_packages, finish, finished, is_drawn, write_image
 from distap.data.shards.parallel import Track, spread, untracked, usable_cores
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole

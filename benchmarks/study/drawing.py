@@ -2,12 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, FileSystemLoader, PackageLoader
 
 from distap.pages.charts import ticks
-from distap.pages.page import page_text
+from distap.pages.page import TEMPLATES
 
 ROW, LEFT, RIGHT, TOP, WIDTH = 26, 190, 30, 34, 680  # of the drawing, in its own units
 PLOT_HEIGHT, LEFT_OF_PLOT = 300, 60
+# The study's own templates, which build on those of distap's pages.
+OWN = TEMPLATES.overlay(loader=ChoiceLoader([FileSystemLoader(Path(__file__).parent), PackageLoader("distap.pages")]))
+
+
+def text_of(template: str, **values: Any) -> str:
+    """Fill in a template; every value is escaped."""
+    return OWN.get_template(template).render(values, pictures={})
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ def dots_svg(title: str, marks: Sequence[Mark], before: float | None = None) -> 
     ]
     bottom = TOP + ROW * len(marks)
     line = None if before is None else scale(before)
-    return page_text(
+    return text_of(
         "study.svg", title=title, width=WIDTH, height=bottom + 34, rows=rows, top=TOP, bottom=bottom, before=line,
         ticks=scale.marks(), series=[], names=[], left=LEFT, right=WIDTH - RIGHT,
     )  # fmt: skip
@@ -56,7 +67,7 @@ def lines_svg(title: str, x_label: str, names: Sequence[str], series: Mapping[st
         ]
         drawn.append((name, points))
     height = bottom + 62 + 20 * ((len(series) + 2) // 3)
-    return page_text(
+    return text_of(
         "study.svg", title=title, width=WIDTH, height=height, rows=[], top=TOP, bottom=bottom, before=None,
         ticks=scale.marks(), series=drawn, names=list(zip(places, names, strict=True)), left=LEFT_OF_PLOT,
         right=right, x_label=x_label,

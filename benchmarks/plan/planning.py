@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.table import Table
 
-from distap.apps.plan.cards import machine_of
-from distap.apps.plan.measuring import Trial
-from distap.apps.plan.network_cost import network_cost
-from distap.apps.plan.step_cost import StepCost, bins_of
+from benchmarks.plan.cards import machine_of
+from benchmarks.plan.measuring import Trial
+from benchmarks.plan.network_cost import network_cost
+from benchmarks.plan.step_cost import StepCost, bins_of
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.registry import name_of
@@ -16,6 +16,7 @@ from distap.telemetry.terminal import text_table
 from distap.training.length import planned_steps
 from distap.world import joined_world
 
+ROUNDS = 5  # of a measurement
 HEADINGS = ("GPUs", "images", "s/step", "images/s", "efficient", "waits", "hours", "GB", "micro-batch", "keep")
 SUMMARY = "{gpus:,}|{images_a_gpu:,}|{seconds_a_step:.3g}|{images_per_second:,.0f}|{efficiency:.0%}|"
 SUMMARY += "{communication_share:.1%}|{hours:,.3g}|{gb:.2f}{mark}|{greatest_replay_size}|{greatest_keep}"
@@ -29,29 +30,29 @@ CAPTION = (
 
 
 def cost_plan(
-    recipe: Recipe, batch: int, ranks: list[int], link: float, gpus_a_host: int, card: str, rounds: int | None = None
+    recipe: Recipe, batch: int, ranks: list[int], link: float, gpus_a_host: int, card: str | None
 ) -> dict[str, Any] | None:
     """Return `network` and `assumptions` in words, and `steps`, the figures for each number of GPUs in `ranks`.
 
-    They come from the data sheet of `card` or, with `rounds`, from a measurement, which only rank 0 gets.
-    `link` is the bytes a second of a host's network.
+    The figures come from the data sheet of `card` or, if that is None, from a measurement, which only rank 0 gets.
+    `link` is the bytes per second of a host's network.
     """
     try:
         length, told = float(planned_steps(recipe, batch)), []
     except DistapError as error:
         length, told = math.nan, [f"hours are unknown: {error}"]
     network = network_cost(recipe)
-    if rounds is None:
+    if card is not None:
         machine = machine_of(card, network, recipe, link, gpus_a_host)
         basis = f"{card} by its data sheet, of which nothing was measured; savings such as compilation do not count"
     else:
         with joined_world(recipe.timeout_seconds, recipe.device) as world:
             trial = Trial(recipe, batch, network, world)
-            recipe, machine = trial.recipe, trial.machine(rounds, link, gpus_a_host)
+            recipe, machine = trial.recipe, trial.machine(ROUNDS, link, gpus_a_host)
             if world.rank:
                 return None
         tried = "measured" if world.size > 1 else "not measured: start several ranks by torchrun to measure it"
-        basis = f"this machine, the medians of {rounds} rounds; the link inside a host is {tried}"
+        basis = f"this machine, the medians of {ROUNDS} rounds; the link inside a host is {tried}"
     steps = [StepCost(recipe, batch, network, machine, count) for count in ranks]
     described = f"{recipe.model.architecture} at {recipe.data.image_size} px in {recipe.precision}, B = {batch:,}"
     planned = f"{recipe.epochs:g} epochs" if told else f"{length:,.0f} steps"

@@ -8,10 +8,9 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from distap.apps.study.grid import Grid, Job, Point, Study
+from benchmarks.study.drawing import Mark, dots_svg, lines_svg, text_of
+from benchmarks.study.grid import Grid, Job, Point, Study
 from distap.errors import DistapError
-from distap.pages.page import write_page
-from distap.pages.study import Mark, dots_svg, lines_svg
 from distap.registry import suggestion
 from distap.storage.atomic import write_whole
 
@@ -278,5 +277,6 @@ def write_study(results: Results, file: Path) -> Path:
     made = [result.made for result in results.done]
     facts = {key: ", ".join(sorted({str(each.get(key)) for each in made})) for key in made[0]} if made else {}
     texts = {"title": study.title, "about": study.about, "source": file.read_text(encoding="utf-8")}
-    write_page(page, "study.html", drawing=svg, headings=headings, cells=cells, notes=notes, made=facts, **texts)
+    values = {"drawing": svg, "headings": headings, "cells": cells, "notes": notes, "made": facts, **texts}
+    write_whole(page, text_of("study.html", **values))
     return page

@@ -15,9 +15,9 @@ from launching import ROOT
 from scipy import stats
 from servers import free_ports
 
-from distap.apps.study.grid import Grid
-from distap.apps.study.results import Result, Results, comparison, drawing, interval, markdown, read_results, table
-from distap.apps.study.running import StudyRun
+from benchmarks.study.grid import Grid
+from benchmarks.study.results import Result, Results, comparison, drawing, interval, markdown, read_results, table
+from benchmarks.study.running import StudyRun
 from distap.errors import DistapError
 
 STUDY = {
@@ -55,7 +55,7 @@ def study(tmp_path, training_shards, monkeypatch):
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "distap.cli", "study", *map(str, arguments)]
+    return [sys.executable, "-m", "benchmarks", "study", *map(str, arguments)]
 
 
 def environment():

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from distap.apps.plan.cards import HOST_MESSAGE_SECONDS, LINK_SHARE, MESSAGE_SECONDS
-from distap.apps.plan.network_cost import Line, NetworkCost, changed, without_weights
-from distap.apps.plan.step_cost import Machine, NetworkLink, Sharding, pairs_of
+from benchmarks.plan.cards import HOST_MESSAGE_SECONDS, LINK_SHARE, MESSAGE_SECONDS
+from benchmarks.plan.network_cost import Line, NetworkCost, changed, without_weights
+from benchmarks.plan.step_cost import Machine, NetworkLink, Sharding, pairs_of
 from distap.config.recipe import Recipe
 from distap.ranking.gather import gather
 from distap.ranking.rank import rank_descriptors

@@ -8,19 +8,18 @@ import shutil
 
 import pytest
 import torch
-from commands import distap
 from networks import random_network
 from ranks import on_ranks
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measuring import collectives_of, graph_bytes
-from distap.apps.plan.cards import machine_of
-from distap.apps.plan.measuring import Trial
-from distap.apps.plan.network_cost import Line, NetworkCost, changed, network_cost
-from distap.apps.plan.planning import cost_plan, plan_tables
-from distap.apps.plan.step_cost import Machine, NetworkLink, Sharding, StepCost, Transfer
-from distap.cli.training import parse_gpus, parse_rate
+from benchmarks.plan.cards import machine_of
+from benchmarks.plan.command import parse_gpus, parse_rate, plan_command
+from benchmarks.plan.measuring import Trial
+from benchmarks.plan.network_cost import Line, NetworkCost, changed, network_cost
+from benchmarks.plan.planning import cost_plan, plan_tables
+from benchmarks.plan.step_cost import Machine, NetworkLink, Sharding, StepCost, Transfer
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.engine.precision import autocast
@@ -201,17 +200,13 @@ def test_a_deepspeed_engine_shards_by_its_stage():
     assert (weights[2].weights, weights[3].weights) == (False, True)
 
 
-def test_a_plan_is_printed_written_and_says_what_it_rests_on(tmp_path, monkeypatch, capfd):
+def test_a_plan_is_printed_and_says_what_it_rests_on(tmp_path, capfd):
     config = tmp_path / "recipe.yaml"
     config.write_text(json.dumps(recipe().model_dump(mode="json")))
-    arguments = "plan", config, "--gpus", "8,1,64", "--batch", 32, "--card", "l4"
-    assert distap(monkeypatch, *arguments) == 0
+    plan_command(config, gpus="8,1", batch=32, card="l4")
     said = capfd.readouterr().out
-    assert "nothing was measured" in said and "resnet10t at 64 px" in said
-    assert distap(monkeypatch, *arguments, "--json") == 0
-    plan = json.loads(capfd.readouterr().out)
-    assert [step["gpus"] for step in plan["steps"]] == [1, 8]  # 64 GPUs are more than there are images
-    assert all(step["seconds_a_step"] == pytest.approx(sum(step["seconds"].values())) for step in plan["steps"])
+    assert "l4 by its data sheet, of which nothing was measured" in said and "resnet10t at 64 px" in said
+    assert "on 8 GPUs set replay.size=4" in said
 
 
 def test_epochs_of_images_that_are_not_there_leave_only_the_hours_open(tmp_path):
@@ -228,7 +223,7 @@ def test_this_machine_is_measured_and_its_plan_fits_a_terminal():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other where other tests take the cores
     try:
-        plan = cost_plan(recipe(**SMALL), 16, [1, 2], 1e9, 8, "", rounds=1)
+        plan = cost_plan(recipe(**SMALL), 16, [1, 2], 1e9, 8, card=None)
     finally:
         torch.set_num_threads(threads)
     console = Console(width=110, record=True, file=io.StringIO())
@@ -245,6 +240,7 @@ def test_mistakes_are_named():
         parse_gpus("1;8", 32)
     with pytest.raises(DistapError, match="give fewer GPUs"):
         parse_gpus("64", 32)
+    assert parse_gpus("64,8,1", 32) == [1, 8]  # 64 GPUs are more than there are images
     assert parse_rate("400Gb") == parse_rate("50 GB/s") == 50e9
 
 

@@ -5,7 +5,8 @@ import tarfile
 import pytest
 from PIL import Image
 
-from distap.data.converters import emoji
+from benchmarks.fetch import emoji
+from benchmarks.fetch.command import fetch_command
 from distap.errors import DistapError
 
 
@@ -53,6 +54,12 @@ def test_an_icon_is_drawn_whole_on_white(tmp_path):
     assert image.size == (32, 32)
     assert image.getpixel((0, 0)) == (255, 255, 255)
     assert image.getpixel((16, 16)) == (0, 0, 0)
+
+
+def test_a_missing_npm_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DistapError, match="npm was not found"):
+        fetch_command("emoji", tmp_path / "set")
 
 
 def test_an_icon_that_is_drawn_already_is_kept(tmp_path):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from distap.data.converters import drawn, glyphs
-from distap.data.converters.glyphs import Font, Task
+from benchmarks.fetch import glyphs, rendered_sets
+from benchmarks.fetch.glyphs import Font, Task
 from distap.errors import DistapError
 
 AILERON = ImageFont.load_default(10).path.getvalue()  # a TrueType font of Latin that Pillow holds
@@ -160,7 +160,7 @@ def test_a_package_that_is_not_there_and_one_without_fonts_are_named(tmp_path, m
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(DistapError, match=r"npm could not fetch @fontsource/x@1\.0\.0: 404 Not Found"):
-        drawn.fetch_packages(["@fontsource/x@1.0.0"], tmp_path, lambda items, *_: items)
+        rendered_sets.fetch_packages(["@fontsource/x@1.0.0"], tmp_path, lambda items, *_: items)
     font, archive = write_package(tmp_path, "x", data=AILERON)
     with pytest.raises(DistapError, match=r"@fontsource/x@1\.0\.0, weight 700, cannot be read: .*x-latin-700-normal"):
         glyphs.survey(Task(font._replace(weight=700), archive, 32, tmp_path / "survey.json", {}))
@@ -170,7 +170,9 @@ def test_a_package_that_is_not_there_and_one_without_fonts_are_named(tmp_path, m
 def test_a_font_of_the_registry_is_drawn_in_its_weight(tmp_path):
     fonts = [font for font in glyphs.listed_fonts() if font.name in ("noto-sans-hebrew", "noto-sans-kr")]
     assert [font.variable for font in fonts] == [True, False]
-    archives = drawn.fetch_packages([f"{f.package}@{f.version}" for f in fonts], tmp_path, lambda items, *_: items)
+    archives = rendered_sets.fetch_packages(
+        [f"{f.package}@{f.version}" for f in fonts], tmp_path, lambda items, *_: items
+    )
     korean, hebrew = (
         glyphs.survey(Task(font, archive, 64, tmp_path / f"{font.name}.json", {}))
         for font, archive in zip(fonts, archives, strict=True)

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.drawn import fetch_packages, finish, finished, is_drawn, require_sha512, write_image
+from benchmarks.fetch.rendered_sets import fetch_packages, finish, finished, is_drawn, require_sha512, write_image
 from distap.data.shards.parallel import Track, spread, untracked, usable_cores
 from distap.errors import DistapError
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from distap.apps.plan.network_cost import Line, NetworkCost
-from distap.apps.plan.step_cost import FLOAT32, Machine, NetworkLink, Sharding, bins_of
+from benchmarks.plan.network_cost import Line, NetworkCost
+from benchmarks.plan.step_cost import FLOAT32, Machine, NetworkLink, Sharding, bins_of
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.registry import suggestion

