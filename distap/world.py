@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from distap.errors import DistapError
 from distap.processes.exit_statuses import end_with_launcher

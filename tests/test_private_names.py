@@ -12,16 +12,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "distap"
-C10D = "torch._C._distributed_c10d"
 MEETING = "torch.distributed.elastic.rendezvous"
 # Module, name in it, and what we need it for.
 NAMES = {
     ("torch._C._autograd", "_enable_record_function"): "to trace some micro-batches of a stage and not all",
-    (C10D, "GradBucket"): "the type that a communication hook of DDP is given",
-    (C10D, "HashStore"): "DeepSpeed alone on one rank, without a port",
-    (C10D, "PrefixStore"): "keys of our own in the ranks' store",
-    (C10D, "Store"): "the type of the ranks' store",
-    (C10D, "TCPStore"): "a roll call before the process group",
     ("torch._dynamo", "config"): "how ranking and the backbone are compiled",
     ("torch._foreach_add_", ""): "gradients of an own network's parameters, added at once",
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "the cost of a network without running it",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pydantic import PositiveFloat
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from distap.engine.base import Engine, ReplacedForward

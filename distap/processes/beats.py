@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 LEADER = 0  # the rank that reads what all say
 NOTED = 64  # ranks of which it tells the others

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from distap.errors import CollectiveError
 from distap.processes.daemon import in_daemon

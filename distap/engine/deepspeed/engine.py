@@ -18,7 +18,7 @@ import timm.optim
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from distap.engine.base import Engine, ReplacedForward, make_contiguous, set_rates
 from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
