@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from containers import IMAGE, LIMITS, Engine, engine, options_of_pod
+from containers import IMAGE, LIMITS, ROOT, Engine, engine, options_of_pod
 from hosts import Hosts
 from installing import pins
 from packaging.utils import canonicalize_name
@@ -34,11 +34,13 @@ def podman(tmp_path_factory):
 class Pods:
     """The two pods of an Indexed Job, as containers on two hosts."""
 
-    def __init__(self, podman: Engine, hosts: Hosts, folder: Path, rendered: str, shards: Path) -> None:
+    def __init__(self, podman: Engine, hosts: Hosts, folder: Path, built: str, shards: Path) -> None:
         self.podman, self.hosts, self.folder = podman, hosts, folder
-        objects = {(found["kind"], found["metadata"]["name"]): found for found in yaml.safe_load_all(rendered)}
+        objects = {(found["kind"], found["metadata"]["name"]): found for found in yaml.safe_load_all(built)}
         job = objects["Job", NAME]
         self.spec = job["spec"]["template"]["spec"]
+        for entry in self.spec["containers"][0]["env"]:
+            entry.setdefault("value", job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/instance"])
         [recipe] = [found["data"] for (kind, _), found in objects.items() if kind == "ConfigMap"]
         self.runs, data = folder / "runs", folder / "data"
         shutil.copytree(shards, data)
@@ -99,17 +101,32 @@ def answers(hosts: Hosts, number: int, url: str) -> str:
     return subprocess.run(asked, check=True, capture_output=True, text=True).stdout
 
 
-def rendered_job(run: Run) -> str:
-    options = f"--name {NAME} --image {IMAGE} --nodes 2 --gpus 0 --ranks 2 --checkpoints pvc://runs --memory 8Gi"
-    shards = "--data pvc://data/train --validation pvc://data/test --output -"
-    command = [sys.executable, "-m", "distap.cli", "k8s", "render", str(run.config), *f"{options} {shards}".split()]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def built_job(run: Run, folder: Path) -> str:
+    """A copy of the CPU overlay, edited as k8s/README.md says: two hosts, a name, less memory, and the run's recipe."""
+    shutil.copytree(ROOT / "k8s", folder / "k8s")
+    overlay = folder / "k8s/overlays/cpu"
+    settings = overlay / "training/kustomization.yaml"
+    text = settings.read_text()
+    for before, after in (
+        ("instance: emoji", f"instance: {NAME}"),
+        ('PET_NNODES, value: "1"', 'PET_NNODES, value: "2"'),
+        ("memory: 16Gi", "memory: 8Gi"),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    settings.write_text(text)
+    recipe = yaml.safe_load(run.config.read_text())
+    recipe["data"] |= {"train": "/data/train", "validation": "/data/test"}
+    (overlay / "training/recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = ["kubectl", "kustomize", str(overlay)]
+    built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return built.replace("$(PET_RDZV_ID)", NAME)  # as the kubelet does
 
 
 def test_two_containers_train_with_the_arguments_of_the_jobs_own_manifest(podman, hosts, tmp_path, training_shards):
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which builds the manifest")
-    job = rendered_job(Run(tmp_path, training_shards, steps=100_000))
+    job = built_job(Run(tmp_path, training_shards, steps=100_000), tmp_path)
     pods = Pods(podman, hosts, tmp_path, job, training_shards[0].parent)
     pods.wait_until(lambda: "step 3/" in pods.said(0) + pods.said(1))
 

@@ -1,0 +1,281 @@
+"""Every overlay and task of k8s/: kustomize builds it, schemas know it, and its names, ports, times and paths fit."""
+
+import math
+import re
+import shutil
+import subprocess
+from functools import cache
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from kubeflow_trainer_api import models
+from torch.distributed.run import get_args_parser
+
+from distap.cli import app
+from distap.config.reading import load_recipe
+from distap.errors import MISTAKE, RESTART
+from distap.processes.stopping import MARGIN_SECONDS
+
+K8S = Path(__file__).parents[2] / "k8s"
+OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
+TASKS = ["evaluate", "extract", "serve"]
+KUBERNETES, OPERATORS_PORT = "1.37", "29500"
+MODELS = {
+    "JobSet": ("jobset.x-k8s.io/v1alpha2", models.JobsetV1alpha2JobSet),
+    "TrainJob": ("trainer.kubeflow.org/v1alpha1", models.TrainerV1alpha1TrainJob),
+    "TrainingRuntime": ("trainer.kubeflow.org/v1alpha1", models.TrainerV1alpha1TrainingRuntime),
+}
+MONITOR = yaml.safe_load((K8S / "monitoring/podmonitor.yaml").read_text())["spec"]
+# At these, clouds hand out the credentials of a machine.
+METADATA = ["169.254.169.254", "168.63.129.16", "100.100.100.200", "192.0.0.192", "169.254.170.23", "fd00:ec2::254"]
+BYTES = {"Gi": 2**30, "Ti": 2**40}
+
+
+@cache
+def built(folder: str) -> str:
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl, which builds the manifests")
+    done = subprocess.run(["kubectl", "kustomize", str(K8S / folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def objects_in(folder: str) -> dict[str, Any]:
+    """The objects of a build by kind, in its order."""
+    return {one["kind"]: one for one in yaml.safe_load_all(built(folder))}
+
+
+def job_of(objects: dict[str, Any]) -> dict[str, Any]:
+    """The spec of the Job, wherever it stands."""
+    if "TrainingRuntime" in objects:
+        (job,) = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+        return job["template"]["spec"]
+    if "JobSet" in objects:
+        (job,) = objects["JobSet"]["spec"]["replicatedJobs"]
+        return job["template"]["spec"]
+    return (objects.get("Job") or objects["Deployment"])["spec"]
+
+
+def variables_of(container: dict[str, Any], labels: dict[str, str]) -> dict[str, str]:
+    """Variables of a container as the kubelet resolves them, in order."""
+    found = {"NAMESPACE": "research"}
+    for entry in container["env"]:
+        path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        label = re.search(r"labels\['(.+)'\]", path)
+        found[entry["name"]] = labels[label[1]] if label else expanded(entry.get("value", "research"), found)
+    return found
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
+
+
+def quantity(text: str) -> int:
+    return int(text[:-2]) * BYTES[text[-2:]]
+
+
+def leaves(value: Any, path: str = "") -> set[tuple[str, str]]:
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return set().union(*(leaves(one, f"{path}.{key}") for key, one in entries)) if entries else {(path, repr(value))}
+
+
+def check_schemas(objects: dict[str, Any]) -> None:
+    for kind, one in objects.items():
+        if kind in MODELS:  # the models drop what they do not know, so nothing may be lost on the way
+            version, model = MODELS[kind]
+            assert one["apiVersion"] == version
+            assert leaves(one) - leaves(model.from_dict(one).to_dict()) == set()
+        else:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    if "Deployment" not in objects:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "inner"}, "spec": job_of(objects)}
+        kubernetes_validate.validate(job, KUBERNETES, strict=True)
+
+
+def check_pods(objects: dict[str, Any]) -> None:
+    """What holds of trainings and tasks alike: selectors, security, volumes, network and exit statuses."""
+    job, policy = job_of(objects), objects["NetworkPolicy"]["spec"]
+    labels, pod = job["template"]["metadata"]["labels"], job["template"]["spec"]
+    name = labels["app.kubernetes.io/instance"]
+    named = [one["metadata"] for kind, one in objects.items() if kind not in ("ConfigMap", "PriorityClass")]
+    assert {(one["name"], one["namespace"]) for one in named} == {(name, "research")}
+    selectors = [policy["podSelector"], policy["ingress"][0]["from"][0]["podSelector"], MONITOR["selector"]]
+    selectors += [{"matchLabels": objects["Service"]["spec"]["selector"]}] if "Service" in objects else []
+    assert all(one["matchLabels"].items() <= labels.items() for one in selectors)
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == name
+    assert MONITOR["jobLabel"] == "app.kubernetes.io/instance"
+    assert policy["policyTypes"] == ["Ingress", "Egress"] and "ports" not in policy["ingress"][0]
+    assert all(not lets_out(policy, address) for address in METADATA)
+    assert lets_out(policy, "52.216.0.1") and lets_out(policy, "2600:1fa0::1")
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] and context["runAsUser"] == context["fsGroup"] == 10001
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"} and not pod["automountServiceAccountToken"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        assert re.fullmatch(r".+@sha256:[0-9a-f]{64}", container["image"])
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert sorted(mount["name"] for mount in container["volumeMounts"]) == sorted(volumes)
+        requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+        assert limits.items() <= requests.items()
+        sizes = [one["emptyDir"] for one in volumes.values() if "emptyDir" in one]
+        disk = sum(quantity(one["sizeLimit"]) for one in sizes if "medium" not in one)
+        assert disk <= quantity(requests["ephemeral-storage"])
+        assert sum(quantity(one["sizeLimit"]) for one in sizes if "medium" in one) < quantity(limits["memory"])
+        ports = container.get("ports", [])
+        assert all(len({port[key] for port in ports}) == len(ports) for key in ("name", "containerPort"))
+    if "Deployment" not in objects:
+        rules = job["podFailurePolicy"]["rules"]
+        actions = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
+        assert actions == {MISTAKE: "FailJob", RESTART: "Ignore"}
+        conditions = [rule for rule in rules if "onPodConditions" in rule]
+        ignored = [{"type": "DisruptionTarget", "status": "True"}]
+        assert conditions == [{"action": "Ignore", "onPodConditions": ignored}]
+        assert (job["podReplacementPolicy"], pod["restartPolicy"]) == ("Failed", "Never")
+
+
+def lets_out(policy: dict[str, Any], address: str) -> bool:
+    """Whether a pod may connect to port 443 of an address."""
+    for rule in policy["egress"]:
+        if {"protocol": "TCP", "port": 443} in rule.get("ports", ()):
+            for block in (peer["ipBlock"] for peer in rule["to"]):
+                whole, *parts = (ip_address(address) in ip_network(one) for one in (block["cidr"], *block["except"]))
+                if whole and not any(parts):
+                    return True
+    return False
+
+
+@pytest.mark.parametrize("folder", [*(f"overlays/{one}" for one in OVERLAYS), *(f"tasks/{one}" for one in TASKS)])
+def test_what_is_built_is_valid_and_its_pods_are_locked_down(folder):
+    objects = objects_in(folder)
+    check_schemas(objects)
+    check_pods(objects)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
+    objects = objects_in(f"overlays/{overlay}")
+    job = job_of(objects)
+    pod, labels = job["template"]["spec"], job["template"]["metadata"]["labels"]
+    (container,), name = pod["containers"], labels["app.kubernetes.io/instance"]
+    variables = variables_of(container, labels)
+    first = f"{name}-0.{pod.get('subdomain')}"
+    port = str(next((one["containerPort"] for one in container["ports"] if one["name"] == "rendezvous"), ""))
+    if "Job" not in objects:
+        first = f"{name}-node-0-0.{name}"
+        spec = (objects.get("JobSet") or objects["TrainingRuntime"]["spec"]["template"])["spec"]
+        assert spec["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+        assert spec["failurePolicy"]["restartStrategy"] == "BlockingRecreate" and job["backoffLimit"] == 0
+        (rule,) = spec["failurePolicy"]["rules"]
+        assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+        assert "Service" not in objects and "subdomain" not in pod
+    else:
+        service = objects["Service"]["spec"]
+        assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] and pod["subdomain"] == name
+        assert job["backoffLimitPerIndex"] > 0 and job["maxFailedIndexes"] == 0
+    if "TrainJob" in objects:
+        # The operator sets these, refuses them in `env`, and wants the runtime to be there first.
+        injected = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
+        assert not injected & set(variables) and not port
+        assert list(objects).index("TrainingRuntime") < list(objects).index("TrainJob")
+        train_job = objects["TrainJob"]["spec"]
+        assert train_job["runtimeRef"] == {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "TrainingRuntime",
+            "name": name,
+        }
+        hosts, ranks, port = train_job["trainer"]["numNodes"], train_job["trainer"]["numProcPerNode"], OPERATORS_PORT
+        variables |= {"PET_MASTER_ADDR": first, "PET_MASTER_PORT": port}
+    else:
+        hosts, ranks = int(variables["PET_NNODES"]), int(variables["PET_NPROC_PER_NODE"])
+        assert job["completions"] == job["parallelism"] == hosts
+    launch = get_args_parser().parse_args([expanded(argument, variables) for argument in container["args"]])
+    assert (launch.rdzv_endpoint or variables["PET_RDZV_ENDPOINT"]) == f"{first}:{port}"
+    assert (variables["PET_RDZV_ID"], launch.rdzv_backend, launch.shutdown_timeout) == (name, "c10d", None)
+    assert (hosts, ranks) == ((1, 2) if overlay == "cpu" else (2, 8))
+    assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == (0 if overlay == "cpu" else ranks)
+    assert int(variables["OMP_NUM_THREADS"]) * ranks <= int(container["resources"]["requests"]["cpu"])
+
+    mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    config, volume = objects["ConfigMap"], volumes[mounts["/etc/distap"]["name"]]
+    assert volume["configMap"]["name"] == config["metadata"]["name"]
+    assert launch.training_script == "/etc/distap/recipe.yaml" and list(config["data"]) == ["recipe.yaml"]
+    recipe = load_recipe(K8S / "overlays" / overlay / "training/recipe.yaml", launch.training_script_args)
+    assert str(recipe.run) == f"/runs/{name}" and str(recipe.data.pixels.spool_folder) == "/spool"
+    assert not any(mounts[path].get("readOnly") for path in ("/runs", "/spool", "/tmp", "/dev/shm"))
+    assert "/data" in mounts if recipe.data.train.startswith("/data/") else "://" in recipe.data.train
+    assert ("persistentVolumeClaim" in volumes["runs"]) == (recipe.checkpoint.store is None)
+    share = math.ceil(recipe.sampling.size / (hosts * ranks)) * 3 * recipe.data.image_size**2
+    assert ranks * share < quantity(volumes["spool"]["emptyDir"]["sizeLimit"])
+
+    metrics = {one["name"]: one["containerPort"] for one in container["ports"] if one["name"].startswith("metrics-")}
+    assert metrics == {f"metrics-{rank}": recipe.metrics.port_of(rank) for rank in range(ranks)}
+    assert recipe.metrics.address == "0.0.0.0"
+    assert set(metrics) <= {endpoint["port"] for endpoint in MONITOR["podMetricsEndpoints"]}
+    (opened,) = objects["NetworkPolicy"]["spec"]["ingress"][1]["ports"]
+    assert all(opened["port"] <= one <= opened["endPort"] for one in metrics.values())
+    join_timeout = int(launch.rdzv_conf.removeprefix("join_timeout="))
+    for probe in (container["startupProbe"], container["livenessProbe"]):
+        assert probe["periodSeconds"] * probe["failureThreshold"] > join_timeout
+    grace = recipe.stop.grace_seconds
+    assert grace + MARGIN_SECONDS + 10 <= pod["terminationGracePeriodSeconds"] <= grace + 60
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_commands_of_a_task_are_those_of_distap(task):
+    objects = objects_in(f"tasks/{task}")
+    template = job_of(objects)["template"]
+    pod, labels = template["spec"], template["metadata"]["labels"]
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        assert container["command"] == ["tini", "--", "distap"]
+        name, *rest = (expanded(word, variables_of(container, labels)) for word in container["args"])
+        options = typer.main.get_command(app).commands[name].make_context(name, rest).params
+    if task == "serve":
+        (port,) = container["ports"]
+        assert (port["name"], port["containerPort"]) == ("http", options["port"])
+        assert objects["Service"]["spec"]["ports"][0]["targetPort"] == MONITOR["podMetricsEndpoints"][-1]["port"]
+        assert objects["NetworkPolicy"]["spec"]["ingress"][1]["ports"] == [
+            {"protocol": "TCP", "port": options["port"]}
+        ]
+        wait = options["drain_seconds"] + 2 * options["timeout_seconds"]
+        assert pod["terminationGracePeriodSeconds"] > wait and "search.research.svc" in options["allowed_host"]
+
+
+def test_the_claims_are_valid_and_those_that_pods_mount():
+    claims = list(yaml.safe_load_all(built("storage")))
+    for claim in claims:
+        kubernetes_validate.validate(claim, KUBERNETES, strict=True)
+    for folder in [*(f"overlays/{one}" for one in OVERLAYS), *(f"tasks/{one}" for one in TASKS)]:
+        mounted = set(re.findall(r"claimName: (\S+)", built(folder)))
+        assert mounted <= {claim["metadata"]["name"] for claim in claims}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_another_name_and_other_counts_are_edits_of_single_lines(tmp_path, overlay):
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays" / overlay / "training/kustomization.yaml"
+    text = re.sub(r"(instance: )[\w-]+", r"\1mine", file.read_text())
+    file.write_text(re.sub(r'(PET_NNODES, value: )"\d+"', r'\1"4"', text))
+    objects = objects_in(str(file.parents[1]))
+    check_schemas(objects)
+    check_pods(objects)
+    assert objects["NetworkPolicy"]["metadata"]["name"] == "mine"
+    trainer = objects.get("TrainJob", {}).get("spec", {}).get("trainer", {})
+    assert (trainer.get("numNodes") or job_of(objects)["completions"]) == 4
+
+
+def test_the_schemas_notice_an_unknown_field_in_a_core_object_and_in_an_operators():
+    for folder, kind in (("overlays/cpu", "Job"), ("overlays/jobset", "JobSet"), ("overlays/trainjob", "TrainJob")):
+        objects = objects_in(folder)
+        objects[kind]["spec"]["paralelism"] = 2
+        with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
+            check_schemas(objects)
