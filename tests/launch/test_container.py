@@ -102,7 +102,7 @@ def answers(hosts: Hosts, number: int, url: str) -> str:
 
 
 def built_job(run: Run, folder: Path) -> str:
-    """A copy of the CPU overlay, edited as k8s/README.md says: two hosts, a name, less memory, and the run's recipe."""
+    """A copy of the CPU overlay, edited as k8s/README.md says: a name, two hosts, memory, recipe."""
     shutil.copytree(ROOT / "k8s", folder / "k8s")
     overlay = folder / "k8s/overlays/cpu"
     settings = overlay / "training/kustomization.yaml"
