@@ -261,17 +261,16 @@ class GPUBenchmark(harness.Benchmark):
         workers = max(len(os.sched_getaffinity(0)) - 1, 1)
         with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
             shards = _photographs(Path(folder), settings)
-            for decode in ("cpu", "gpu") if self.device == "cuda" else ("cpu",):
-                shares = _read_by(workers, shards, settings, world, decode)
-                for name, use in (("eager, fed", eager.on), ("reading alone", _read)):
-                    use(next(shares))  # what was read before counts for nothing
-                    started = time.perf_counter()
-                    for share in itertools.islice(shares, self.rounds):
-                        use(share)
-                    harness.synchronise(world.device)
-                    seconds[f"{name}, JPEG by {decode}"] = (time.perf_counter() - started) / self.rounds
-                shares.close()
-        cores = workers * seconds["reading alone, JPEG by cpu"] / seconds["eager"]
+            shares = _read_by(workers, shards, settings, world)
+            for name, use in (("eager, fed", eager.on), ("reading alone", _read)):
+                use(next(shares))  # what was read before counts for nothing
+                started = time.perf_counter()
+                for share in itertools.islice(shares, self.rounds):
+                    use(share)
+                harness.synchronise(world.device)
+                seconds[name] = (time.perf_counter() - started) / self.rounds
+            shares.close()
+        cores = workers * seconds["reading alone"] / seconds["eager"]
         floor = seconds[TWO_PASSES]
         rows = [
             {"step": name, "seconds": spent, "rate": settings.batch / spent, "x_passes": spent / floor}
@@ -399,9 +398,7 @@ def _photographs(folder: Path, settings: StepBenchmark) -> Path:
     return folder / "shards"
 
 
-def _read_by(
-    workers: int, shards: Path, settings: StepBenchmark, world: World, decode: Literal["cpu", "gpu"]
-) -> Generator[ShareOfBatch]:
+def _read_by(workers: int, shards: Path, settings: StepBenchmark, world: World) -> Generator[ShareOfBatch]:
     """Batches of these images that workers read."""
     job = LoadingJob(
         parse_source(shards),
@@ -412,7 +409,6 @@ def _read_by(
         chunk=settings.micro_batch,
         workers=workers,
         pixels=PixelSettings(hold="memory"),
-        decode=decode,
     )
     yield from IndexedSource().open(job, world, Stopwatch()).shares(range(1_000_000))
 

@@ -52,7 +52,6 @@ REGISTRY: dict[str, dict[str, str]] = {
         "classes": "distap.data.sampling.classes:ClassesSampling",
         "p_by_k": "distap.data.sampling.p_by_k:PByKSampling",
         "super_p_by_k": "distap.data.sampling.p_by_k:SuperPByKSampling",
-        "streams": "distap.data.sampling.streams:StreamsSampling",
     },
     "augmentation": {
         "crop_flip_colour": "distap.data.images.augmentation:CropFlipColour",

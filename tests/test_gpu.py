@@ -18,11 +18,7 @@ from stores import found_checkpoint
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.photos import jpeg, photo
 from distap.checkpoint.writer import CheckpointWriter
-from distap.data.images.augmentation import CropFlipColour
-from distap.data.images.decoding import EncodedImage
-from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
 from distap.device_copies import DeviceCopies, ToHost
 from distap.engine.ddp import DDPEngine, SumOverRanks
 from distap.ranking.gather import gather
@@ -219,19 +215,6 @@ def test_faiss_searches_on_the_gpu():
     np.fill_diagonal(exact, -np.inf)
     assert (rows == np.argsort(-exact, axis=1)[:, :10]).mean() > 0.99
     np.testing.assert_allclose(similarities, -np.sort(-exact, axis=1)[:, :10], rtol=1e-4)
-
-
-def test_jpeg_is_decoded_on_the_gpu_as_by_pillow():
-    transform = CropFlipColour().transform(224, scaled_decoding=False)
-
-    def augment(image, step, slot):
-        torch.manual_seed(slot)
-        return transform(image)
-
-    files = [jpeg(photo(500, 400, seed), 90) for seed in range(4)]
-    stored = [StoredJPEG(data, EncodedImage(data).turns, 0, slot) for slot, data in enumerate(files)]
-    for slot, (data, found) in enumerate(zip(files, GPUDecoder(augment, DEVICE)(stored), strict=True)):
-        assert (found.int() - augment(EncodedImage(data), 0, slot).int()).abs().float().mean() < 2
 
 
 def test_a_trace_has_the_kernels(tmp_path):

@@ -1,7 +1,7 @@
 """The sections of a recipe that say which images are trained and evaluated on, and how they are taken."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -49,10 +49,6 @@ class DataSection(ImagesSection):
     unseen_classes: bool = Field(True, description="Refuse a validation set that shares a class with training.")
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = Field(
         "crop_flip_colour", description="How training images are varied."
-    )
-    decode: Literal["cpu", "gpu"] = Field(
-        "cpu",
-        description="Where JPEG is decoded for training; gpu spares the workers' cores, and decodes at full scale.",
     )
     prefetch: PositiveInt = Field(4, description="Micro-batches that each worker reads ahead.")
     pixels: PixelSettings = Field(PixelSettings(), description="Where pixels wait between describe and replay.")

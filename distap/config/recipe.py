@@ -122,10 +122,10 @@ class Recipe(NetworkRecipe):
                 "data.reading: streamed"
             )
         sampling = name_of("sampling", self.sampling)
-        if reading == "streamed" and sampling != "streams":
+        if reading == "streamed" and sampling != "random":
             raise ValueError(
                 f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
-                f"{sampling}; set it to streams, or data.reading to indexed"
+                f"{sampling}; set it to random, or data.reading to indexed"
             )
         needs_whole = {
             "step.fold_batchnorm": self.step.fold_batchnorm,

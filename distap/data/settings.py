@@ -10,15 +10,15 @@ class PixelSettings:
     """Choose where pixels wait between describe and replay.
 
     Args:
-        hold: `memory`; `spool`, a temporary file of this rank; `reread`, which keeps nothing and reads, decodes and
-            augments every image a second time; `auto` takes memory if the share fits, otherwise the spool.
+        hold: `memory`; `spool`, a temporary file of this rank that is mapped into memory; `auto` takes memory if the
+            share fits, otherwise the spool.
         memory_bytes: `auto` keeps at most this many bytes of a rank's share of the global batch in memory; an image
             takes 3 x data.image_size ** 2.
-        spool_folder: folder of the spool file; none takes the system's for temporary files. A folder that is itself
+        spool_folder: folder of the spool file; null takes the system's for temporary files. A folder that is itself
             in memory (tmpfs) saves none.
     """
 
-    hold: Literal["auto", "memory", "spool", "reread"] = "auto"
+    hold: Literal["auto", "memory", "spool"] = "auto"
     memory_bytes: int = 8 * 2**30
     spool_folder: Path | None = None
 
@@ -28,11 +28,8 @@ class PixelSettings:
         if self.memory_bytes < 0:
             raise ValueError(f"memory_bytes is {self.memory_bytes}; expected 0 or more")
 
-    def way(self, share_bytes: int) -> Literal["memory", "spool", "reread"]:
-        """How to hold a share of this size."""
-        if self.hold == "auto":
-            return "memory" if share_bytes <= self.memory_bytes else "spool"
-        return self.hold
+    def in_memory(self, share_bytes: int) -> bool:
+        return self.hold == "memory" or (self.hold == "auto" and share_bytes <= self.memory_bytes)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,6 @@ logger = logging.getLogger("distap")
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
     """Open the recipe's training images for this rank, from the source that `data.reading` names."""
     data = recipe.data
-    if data.decode == "gpu" and world.device.type == "cpu":
-        raise DistapError("data.decode: gpu, but this rank trains on its CPU; set data.decode to cpu")
     job = LoadingJob(
         source=data.train_source,
         sampling=recipe.sampling,
@@ -61,7 +59,6 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
         max_pixels=data.max_pixels,
         remote=data.remote,
         cache=data.cache,
-        decode=data.decode,
     )
     return data.reading.open(job, world, stopwatch)
 

@@ -10,7 +10,6 @@ from distap.data.plan import Classes, Plan, in_turn
 from distap.data.sampling.classes import ClassesSampling
 from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
 from distap.data.sampling.random import RandomSampling
-from distap.data.sampling.streams import StreamsSampling
 from distap.errors import DistapError
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=9)
@@ -280,7 +279,6 @@ def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():
         (MANY, PByKSampling(classes=36, images=2), "only 34 classes have two images or more"),
         (MANY, PByKSampling(classes=34, images=7), "the data set has only"),
         (MANY, PByKSampling(classes=3, images=1), "images of at least 2"),
-        (MANY, StreamsSampling(), "sampling by streams is the order of streamed reading: set data.reading to"),
         (labels_of([5] * 8), SuperPByKSampling(), "the index has 0, and 8 classes without"),
         (super_labels([[3, 3], [4, 4]]), SuperPByKSampling(classes=1, images=4), "classes of at least 2"),
         (super_labels([[3, 3]]), SuperPByKSampling(classes=2, images=2), "the index has 1, and 0 classes without"),

@@ -161,7 +161,7 @@ def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch
     spans = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=|: )[^`]+)`", texts)
     named = [span for span in spans if re.split(r"[.=:]", span)[0] in Recipe.model_fields]
     assert len(named) >= 20
-    streams = ["data.reading=streamed", "sampling={name: streams, batch_size: 4096, streams: 16}"]
+    streams = ["data.reading=streamed", "sampling={name: random, batch_size: 4096}"]
     for span in named:
         words = (
             shlex.split(span) if "=" in span.split(": ")[0] else [re.sub(": N$", ": 1", span).replace(": ", "=", 1)]

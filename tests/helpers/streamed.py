@@ -10,11 +10,11 @@ from PIL import Image
 
 from distap.data.loading.share import LoadingJob
 from distap.data.loading.streamed import StreamedSource
-from distap.data.sampling.streams import StreamsSampling
+from distap.data.sampling.random import RandomSampling
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 
-SAMPLING = StreamsSampling(batch_size=16, streams=4, shuffle=5)
+SAMPLING, READING = RandomSampling(batch_size=16), StreamedSource(shuffle=5)
 SEED, STEPS, CHUNK = 3, 9, 3  # about three passes
 
 
@@ -40,7 +40,7 @@ def write_by_webdataset(folder, shards=8, images=6, spoil=()):
 SPOILT = {(0, 1): {"png": png(7)[:-600]}, (1, 2): {"png": b"no image"}, (2, 5): {"cls": None}, (6, 0): {"cls": "cat"}}
 
 
-def streamed(source, world=ALONE, sampling=SAMPLING, reading=StreamedSource(), **settings):  # noqa: B008 - frozen
+def streamed(source, world=ALONE, sampling=SAMPLING, reading=READING, **settings):
     source, transform = parse_source(source, allow_pipes=True), AUGMENTATION.transform(16)
     job = LoadingJob(source, sampling, SEED, transform, 16, chunk=CHUNK, **settings)
     return reading.open(job, world, Stopwatch())

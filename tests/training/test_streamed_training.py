@@ -19,7 +19,7 @@ def test_that_validation_classes_are_unseen_is_checked_where_there_is_an_index(t
     changes = {
         "data__reading": "streamed",
         "data__validation": str(training_shards[1]),
-        "sampling": {"name": "streams", "batch_size": 8, "streams": 2},
+        "sampling": {"name": "random", "batch_size": 8},
     }
     with pytest.raises(DistapError, match="class"):
         both = (training_shards[1], training_shards[1])
@@ -64,9 +64,9 @@ def test_shards_of_others_train_without_an_index_and_a_run_goes_on_with_the_same
             tmp_path / name,
             (shards,),
             steps=4,
-            data__reading="streamed",
+            data__reading={"name": "streamed", "shuffle": 5},
             data__workers=1,
-            sampling={"name": "streams", "batch_size": 16, "streams": 4, "shuffle": 5},
+            sampling={"name": "random", "batch_size": 16},
             checkpoint={"every": 2, "keep": 9},
             optimizer=DESCENT,
         )
@@ -77,16 +77,15 @@ def test_shards_of_others_train_without_an_index_and_a_run_goes_on_with_the_same
 
     whole, two, one = (recorded_batches(tmp_path / f"{name}-records") for name in ("whole", "two", "one"))
     assert [len(whole[step]) for step in range(4)] == [1] * 4
-    assert two == one == {step: whole[step] for step in (2, 3)}
+    assert two == {step: whole[step] for step in (2, 3)}
     assert losses(tmp_path / "two") == losses(tmp_path / "whole")[2:]
-    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[2:], abs=1e-4)
+    assert [len(one[step]) for step in (2, 3)] == [1, 1]  # of other images: one rank's stream has all shards
     ours, theirs = parameters(tmp_path / "two"), parameters(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_run_does_not_go_on_with_the_other_way_of_reading(tmp_path, training_shards):
     Trainer(recipe(tmp_path, training_shards, steps=1), World()).train()
-    sampling = {"name": "streams", "batch_size": 8, "streams": 2, "shuffle": 4}
-    changed = recipe(tmp_path, training_shards, steps=2, sampling=sampling, data__reading="streamed")
+    changed = recipe(tmp_path, training_shards, steps=2, data__reading="streamed")
     with pytest.raises(DistapError, match=r"  data\.reading\.name: was unset, is streamed"):
         Trainer(changed, World()).train()

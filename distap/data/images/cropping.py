@@ -68,14 +68,3 @@ class StoredImage(ABC):
         if down:
             top, bottom = height - bottom, height - top
         return left, top, right, bottom
-
-
-@dataclass
-class DecodedImage(StoredImage):
-    """An image that was decoded elsewhere, on any device."""
-
-    pixels: Tensor  # (3, height, width) uint8, as stored
-
-    def _decoded(self, part: Box, factor: int) -> Tensor:
-        left, top, right, bottom = part
-        return self.pixels[:, top:bottom, left:right]

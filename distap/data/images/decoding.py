@@ -129,12 +129,6 @@ class EncodedImage(StoredImage):
                 _refuse_large(*self._image.size, max_pixels)  # HEIF may tell another size now
             super().__init__(self._image.size, _turns(self._image))
 
-    @property
-    def plain_jpeg(self) -> bytes | None:
-        """The file if it is a whole JPEG, grey or in three colours, which other decoders know too."""
-        is_plain = self._is_jpeg and self._image.mode in ("L", "RGB") and not seems_cut(self._data)
-        return self._data if is_plain else None
-
     def whole(self) -> Image.Image:
         """The image, upright and RGB."""
         width, height = self.size

@@ -111,9 +111,6 @@ class EncodedImages(Protocol):
     def encoded(self, sample: int) -> EncodedImage: ...
 
 
-Sized = tuple[int, Tensor | None, str]  # number and pixels (3, height, width) uint8; or None, and why
-
-
 class SizedChunk(NamedTuple):
     """Some images as a worker hands them over: in one tensor, since each tensor on its way takes an open file."""
 
@@ -130,23 +127,27 @@ class SizedChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SizedImages(Dataset[Sized]):
+class SizedImages(Dataset[SizedChunk]):
     reader: EncodedImages
     sizing: Sizing
     boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others
     scaled: bool = True  # whether JPEG may be decoded at reduced scale
 
-    def __getitem__(self, sample: int) -> Sized:
-        try:
-            pixels = self.sizing(self.reader.encoded(sample), self.boxes.get(sample), self.scaled)
-        except DamagedImageError as error:
-            return sample, None, str(error)
-        return sample, pixels, ""
+    def __getitem__(self, samples: list[int]) -> SizedChunk:
+        present, damaged = dict[int, Tensor](), dict[int, str]()
+        for sample in samples:
+            try:
+                present[sample] = self.sizing(self.reader.encoded(sample), self.boxes.get(sample), self.scaled)
+            except DamagedImageError as error:
+                damaged[sample] = str(error)
+        shapes = [(pixels.shape[1], pixels.shape[2]) for pixels in present.values()]
+        none = torch.empty(0, dtype=torch.uint8)
+        return SizedChunk(list(present), shapes, torch.cat([none, *map(Tensor.flatten, present.values())]), damaged)
 
 
 def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:
     """The images of each request, in order; one of the workers reads all of a request, or with 0 this process."""
-    return handed_over(images, workers, PREFETCH, batch_sampler=requests, collate_fn=_chunk)
+    return handed_over(images, requests, workers, PREFETCH)
 
 
 def batches_of_one_shape(
@@ -176,16 +177,6 @@ def batches_of_one_shape(
             yield take(max(waiting, key=area))
     for shape in list(waiting):
         yield take(shape)
-
-
-def _chunk(sized: list[Sized]) -> SizedChunk:
-    present = [(sample, pixels) for sample, pixels, _ in sized if pixels is not None]
-    return SizedChunk(
-        [sample for sample, _ in present],
-        [(pixels.shape[1], pixels.shape[2]) for _, pixels in present],
-        torch.cat([pixels.flatten() for _, pixels in present]) if present else torch.empty(0, dtype=torch.uint8),
-        {sample: damage for sample, pixels, damage in sized if pixels is None},
-    )
 
 
 class Thumbnails:

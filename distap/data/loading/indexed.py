@@ -1,21 +1,17 @@
 """Indexed reading: images by their offset in the shards, as the plan of batches asks for them."""
 
 import zlib
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
-from distap.data.images.gpu_decoding import GPUDecoder, StoredJPEG
 from distap.data.loading.shard_cache import ShardCache
-from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
-from distap.data.loading.workers import handed_over
+from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.plan import VERSION, Plan
 from distap.data.settings import CacheSettings
@@ -28,6 +24,8 @@ from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Traffic
 from distap.world import World
+
+Request = tuple[int, int, int]  # step, slot and the sample that the plan puts there
 
 
 class Reader:
@@ -131,26 +129,15 @@ class IndexedImages:
     def shares(self, steps: range) -> Iterator[ShareOfBatch]:
         job, slots = self._job, self._world.slots(self.size)
 
-        def requests(readings: int) -> Iterator[list[tuple[int, int, int]]]:
+        def requests() -> Iterator[list[Request]]:
             for step in steps:
                 batch = self.plan.batch(step)
-                for _ in range(readings):
-                    for start in range(0, len(slots), job.chunk):
-                        yield [(step, slot, int(batch[slot])) for slot in slots[start : start + job.chunk]]
+                for start in range(0, len(slots), job.chunk):
+                    yield [(step, slot, int(batch[slot])) for slot in slots[start : start + job.chunk]]
 
-        def chunks(readings: int) -> Generator[Chunk]:
-            images, asked = SlotImages(job, self._reader, self.plan), requests(readings)
-            options: dict[str, Any] = {"batch_sampler": asked, "collate_fn": images.collated, "where": images.where}
-            loaded = handed_over(images, job.workers, job.prefetch, **job.handing_over, **options)
-            return loaded if job.decode == "cpu" else self._decoded(loaded)
-
+        images = SlotImages(job, self._reader, self.plan)
+        chunks = job.chunks(images, job.workers, requests(), where=lambda request: self._reader.where(request[2]))
         return shares_of(job, self._world, self._stopwatch, steps, chunks)
-
-    def _decoded(self, chunks: Generator[Chunk]) -> Generator[Chunk]:
-        decoder = GPUDecoder(self._job.augmented, self._world.device, self._job.max_pixels)
-        with closing(chunks):
-            for chunk in chunks:
-                yield chunk.decoded(decoder)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}  # the plan is a function of the step
@@ -160,8 +147,8 @@ class IndexedImages:
 
 
 @dataclass(frozen=True)
-class SlotImages(Dataset[tuple[Tensor | StoredJPEG, Loaded]]):
-    """Images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
+class SlotImages(Dataset[Chunk]):
+    """Chunks of images, each by (step, slot, sample) and augmented by the randomness of (seed, step, slot).
 
     An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.
     """
@@ -170,35 +157,29 @@ class SlotImages(Dataset[tuple[Tensor | StoredJPEG, Loaded]]):
     reader: Reader
     plan: Plan
 
-    def __getitem__(self, request: tuple[int, int, int]) -> tuple[Tensor | StoredJPEG, Loaded]:
-        step, slot, sample = request
-        failures: list[Failure] = []
-        for candidate in self._candidates(step, slot, sample):
-            name = self.reader.where(candidate)
+    def __getitem__(self, requests: list[Request]) -> Chunk:
+        size = self.job.image_size
+        pixels = torch.zeros(len(requests), 3, size, size, dtype=torch.uint8)
+        samples, names, failures = list[int](), list[str](), list[Failure]()
+        for row, request in enumerate(requests):
+            sample = self._read(request, pixels[row], failures)
+            samples.append(sample)
+            names.append(self.reader.where(request[2] if sample == NO_SAMPLE else sample))
+        labels = [-1 if sample == NO_SAMPLE else int(self.plan.classes.labels[sample]) for sample in samples]
+        return Chunk(pixels, samples, labels, names, failures, self.reader.storage.meter.take())
+
+    def _read(self, request: Request, pixels: Tensor, failures: list[Failure]) -> int:
+        """Read the image, or one that stands in for it, into `pixels`; return its number."""
+        step, slot, planned = request
+        for sample in self._candidates(step, slot, planned):
             try:
-                pixels = self._pixels(self.reader.encoded(candidate), step, slot)
+                pixels.copy_(self.job.augmented(self.reader.encoded(sample), step, slot))
             except DamagedImageError as error:
-                failures.append(Failure.of(name, error))
+                failures.append(Failure.of(self.reader.where(sample), error))
             else:
-                return pixels, Loaded(candidate, int(self.plan.classes.labels[candidate]), name, failures)
-        blank = torch.zeros(3, self.job.image_size, self.job.image_size, dtype=torch.uint8)
-        return blank, Loaded(NO_SAMPLE, -1, self.reader.where(sample), failures)
-
-    def _pixels(self, image: EncodedImage, step: int, slot: int) -> Tensor | StoredJPEG:
-        if self.job.decode == "gpu" and (data := image.plain_jpeg):
-            return StoredJPEG(data, image.turns, step, slot)
-        return self.job.augmented(image, step, slot)
-
-    def where(self, request: tuple[int, int, int]) -> str:
-        return self.reader.where(request[2])
+                return sample
+        return NO_SAMPLE
 
     def _candidates(self, step: int, slot: int, sample: int) -> Iterator[int]:
         yield sample
         yield from self.plan.stand_ins(step, slot).tolist()
-
-    def collated(self, loaded: list[tuple[Tensor | StoredJPEG, Loaded]]) -> Chunk:
-        given, images = zip(*loaded, strict=True)
-        encoded = {row: one for row, one in enumerate(given) if isinstance(one, StoredJPEG)}
-        none = torch.zeros(0, 3, self.job.image_size, self.job.image_size, dtype=torch.uint8)
-        pixels = torch.cat([none, *(one[None] for one in given if isinstance(one, Tensor))])
-        return Chunk(pixels, list(images), self.reader.storage.meter.take(), encoded=encoded)

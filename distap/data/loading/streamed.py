@@ -1,60 +1,65 @@
 """Streamed reading: shards from their first byte to their last, for pipes and for shards that have no index.
 
-It promises the same as indexed reading, as long as a shard has the same bytes each time it is read: the global batch
-of a step, its pixels and their order are a function of (shards, seed, step), no image is in a batch twice, and a run
-that goes on neither loses nor repeats one. It differs from indexed reading:
-- The number of ranks has to divide the number of streams.
+Each loader worker of each rank has shards of its own, a stream, and walks them in webdataset's pipeline: in a new
+random order each pass, and shuffled within a shard. It promises less than indexed reading:
+- Batches are a function of (shards, seed, step) for one number of ranks and of workers alone. A run that goes on with
+  the same numbers reads on where it stopped, and neither loses nor repeats an image. With other numbers every stream
+  begins a new pass.
 - A batch holds what stands together in the shards, whatever its classes, so write the shards in a random order.
-- The stream's next image takes the place of a damaged one and all others move up.
+- The stream's next image takes the place of a damaged one, and all others move up.
 - Images have no checksums, and only the names of its shards identify a data set.
 - The numbers of images and classes, the damage and the classes shared with validation are unknown before reading.
-- A run that goes on reads the shards again that it was in the midst of.
 """
 
 import json
+import logging
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from itertools import chain, count, islice
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
-from webdataset.utils import identity
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
-from distap.data.loading.share import Chunk, Failure, Loaded, LoadingJob, ShareOfBatch, shares_of
+from distap.data.loading.share import Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.streams import Cursor, Members, Stream, StreamedShards, number_of
-from distap.data.loading.workers import handed_over
 from distap.data.sampling.random import RandomSampling
-from distap.data.sampling.streams import StreamsSampling
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import LABEL_FIELD, TarMember, labelled_image
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
-from distap.storage.traffic import Traffic
 from distap.world import World
 
 KEY = "__key__"  # webdataset's name for the name of a sample
+logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """Read shard by shard, from the first byte to the last; needs no index, and `sampling: streams`.
+    """Read shard by shard, from the first byte to the last; needs no index.
 
     Args:
         label: member of a sample that holds its class, such as cls, txt or json; or __key__, the sample's own name.
             A whole number is the number of the class; any other text (but in cls) is the name of one.
         label_key: key of the class in a member that is JSON, with dots between the keys of nested objects.
         label_map: JSON file with an object that gives for each of these texts the number or name of its class.
+        shuffle: images of a shard that are held in memory, as files, to draw the next from; 1 keeps their order.
     """
 
     label: str = LABEL_FIELD
     label_key: str | None = None
     label_map: Path | None = None
+    shuffle: int = 128
+
+    def __post_init__(self) -> None:
+        if self.shuffle < 1:
+            raise ValueError(f"shuffle is {self.shuffle}; expected 1 or more")
 
     def open(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> "StreamedImages":
         return StreamedImages(self, job, world, stopwatch)
@@ -74,7 +79,7 @@ class StreamedSource:
 
     def labelled(self, key: str, members: Members) -> Members:
         """The members of a sample with the number of its class in `cls`, as distap's own shards have it."""
-        if self == StreamedSource():
+        if (self.label, self.label_key, self.label_map) == (LABEL_FIELD, None, None):
             return members
         try:
             value: Any = key if self.label == KEY else members[self.label].data.decode().strip()
@@ -90,34 +95,26 @@ class StreamedSource:
             raise DamagedImageError("missing_field", detail) from error
 
 
-def _class_number(value: Any) -> int:
-    """A whole number stands for itself; the name of a class gets a number of its own, the same in every run."""
-    if isinstance(value, bool | float):
-        raise TypeError(f"{value} is no class")
-    if isinstance(value, str) and value and not value.isdigit():
-        return number_of(value) % 10**18  # as many digits as a label may have
-    return int(str(value))
-
-
 class StreamedImages:
-    """The images of streams, each of which belongs to one rank."""
+    """The images of this rank's streams. Stream k of rank r of W reads the shards of number r + W k, modulo all."""
 
     def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        if not isinstance(job.sampling, StreamsSampling):
-            raise DistapError("data.reading is streamed, in the order of shards: set sampling.name to streams")
+        if type(job.sampling) is not RandomSampling:
+            raise DistapError(
+                "data.reading is streamed, which takes images in the order of shards: set sampling to random"
+            )
         self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
         source.classes  # noqa: B018 - read it now, to tell mistakes at once and to give each worker a copy
-        self._sampling, self._shards = job.sampling, StreamedShards(job.source, job.remote)
-        self._sampling.require(len(self._shards.names), world.size)
-        if self.index is not None:
-            RandomSampling(self._sampling.size).check(self.index.classes)
-        if job.decode == "gpu":
-            raise DistapError("data.decode is gpu, which needs indexed reading; set data.decode to cpu")
-        if job.pixels.hold == "reread":
-            raise DistapError("data.pixels.hold is reread, but streamed reading meets each image once; choose spool")
-        self.size = self._sampling.size
-        self.fingerprint, self.order = self._shards.fingerprint, 1
-        self._cursors = [Cursor()] * len(world.slots(self._sampling.streams))
+        self._shards = StreamedShards(job.source, job.remote)
+        shards, ranks = len(self._shards.names), world.size
+        if shards < ranks:
+            raise DistapError(
+                f"{job.source}: {shards} shards for {ranks} ranks, each of which reads shards of its own: pack with "
+                "a smaller --images-per-shard"
+            )
+        self._streams = range(world.rank, ranks * max(min(job.workers, shards // ranks), 1), ranks)
+        self._cursors = [Cursor()] * len(self._streams)
+        self.size, self.fingerprint, self.order = job.sampling.size, self._shards.fingerprint, 2
 
     @cached_property
     def index(self) -> Index | None:
@@ -130,90 +127,91 @@ class StreamedImages:
             return None
 
     def shares(self, steps: range) -> Iterator[ShareOfBatch]:
-        return shares_of(self._job, self._world, self._stopwatch, steps, lambda _: self._chunks(steps.start))
+        return shares_of(self._job, self._world, self._stopwatch, steps, self._chunks(steps.start))
 
     def state_dict(self) -> dict[str, Tensor]:
         """`cursors`: (S, 3) int64, the position of each stream."""
         own = torch.tensor(self._cursors, dtype=torch.int64, device=self._world.device)
-        return {"cursors": self._world.gather_rows(own, self._sampling.streams)}
+        return {"cursors": self._world.gather_rows(own, self._world.size * len(self._streams))}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         cursors = state.get("cursors")
-        if cursors is None or cursors.shape != (self._sampling.streams, len(Cursor._fields)) or cursors.min() < 0:
+        if cursors is None or cursors.ndim != 2 or cursors.shape[1] != len(Cursor._fields) or not len(cursors):
             raise DistapError("the checkpoint does not say where the streams of shards go on; choose another run")
-        self._cursors = [Cursor(*row) for row in cursors[self._world.rank :: self._world.size].tolist()]
+        ranks, streams = self._world.size, len(self._streams)
+        if len(cursors) == ranks * streams:
+            self._cursors = [Cursor(*row) for row in cursors[self._world.rank :: ranks].tolist()]
+            return
+        # Other shards belong together now, of which some are read and some are not: no place goes on for all.
+        self._cursors = [Cursor(int(cursors[:, 0].max()) + 1)] * streams
+        if self._world.rank == 0:
+            logger.warning(
+                "%s: read by %d streams before, by %d now (one a worker of each rank): all begin a new pass",
+                self._job.source,
+                len(cursors),
+                ranks * streams,
+            )
 
     def _chunks(self, first: int) -> Generator[Chunk]:
-        """This rank's images from step `first` on, in the order of its slots.
-
-        Row i of a rank with n streams comes from its stream i mod n. Of N workers, N a divisor of n, worker w has the
-        streams and the rows w, w+N, w+2N, ..., so the chunks of all workers interleave to a chunk of the rank.
-        """
-        job, streams = self._job, len(self._cursors)
-        workers = max((number for number in range(1, job.workers + 1) if streams % number == 0), default=0)
-        images = StreamImages(self._source, job, self._shards, self._world.slots(self.size), self._cursors, first)
-        # The chunks of a worker are smaller by the number of workers, so more of them are read ahead.
-        options: dict[str, Any] = {"batch_size": None, "collate_fn": identity}
-        handed = handed_over(images, workers, job.prefetch * workers, **job.handing_over, **options)
-        try:
-            while parts := list(islice(handed, max(workers, 1))):
-                chunk = _interleaved(parts)
-                self._cursors = [Cursor(*cursor) for cursor in chunk.cursors]
+        """This rank's images from step `first` on, in the order of its slots."""
+        job, slots, streams = self._job, self._world.slots(self.size), len(self._streams)
+        # Chunk c of the run, counted over all steps, comes from stream c mod n: a run that goes on keeps the turns.
+        begin = first * -(-len(slots) // job.chunk)
+        images = StreamImages(self._source, job, self._shards, slots, self._streams, self._cursors, begin)
+        chunks = job.chunks(images, min(job.workers, streams))
+        with closing(chunks):
+            for number, chunk in enumerate(chunks, begin):
+                self._cursors[number % streams] = Cursor(*chunk.cursor)
                 yield chunk
-        finally:
-            handed.close()
 
 
 @dataclass(frozen=True)
 class StreamImages(IterableDataset[Chunk]):
-    """A rank's images, without end; each loader worker has whole streams of it."""
+    """A rank's chunks of images, without end; worker w of n gives the chunks begin + w, begin + w + n, ..."""
 
     source: StreamedSource
     job: LoadingJob
     shards: StreamedShards
     slots: range  # of the rank
-    cursors: list[Cursor]  # positions of its streams
-    first: int  # step
+    streams: range  # numbers of the rank's streams
+    cursors: list[Cursor]  # their positions
+    begin: int
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        slots, chunk = self.slots[number::workers], -(-self.job.chunk // workers)
-        # The first slots of a rank have the numbers of its streams.
-        own = list(zip(self.slots, self.cursors, strict=False))[number::workers]
-        sampling, seed = self.job.sampling, self.job.seed
-        assert isinstance(sampling, StreamsSampling)
-        streams = [Stream(self.shards, sampling, seed, stream, cursor) for stream, cursor in own]
-        for step in count(self.first):
-            for stream in streams:
-                stream.in_batch.clear()
-            for start in range(0, len(slots), chunk):
-                rows = range(start, min(start + chunk, len(slots)))
-                loaded = [self._loaded(streams[row % len(streams)], step, slots[row]) for row in rows]
-                pixels, images = zip(*loaded, strict=True)
-                cursors: list[tuple[int, ...]] = [stream.cursor for stream in streams]
-                yield Chunk(torch.stack(pixels), list(images), self.shards.meter.take(), cursors)
+        first, own = self.begin + (worker.id if worker else 0), len(self.streams)
+        place = first % own
+        shards = range(self.streams[place], len(self.shards.names), len(self.streams) * self.streams.step)
+        stream = Stream(
+            self.shards, shards, self.streams[place], self.job.seed, self.source.shuffle, self.cursors[place]
+        )
+        parts = [self.slots[start : start + self.job.chunk] for start in range(0, len(self.slots), self.job.chunk)]
+        for number in count(first, own):
+            step, part = divmod(number, len(parts))
+            yield self._chunk(stream, step, parts[part])
 
-    def _loaded(self, stream: Stream, step: int, slot: int) -> tuple[Tensor, Loaded]:
+    def _chunk(self, stream: Stream, step: int, slots: range) -> Chunk:
+        pixels, samples, labels, names = list[Tensor](), list[int](), list[int](), list[str]()
         failures: list[Failure] = []
-        for name, key, members in stream.candidates():
-            try:
-                label, image, _ = labelled_image(key, self.source.labelled(key, members))
-                pixels = self.job.augmented(EncodedImage(image.data, self.job.max_pixels, name), step, slot)
-            except DamagedImageError as error:
-                failures.append(Failure.of(name, error))
-            else:
-                stream.in_batch.add(name)
-                return pixels, Loaded(number_of(name), label, name, failures)
-        raise AssertionError("candidates end with an error")
+        for slot in slots:
+            for name, key, members in stream.candidates(step):
+                try:
+                    label, image, _ = labelled_image(key, self.source.labelled(key, members))
+                    pixels.append(self.job.augmented(EncodedImage(image.data, self.job.max_pixels, name), step, slot))
+                except DamagedImageError as error:
+                    failures.append(Failure.of(name, error))
+                else:
+                    samples.append(number_of(name))
+                    labels.append(label)
+                    names.append(name)
+                    break
+        return Chunk(torch.stack(pixels), samples, labels, names, failures, self.shards.meter.take(), stream.cursor)
 
 
-def _interleaved(parts: list[Chunk]) -> Chunk:
-    """The chunks of all workers, which have equal numbers of rows and of streams, as one of the rank."""
-    pixels, images, traffic, cursors, _ = zip(*parts, strict=True)
-    return Chunk(
-        torch.stack(pixels, 1).flatten(0, 1) if len(parts) > 1 else pixels[0],
-        list(chain(*zip(*images, strict=True))),
-        reduce(Traffic.plus, traffic),
-        list(chain(*zip(*cursors, strict=True))),
-    )
+def _class_number(value: Any) -> int:
+    """A whole number stands for itself; the name of a class gets a number of its own, the same in every run."""
+    if isinstance(value, bool | float):
+        raise TypeError(f"{value} is no class")
+    if isinstance(value, str) and value and not value.isdigit():
+        return number_of(value) % 10**18  # as many digits as a label may have
+    return int(str(value))

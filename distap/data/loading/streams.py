@@ -1,32 +1,38 @@
 """The streams of streamed reading: each walks its shards in webdataset's pipeline, from any position on.
 
-distap replaces webdataset's opener and tar expander, which lose samples without a word (at a changed bit in a tar
-header, a cut at a block's end, a command that fails); ours retry what may pass and then raise.
+distap's strict tar reader replaces webdataset's, which loses samples without a word: at a changed bit in a header, a
+cut at a block's end, a command that fails.
 """
 
 import hashlib
+import os
 import random
+import signal
+import subprocess
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
 import webdataset
 
-from distap.data.loading.pipes import piped
-from distap.data.sampling.streams import StreamsSampling
-from distap.data.shards.tar import Group, TarMember, read_groups
-from distap.errors import DistapError
+from distap.data.shards.tar import DamagedShardError, Group, TarMember, read_groups
+from distap.errors import FAILED, DistapError
 from distap.randomness import permutation, seed_for
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, shard_names
 from distap.storage.remotes import RemoteSettings
-from distap.storage.traffic import Meter
+from distap.storage.traffic import Meter, Traffic
 
 SHARDS, SHUFFLE = 18, 19  # first words of random keys; no two uses share one
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
 Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
+
+
+class FailedCommandError(DistapError):
+    """A command failed, but may succeed when started again, as it may have read from a network."""
+
+    status = FAILED
 
 
 def number_of(name: str) -> int:
@@ -58,61 +64,83 @@ class StreamedShards:
         for shard in shards:
             name = self.names[shard]
             if self._storage is None:
-                with piped(name.removeprefix("pipe:"), self.meter) as pipe:
-                    yield from read_groups(pipe, None, name)
-            else:
-                length = self._storage.about(name).size
-                with self._storage.open(name) as file:
-                    yield from read_groups(file, length, self._storage.where(name))
+                yield from self._of_command(name)
+                continue
+            length = self._storage.about(name).size
+            with self._storage.open(name) as file:
+                yield from read_groups(file, length, self._storage.where(name))
+
+    def _of_command(self, name: str) -> Iterator[Group]:
+        """The samples in the output of a shell command, which is killed if this generator ends before it."""
+        command = name.removeprefix("pipe:")
+        with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout is not None
+            try:
+                for key, members in read_groups(process.stdout, None, name):
+                    self.meter.add(Traffic(read_bytes=sum(len(member.data) for member in members.values())))
+                    yield key, members
+                process.wait()
+            except DamagedShardError:
+                # A command that fails cuts its output short: its status tells the cause, the cut does not.
+                if process.stdout.read(1) or not process.wait():
+                    raise
+            finally:
+                if process.poll() is None:  # nobody reads on, and it may never write again to notice that
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            raise FailedCommandError(f"{name}: failed with status {process.returncode}; stderr has its messages")
 
 
 class Cursor(NamedTuple):
+    """The place where a stream goes on."""
+
     turn: int = 0  # passes over all of its shards that are done
     place: int = 0  # shards of the pass that are done
     sample: int = 0  # samples of the shard, in its shuffled order, that are done
 
 
-@dataclass(eq=False)
 class Stream:
-    """One of the streams of a data set, see `StreamsSampling`."""
+    """The samples of a stream: `own` are the numbers of its shards, `number` tells it from the other streams."""
 
-    shards: StreamedShards
-    sampling: StreamsSampling
-    seed: int
-    number: int
-    cursor: Cursor  # where it goes on, and later the place behind the sample that was given last
-    in_batch: set[str] = field(default_factory=set)  # names of the present batch's images; others fill and clear it
+    def __init__(
+        self, shards: StreamedShards, own: range, number: int, seed: int, shuffle: int, cursor: Cursor
+    ) -> None:
+        self.shards, self.own, self.cursor = shards, own, cursor
+        self._key, self._shuffle = (seed, number), shuffle
+        self._walked = self._walk(cursor)
+        self._step, self._in_batch = -1, set[str]()  # names of the images of a step that were used
 
-    def __post_init__(self) -> None:
-        self._walked = self._walk(self.cursor)
+    def candidates(self, step: int) -> Iterator[Found]:
+        """The next samples that the batch has not got yet, to be tried until one is used; take no further one then.
 
-    def candidates(self) -> Iterator[Found]:
-        """The next samples that the batch has not got yet, to be tried until one can be used."""
+        At the seam of two passes an image may come up again within a batch, as its own positive: it is left out.
+        """
+        if step != self._step:
+            self._step, self._in_batch = step, set()
         ends = 0  # of passes; between two of them lies a whole one
         while ends < 2:
             self.cursor, sample = next(self._walked)
             if sample is None:
                 ends += 1
-            elif sample[0] not in self.in_batch:
+            elif sample[0] not in self._in_batch:
+                self._in_batch.add(sample[0])
                 yield sample
-        sampling, images = self.sampling, len(self.in_batch)
         raise DistapError(
-            f"{self.shards.source}: stream {self.number} of {sampling.streams} has only {images} usable images, "
-            f"but gives {sampling.size // sampling.streams} to a batch, and no image may be in a batch twice: set "
-            "sampling.batch_size lower, or sampling.streams"
+            f"{self.shards.source}: a loader worker has only {len(self._in_batch)} images in its {len(self.own)} "
+            "shards, too few for its part of a batch, in which no image may be twice, or too many of them damaged: "
+            "set sampling.batch_size or data.workers lower"
         )
 
     def _walk(self, cursor: Cursor) -> Iterator[tuple[Cursor, Found | None]]:
         """Endlessly, pass after pass: each sample, and None at the end of a pass, with the cursor behind it."""
         first, begin, skip = cursor
-        names, streams = self.shards.names, self.sampling.streams
-        own = range(self.number, len(names), streams)
+        names = self.shards.names
         for turn in count(first):
-            order = permutation(len(own), SHARDS, self.seed, self.number, turn).tolist()
-            for place in range(begin, len(own)):
-                shard, number = own[order[place]], 0
-                seed = seed_for(SHUFFLE, self.seed, turn, shard)
-                for number, (key, members) in enumerate(self.shards.samples(shard, self.sampling.shuffle, seed), 1):
+            order = permutation(len(self.own), SHARDS, *self._key, turn).tolist()
+            for place in range(begin, len(self.own)):
+                shard, number = self.own[order[place]], 0
+                samples = self.shards.samples(shard, self._shuffle, seed_for(SHUFFLE, self._key[0], turn, shard))
+                for number, (key, members) in enumerate(samples, 1):
                     if number > skip:
                         yield Cursor(turn, place, number), (f"{names[shard]}:{key}", key, members)
                 if number < skip:

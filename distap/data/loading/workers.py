@@ -24,6 +24,7 @@ from distap.processes.stopping import go_deaf
 
 SHARED_MEMORY = "/dev/shm"  # through which workers hand images over
 LONGEST_WAIT = 600.0  # seconds for the next chunk
+_abandoned: list[Any] = []  # loaders that lost a worker
 
 
 class LostWorkerError(DistapError):
@@ -34,29 +35,32 @@ class LostWorkerError(DistapError):
 
 def handed_over(
     images: Dataset[Any],
+    requests: Iterable[list[Any]] | None,
     workers: int,
     prefetch: int,
     *,
     longest_wait: float = LONGEST_WAIT,
     bytes_ahead: int = 0,
     where: Callable[[Any], str] = str,
-    batch_sampler: Iterable[list[Any]] | None = None,
-    **options: Any,
 ) -> Generator[Any]:
-    """Run torch's DataLoader over `images` in processes that end with this generator; 0 workers read in this one.
+    """Yield `images[request]` of each request, read by processes that end with this generator.
 
     Args:
+        images: torch's map-style data set; or, if `requests` is None, an iterable one.
+        workers: number of processes; 0 reads in this one.
+        prefetch: requests that each worker reads ahead.
         longest_wait: seconds after which workers that hand nothing over count as lost.
         bytes_ahead: what they hand over before it is used, which shared memory has to hold.
-        where: names a request of `batch_sampler`, for a message.
+        where: names an item of a request, for a message.
 
     Raises:
         DistapError: a worker raised it, or shared memory is too small.
         LostWorkerError: a worker was lost.
     """
     asked = deque[Any]()
-    if batch_sampler is not None:
-        options["batch_sampler"] = _noted(batch_sampler, asked)
+    options: dict[str, Any] = {"batch_size": None, "collate_fn": _unchanged}
+    if requests is not None:
+        options["sampler"] = _noted(requests, asked)
     if workers:
         _require_shared_memory(bytes_ahead)
         options |= {
@@ -89,11 +93,19 @@ def handed_over(
         # The loader has put the worker's traceback before the message that is meant for the user.
         failure = type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
     finally:
-        # Now, and not when an error that refers to the loader is forgotten: by then its workers hear no more.
-        _kill(started)  # the loader would wait for one that is stuck, or for what a lost one held
-        del chunks
+        if isinstance(failure, LostWorkerError):
+            _kill(started)
+            _abandoned.append(chunks)  # its end would wait for a lock that a lost worker may have held
+        else:
+            # Before any worker is killed, since one may hold that lock. It waits some seconds for one that is stuck.
+            del chunks
+            _kill(started)
     if failure is not None:
         raise failure
+
+
+def _unchanged(item: Any) -> Any:
+    return item
 
 
 def _begin(rank: int, _: int) -> None:
