@@ -12,8 +12,11 @@ ALERTS = {rule["alert"] for rule in rules("alert")}
 
 
 def run_cases(folder: Path, text: str) -> tuple[int, str]:
-    """How promtool leaves after all cases with these rules, and what it says."""
-    (folder / "rules.yaml").write_text(text)
+    """How promtool leaves after all cases with these rules, and what it says; the cases leave annotations out."""
+    content = yaml.safe_load(text)
+    for rule in (rule for group in content["groups"] for rule in group["rules"]):
+        rule.pop("annotations", None)
+    (folder / "rules.yaml").write_text(yaml.safe_dump(content))
     for case in CASES:
         shutil.copy(case, folder)
     done = promtool("test", "rules", *(str(folder / case.name) for case in CASES))
