@@ -1,35 +1,28 @@
 """Keep shards on a host's own disk, for all its ranks and loader workers together.
 
-    FOLDER/lock                          locked while files come and go
-    FOLDER/FINGERPRINT/in-use            locked, shared, by every process that reads this data set
-    FOLDER/FINGERPRINT/SHA256.tar        a whole shard
-    FOLDER/FINGERPRINT/SHA256.part       a shard on its way, locked by its writer; without a lock it is a leftover
+    FOLDER/FINGERPRINT/SHA256.tar    a whole shard
+    FOLDER/FINGERPRINT/SHA256.part   a shard on its way, locked by the process that fetches it
 
-Reading never waits for a download: a shard that is not there yet is read from its source, while one process of the
-host fetches it in the background. The shards of one data set never evict each other, since a training reads images in
-random order and each shard would soon be wanted again; what does not fit is always read from the source.
+Reading never waits for a download: a shard that is not there yet is read from its source, while a thread of one
+process fetches it. Nothing is evicted: what does not fit is always read from the source, since a training reads images
+in random order and would soon want each shard again.
 """
 
+import errno
 import fcntl
 import logging
 import os
-import shutil
 import threading
-import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from distap.data.settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
-from distap.storage.files import BLOCK, Storage, storage_of
+from distap.storage.files import BLOCK, Storage
 from distap.storage.hashing import Hashed
-from distap.storage.open_files import OpenFiles
 
-LOCK, IN_USE, SAID = "lock", "in-use", "said"
 THREAD = "distap-shard-cache"  # name of the thread that fetches
 logger = logging.getLogger("distap")
 
@@ -39,78 +32,39 @@ class ShardCache:
 
     def __init__(self, settings: CacheSettings, index: Index, source: Storage) -> None:
         self._arguments = settings, index, source
-        self._source = source
-        self.root, self.max_bytes = Path(settings.folder), settings.max_bytes
+        self._source, self.root, self.max_bytes = source, Path(settings.folder), settings.max_bytes
         self.folder = self.root / index.fingerprint[:32]
-        self._names: list[str] = index.shard_name.tolist()
-        self._sizes: list[int] = index.shard_size.tolist()
-        self._digests: list[str] = index.shard_sha256.tolist()
-        self._files = OpenFiles()
+        self._shards = list(zip(index.shard_name, index.shard_size, index.shard_sha256, strict=True))
         self._asked: set[int] = set()
         self._queue: deque[int] = deque()
         self._thread = threading.Thread()
         self._is_full = False
-        self._enter()
-        if sum(self._sizes) > self.max_bytes:
-            logger.info(
-                "%s: data.cache.max_bytes holds only a part of %s; the rest is not kept", self.root, source.base
-            )
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise DistapError(f"{self.root}: data.cache.folder cannot be used: {error.strerror or error}") from error
 
     def __reduce__(self) -> tuple[type["ShardCache"], tuple[Any, ...]]:
         return ShardCache, self._arguments
 
     def read(self, shard: int, offset: int, size: int) -> bytes | None:
-        """Bytes of a kept shard, fewer if it is damaged; None if it is not kept (yet)."""
+        """Return bytes of a kept shard, fewer if it was cut short; None if it is not kept (yet)."""
         try:
-            return self._files.read(str(self._path(shard)), offset, size)
-        except FileNotFoundError:
-            self._fetch_later(shard)
+            with self._path(shard).open("rb", buffering=0) as file:
+                file.seek(offset)
+                return file.read(size)
         except OSError:
-            self.drop(shard)
-        return None
+            self._fetch_later(shard)
+            return None
 
     def drop(self, shard: int) -> None:
-        """Forget a kept shard that is damaged, and fetch it again."""
-        path = self._path(shard)
-        with suppress(OSError):
-            if self._files.is_at(str(path)):  # another process may have fetched it anew since
-                path.unlink()
-        self._files.close(str(path))
+        """Remove a kept shard that is damaged, and fetch it again."""
+        self._path(shard).unlink(missing_ok=True)
         self._asked.discard(shard)
         self._fetch_later(shard)
 
     def _path(self, shard: int) -> Path:
-        return self.folder / f"{self._digests[shard]}.tar"
-
-    def _enter(self) -> None:
-        """Mark the data set as read by this process and its forks, and clear away what earlier ones left behind."""
-        try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._locked():
-                self.folder.mkdir(mode=0o700, exist_ok=True)
-                in_use = _opened(self.folder / IN_USE)
-                # Close without unlocking: a forked worker still holds the lock.
-                weakref.finalize(self, os.close, in_use)
-                if _try_lock(in_use):
-                    (self.folder / SAID).unlink(missing_ok=True)
-                fcntl.flock(in_use, fcntl.LOCK_SH)
-                os.utime(in_use)
-                for part in self.folder.glob("*.part"):
-                    file = _opened(part)
-                    if _try_lock(file):
-                        part.unlink()
-                    os.close(file)
-        except OSError as error:
-            raise DistapError(f"{self.root}: data.cache.folder cannot be used: {error.strerror or error}") from error
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        file = _opened(self.root / LOCK)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-        finally:
-            _release(file)
+        return self.folder / f"{self._shards[shard][2]}.tar"
 
     def _fetch_later(self, shard: int) -> None:
         if shard not in self._asked:
@@ -122,100 +76,50 @@ class ShardCache:
             self._thread.start()
 
     def _fetch_all(self) -> None:
-        storage = storage_of(self._source.base, self._source.settings)
-        storage.meter = self._source.meter
         while self._queue and not self._is_full:
             try:
-                self._fetch(self._queue.popleft(), storage)
+                self._fetch(self._queue.popleft())
             except DistapError as error:  # training meets it too if it reads the source there
                 logger.warning("data.cache: %s", error)
             except OSError as error:
                 self._is_full = True
-                self._say_once(f"{self.root}: no more shards are kept: {error.strerror or error}")
+                reason = error.strerror or error
+                logger.warning("%s: no more shards are kept: %s; the others are read from the source", self.root, reason)
 
-    def _fetch(self, shard: int, storage: Storage) -> None:
-        """Fetch a shard, unless another process does or there is no room for it."""
-        path, size, whole = self._path(shard), self._sizes[shard], False
+    def _fetch(self, shard: int) -> None:
+        """Fetch a shard, unless another process does so or has done so."""
+        path = self._path(shard)
         part = path.with_suffix(".part")
-        with self._locked():
-            if path.exists():
+        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 return
-            file = _opened(part)
-            if not _try_lock(file):
-                os.close(file)
-                return
-        try:
-            with self._locked():
-                os.ftruncate(file, 0)
-                self._is_full = not self._has_room(size)
-                if self._is_full:
+            try:
+                # A part that was opened before its writer renamed it is that shard now, and stays as it is.
+                if path.exists():
                     return
-                os.posix_fallocate(file, 0, size)  # a full disk is found now
-            self._download(shard, storage, file)
-            whole = True
-        finally:
-            with self._locked():
-                if whole:
-                    part.replace(path)
-                else:
-                    part.unlink(missing_ok=True)
-                _release(file)
+                file.truncate(0)  # what a killed process has left
+                self._download(shard, file)
+                part.rename(path)
+            finally:
+                part.unlink(missing_ok=True)
+                # A worker that was forked meanwhile has the file too, and would keep the lock.
+                fcntl.flock(file, fcntl.LOCK_UN)
 
-    def _download(self, shard: int, storage: Storage, file: int) -> None:
-        name, size = self._names[shard], self._sizes[shard]
-        with storage.open(name) as opened:
+    def _download(self, shard: int, file: Any) -> None:
+        name, size, sha256 = self._shards[shard]
+        used = sum(path.stat().st_size for path in self.root.glob("*/*") if path.suffix in (".tar", ".part"))
+        if used + size > self.max_bytes:
+            raise OSError(errno.ENOSPC, f"data.cache.max_bytes is {self.max_bytes}, and {used} bytes are kept already")
+        os.posix_fallocate(file.fileno(), 0, int(size))  # a full disk is found now
+        with self._source.open(str(name)) as opened:
             source = Hashed(opened)
-            while source.position <= size and (data := source.read(BLOCK)):
-                os.write(file, data)
-        if (source.position, source.sha256) != (size, self._digests[shard]):
+            while source.position < size and (data := source.read(min(BLOCK, int(size) - source.position))):
+                file.write(data)
+        if (source.position, source.sha256) != (size, sha256):
             raise DistapError(
-                f"{storage.where(name)}: its bytes have changed since they were indexed, so it is not kept; make the "
-                "index anew with `distap data index`"
+                f"{self._source.where(str(name))}: its bytes have changed since they were indexed; make the index "
+                "anew with `distap data index`"
             )
-        os.fsync(file)
-
-    def _has_room(self, size: int) -> bool:
-        """Remove data sets that nobody reads, the oldest first, and return whether that makes enough room."""
-        marks = list(self.root.glob(f"{'[0-9a-f]' * 32}/{IN_USE}"))  # other things in the folder are not ours
-        used = sum(_used(mark.parent) for mark in marks)
-        for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
-            if used + size <= self.max_bytes:
-                break
-            in_use = _opened(mark)
-            if _try_lock(in_use):
-                used -= _used(mark.parent)
-                shutil.rmtree(mark.parent)
-            os.close(in_use)
-        return used + size <= self.max_bytes
-
-    def _say_once(self, message: str) -> None:
-        """Warn in the log of one process of the host only."""
-        with suppress(OSError):
-            os.close(os.open(self.folder / SAID, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            logger.warning("%s; the other shards are read from %s", message, self._source.base)
-
-
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _release(file: int) -> None:
-    # Unlock before closing: a worker that was forked meanwhile has the file too, and would keep the lock.
-    fcntl.flock(file, fcntl.LOCK_UN)
-    os.close(file)
-
-
-def _used(folder: Path) -> int:
-    used = 0
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):
-            used += path.lstat().st_size
-    return used
+        os.fsync(file.fileno())
