@@ -1,47 +1,34 @@
 """Read, write and list the files of a folder, on disk or behind a URL, with one retry policy."""
 
-import asyncio
-import errno
 import io
 import os
 import shutil
 import stat
-import time
-from collections.abc import Callable
-from concurrent.futures import wait
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
+from urllib.parse import quote
 
 from distap.errors import DistapError
 from distap.storage.atomic import make_folder, replacing
 from distap.storage.locations import joined, scheme_of
-from distap.storage.open_files import OpenFiles
 from distap.storage.remotes import RemoteSettings, file_system, retried
 from distap.storage.traffic import Meter, Traffic
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
-PART = 16 * 2**20  # bytes of a large file that are sent to a bucket at once
 
 
 class About(NamedTuple):
     """Hold what a storage tells of a file without reading it."""
 
     size: int  # in bytes
-    version: str  # changes when the file does
+    version: str  # changes when the file does; "" if the storage does not tell
 
 
 def storage_of(base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> "Storage":
     """Return the storage of a folder, given by its path or URL; see `Storage` for the arguments."""
-    scheme = scheme_of(base)
-    if scheme in ("", "file"):
-        return LocalStorage(base, settings, key)
-    if scheme in ("http", "https"):
-        from distap.storage.web_files import WebStorage  # needs aiohttp
-
-        return WebStorage(base, settings, key)
-    return Storage(base, settings, key)
+    kind = LocalStorage if scheme_of(base) in ("", "file") else Storage
+    return kind(base, settings, key)
 
 
 class Storage:
@@ -67,34 +54,36 @@ class Storage:
         return bounded
 
     def where(self, name: str) -> str:
-        return joined(self.base, name)
+        return joined(self.base, quote(name) if self.scheme in ("http", "https") else name)
 
     @retried("read")
     def about(self, name: str) -> About:
-        info = self._ask("info", self._path(name))
-        if info.get("type") == "directory":
+        info = self._files.info(self.where(name))
+        if info["type"] == "directory":
             raise DistapError(f"{self.where(name)}: expected a file, not a folder")
-        versions = (info.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
+        if info["size"] is None:
+            raise DistapError(f"{self.where(name)}: the server does not tell the file's size (Content-Length)")
+        versions = (info.get(key) for key in ("ETag", "etag", "LastModified", "Last-Modified", "mtime"))
         return About(int(info["size"]), str(next((version for version in versions if version), "")))
 
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, fewer only at the end of the file."""
-        if size == 0:
-            return b""
-        try:
-            data = bytes(self._ask("cat_file", self._path(name), start=offset, end=offset + size))
-        except OSError as error:
-            if error.errno != errno.EINVAL or "range" not in str(error).lower():
-                raise
-            data = b""  # beyond the end
+        data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size)) if size else b""
+        if len(data) > size:
+            raise DistapError(
+                f"{self.where(name)}: the server ignores Range and sends whole files, so images cannot be read by "
+                "their offset; serve the shards with nginx, Apache or an object store, or copy them to disk"
+            )
         # A short answer is the end of the file, or one that broke off without contradicting its headers.
-        left = size if len(data) == size else int(self._ask("info", self._path(name))["size"]) - offset
-        return self._complete(name, data, size, left)
+        if len(data) < size and len(data) < (left := min(size, self._files.info(self.where(name))["size"] - offset)):
+            raise OSError(f"the connection ended after {len(data)} bytes of {left}")
+        self.meter.add(Traffic(read_bytes=len(data)))
+        return data
 
     @retried("read")
     def read_whole(self, name: str) -> bytes:
-        return bytes(self._ask("cat_file", self._path(name)))
+        return bytes(self._files.cat_file(self.where(name)))
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of any size. Each block is a `read` of its own, so that it can be retried."""
@@ -103,16 +92,16 @@ class Storage:
     @retried("listed")
     def names(self, pattern: str) -> list[str]:
         """Return the names of the files that match a glob, sorted."""
-        start = joined(self._path(""), "")
-        found = self._ask("glob", start + pattern, detail=True)
+        start = joined(self._files._strip_protocol(self.base), "")
+        found = self._files.glob(start + pattern, detail=True)
         return sorted(path.removeprefix(start) for path, info in found.items() if info["type"] == "file")
 
     @retried("listed")
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file below a folder, by name; {} if there is no such folder."""
-        start = joined(self._path(""), "")
+        start = joined(self._files._strip_protocol(self.base), "")
         try:
-            found = self._ask("find", start + folder, detail=True)
+            found = self._files.find(start + folder, detail=True)
         except FileNotFoundError:
             return {}
         sizes = {str(path).removeprefix(start): int(info["size"]) for path, info in found.items()}
@@ -121,7 +110,7 @@ class Storage:
     @retried("written")
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, which appears whole and outlasts a loss of power."""
-        self._ask("pipe_file", self._path(name), data)
+        self._files.pipe_file(self.where(name), data)
 
     @retried("written")
     def create(self, name: str, data: bytes) -> bool:
@@ -130,7 +119,7 @@ class Storage:
         Object stores that do not know If-None-Match, which S3 and Google's do, replace the other writer's.
         """
         try:
-            self._ask("pipe_file", self._path(name), data, mode="create")
+            self._files.pipe_file(self.where(name), data, mode="create")
         except FileExistsError:
             return False
         return True
@@ -138,35 +127,18 @@ class Storage:
     @retried("written")
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it outlasts a loss of power."""
-        parts = {"chunksize": PART} if self.scheme in ("s3", "gs") else {}
-        self._transfer("put_file", str(path), self._path(name), **parts)
+        self._files.put_file(str(path), self.where(name))
 
     @retried("read")
     def download(self, name: str, path: Path) -> None:
         """Copy a file of any size to `path`, whose folder exists."""
-        parts = {"chunksize": PART} if self.scheme == "s3" else {}
-        self._transfer("get_file", self._path(name), str(path), **parts)
+        self._files.get_file(self.where(name), str(path))
 
     @retried("removed")
     def remove(self, name: str) -> None:
         """Remove a file; if it is gone already, that is no error."""
         with suppress(FileNotFoundError):
-            self._ask("rm_file", self._path(name))
-
-    def _complete(self, name: str, data: bytes, size: int, left: int) -> bytes:
-        """Count and return an answer if it has `size` bytes, or the `left` ones up to the end of the file."""
-        if len(data) > size:
-            raise self._ignores_ranges(name)
-        if len(data) < min(size, left):
-            raise OSError(f"the connection ended after {len(data)} bytes of {min(size, left)}")
-        self.meter.add(Traffic(read_bytes=len(data)))
-        return data
-
-    def _ignores_ranges(self, name: str) -> DistapError:
-        return DistapError(
-            f"{self.where(name)}: the server ignores Range and sends whole files, so images cannot be read by their "
-            "offset; serve the shards with nginx, Apache or an object store, or copy them to disk"
-        )
+            self._files.rm_file(self.where(name))
 
     @property
     def _files(self) -> Any:
@@ -175,48 +147,9 @@ class Storage:
             self._made = os.getpid(), file_system(self.scheme, self.settings, self.key)
         return self._made[1]
 
-    def _path(self, name: str) -> str:
-        return str(self._files._strip_protocol(self.where(name)))
-
-    def _ask(self, method: str | Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return what a method of the file system, or a coroutine function, answers without moving much data."""
-        if isinstance(method, str) and not self._files.async_impl:
-            return getattr(self._files, method)(*args, **options)
-        from fsspec.asyn import sync
-
-        function = getattr(self._files, f"_{method}") if isinstance(method, str) else method
-        patience = max(min(self.settings.timeout_seconds, self.deadline - time.monotonic()), 0.001)
-        return sync(self._files.loop, function, *args, timeout=patience, **options)
-
-    def _transfer(self, method: str, *args: Any, **options: Any) -> None:
-        """Await a transfer for as long as bytes move: how long all of it takes depends on its size."""
-        from fsspec.callbacks import Callback
-
-        if not self._files.async_impl:
-            getattr(self._files, method)(*args, **options)
-            return
-        moved, limit = Callback(), self.settings.timeout_seconds
-        transfer = getattr(self._files, f"_{method}")(*args, callback=moved, **options)
-        task = asyncio.run_coroutine_threadsafe(transfer, self._files.loop)
-        try:
-            seen, last = 0, time.monotonic()
-            while not wait([task], min(1.0, limit / 10)).done:
-                now = time.monotonic()
-                if moved.value != seen:
-                    seen, last = moved.value, now
-                if now > self.deadline or now - last > limit:
-                    raise TimeoutError
-            task.result()
-        finally:
-            task.cancel()
-
 
 class LocalStorage(Storage):
-    """The files of a folder on disk, given as a path or a file:// URL: positioned reads and atomic writes."""
-
-    @cached_property
-    def _opened(self) -> OpenFiles:
-        return OpenFiles()
+    """The files of a folder on disk, given as a path or a file:// URL: reads without fsspec, and atomic writes."""
 
     def _local(self, name: str) -> Path:
         return Path(self.where(name).removeprefix("file://"))
@@ -230,7 +163,9 @@ class LocalStorage(Storage):
 
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
-        data = self._opened.read(str(self._local(name)), offset, size)
+        with self._local(name).open("rb") as file:
+            file.seek(offset)
+            data = file.read(size)
         self.meter.add(Traffic(read_bytes=len(data)))
         return data
 

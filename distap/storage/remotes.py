@@ -1,14 +1,13 @@
-"""fsspec file systems with distap's settings, errors and retries; secrets in options and URLs."""
+"""fsspec file systems with distap's settings, and one retry policy with distap's error classes for all of them."""
 
 import errno
+import logging
 import os
-import random
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
-from types import MethodType
 from typing import Any, TypeVar, cast
 
 from distap.errors import FAILED, DistapError
@@ -17,7 +16,7 @@ from distap.storage.traffic import Traffic
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)
+PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)  # of this host's own disk
 OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 PASSING_STATUSES = (408, 425, 429)  # the HTTP statuses of 400 to 499 that another attempt may mend
@@ -26,6 +25,7 @@ PASSING_CODES = (  # error codes of S3 that another attempt may mend, whatever t
     *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),  # changed or cut short on the way
     *("SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded"),
 )
+LONGEST_PAUSE = 60.0  # seconds between two attempts
 M = TypeVar("M", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="RemoteSettings | None")
 
@@ -37,7 +37,7 @@ class RemoteSettings:
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
 
     attempts: int = 5  # tries before a read or write has failed
-    timeout_seconds: float = 60.0  # of one attempt, which asks for 8 MiB at most apart from single images
+    timeout_seconds: float = 60.0  # of one request, which asks for 8 MiB at most apart from single images
     backoff_seconds: float = 0.5  # pause before the second attempt, doubled before each further one
     # By scheme, passed to its fsspec file system: {s3: {endpoint_url: ...}}; a recipe's may hold no secret.
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -75,21 +75,24 @@ class UnreachableError(DistapError):
 
 
 def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
-    """Make an fsspec file system with connections of its own, which retries nothing itself.
-
-    `key` names the settings in messages.
-    """
+    """Make an fsspec file system with connections of its own; `key` names the settings in messages."""
     import fsspec  # slow
 
     options = {name: copy(value) for name, value in settings.options.get(scheme, {}).items()}
-    if scheme == "s3":
-        # One attempt of boto's is one of ours; that of s3fs itself is set below.
-        client = {"retries": {"total_max_attempts": 1}, "read_timeout": settings.timeout_seconds}
-        options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
-    if scheme == "gs":
-        # gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    seconds = settings.timeout_seconds
     try:
+        if scheme in ("http", "https"):
+            from aiohttp import ClientTimeout
+
+            options["client_kwargs"] = {"timeout": ClientTimeout(seconds), **options.get("client_kwargs", {})}
+        if scheme == "s3":
+            # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set below.
+            client = {"retries": {"total_max_attempts": 1}, "connect_timeout": seconds, "read_timeout": seconds}
+            options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
+        if scheme == "gs":
+            options.setdefault("requests_timeout", seconds)
+            # gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use.
+            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
     except ImportError as error:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
@@ -99,9 +102,6 @@ def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
         raise DistapError(f"{where}: {error}; see fsspec's file system for what it takes") from error
     if scheme == "s3":
         files.retries = 1
-    if scheme == "gs":
-        # gcsfs wraps six attempts with pauses around each request, and no option takes them away.
-        files._request = MethodType(type(files)._request.__wrapped__, files)
     return files
 
 
@@ -111,36 +111,34 @@ def retried(done: str) -> Callable[[M], M]:
     Its errors become MissingFileError if there is no such file, DistapError if another attempt cannot help, and
     UnreachableError if all attempts failed. `done` completes "cannot be ..." in their messages.
     """
+    import stamina
+
+    # stamina's own log names neither file nor reason, so without a handler of the caller's it stays silent.
+    logging.getLogger("stamina").addHandler(logging.NullHandler())
 
     def decorated(method: M) -> M:
         @wraps(method)
         def call(self: Any, name: str, *args: Any, **options: Any) -> Any:
-            where, attempts = self.where(name), self.settings.attempts
-            for attempt in range(1, attempts + 1):
-                if time.monotonic() > self.deadline:
-                    raise UnreachableError(
-                        f"{where}: not {done} in time: timeout_seconds also limits a whole checkpoint"
-                    )
-                try:
-                    return method(self, name, *args, **options)
-                except DistapError:
-                    raise
-                except FileNotFoundError as error:
-                    raise MissingFileError(f"{where}: there is no such file") from error
-                except Exception as error:  # each file system raises its own
-                    reason = str(error) or str(error.__cause__ or "") or type(error).__name__
-                    if isinstance(error, TimeoutError) and not _answer_to_boto(error)[0]:
-                        reason = f"no answer within {self.settings.timeout_seconds:g} s"
-                    if _is_permanent(error):
-                        raise DistapError(f"{where}: cannot be {done}: {reason}") from error
-                    if attempt == attempts:
-                        hint = f"; {self.key} has the number of attempts and their time-out" if self.key else ""
-                        raise UnreachableError(
-                            f"{where}: cannot be {done}: {attempts} attempts failed, the last with: {reason}{hint}"
-                        ) from error
-                self.meter.add(Traffic(retries=1))
-                # A random part, since ranks that fail together must not come back together.
-                time.sleep(self.settings.backoff_seconds * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+            where, settings, left = self.where(name), self.settings, self.deadline - time.monotonic()
+            if left <= 0:
+                raise UnreachableError(f"{where}: not {done} in time: timeout_seconds also limits a whole checkpoint")
+            attempts = stamina.retry_context(
+                on=_may_pass,
+                attempts=settings.attempts,
+                timeout=left if left < float("inf") else None,
+                wait_initial=settings.backoff_seconds,
+                wait_jitter=settings.backoff_seconds,  # ranks that fail together must not come back together
+                wait_max=LONGEST_PAUSE,
+            )
+            try:
+                for attempt in attempts:
+                    self.meter.add(Traffic(retries=int(attempt.num > 1)))
+                    with attempt:
+                        return method(self, name, *args, **options)
+            except DistapError:
+                raise
+            except Exception as error:  # each file system raises its own
+                raise _explained(error, where, done, settings, self.key) from error
             raise AssertionError("at least one attempt")
 
         return cast(M, call)
@@ -148,20 +146,44 @@ def retried(done: str) -> Callable[[M], M]:
     return decorated
 
 
-def _is_permanent(error: Exception) -> bool:
+def _explained(error: Exception, where: str, done: str, settings: RemoteSettings, key: str | None) -> DistapError:
+    cause = _cause(error)
+    if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
+        return MissingFileError(f"{where}: there is no such file")
+    reason = str(cause) or str(cause.__cause__ or "") or type(cause).__name__
+    if isinstance(cause, TimeoutError) and not _answer_to_boto(cause)[0]:
+        reason = f"no answer within {settings.timeout_seconds:g} s"
+    if not _may_pass(error):
+        return DistapError(f"{where}: cannot be {done}: {reason}")
+    hint = f"; {key} has the number of attempts and their time-out" if key else ""
+    return UnreachableError(
+        f"{where}: cannot be {done}: {settings.attempts} attempts failed, the last with: {reason}{hint}"
+    )
+
+
+def _cause(error: Exception) -> Exception:
+    """Return what made fsspec say that there is no file: over HTTP it says so of all failures."""
+    cause = error.__cause__
+    is_of_http = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp.")
+    return cast(Exception, cause) if isinstance(error, FileNotFoundError) and is_of_http else error
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether another attempt may succeed."""
+    error = _cause(error)
     code, boto_status = _answer_to_boto(error)
     if code in PASSING_CODES:
+        return True
+    if isinstance(error, (DistapError, *PERMANENT, *OPTION_ERRORS)) or type(error).__name__ in LACKS_CREDENTIALS:
         return False
-    if isinstance(error, (*PERMANENT, *OPTION_ERRORS)) or type(error).__name__ in LACKS_CREDENTIALS:
-        return True
-    if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:  # of this host's own disk
-        return True
+    if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:
+        return False
     status = getattr(error, "status", None) or getattr(error, "code", None) or boto_status
     if status == 401 and "Invalid Credentials" in str(error):  # Google says so when a token has run out
-        return False
+        return True
     if isinstance(status, int) and 400 <= status < 500:
-        return status not in PASSING_STATUSES
-    return str(error).startswith("Forbidden")  # gcsfs says so for HTTP status 403
+        return status in PASSING_STATUSES
+    return not str(error).startswith("Forbidden")  # gcsfs says so for HTTP status 403
 
 
 def _answer_to_boto(error: Exception) -> tuple[str, int | None]:

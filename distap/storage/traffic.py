@@ -1,7 +1,6 @@
 """Count the bytes, retries and cache requests of reading, for the metrics."""
 
 import os
-import threading
 from typing import NamedTuple
 
 
@@ -16,27 +15,19 @@ class Traffic(NamedTuple):
 
 
 class Meter:
-    """Count traffic from any thread; a copy in another process counts for itself."""
+    """Count the traffic of this process; a copy in another process, or a fork, counts for itself."""
 
     def __init__(self) -> None:
-        self._process, self._lock = os.getpid(), threading.Lock()
-        self._total = Traffic()
+        self._process, self._total = os.getpid(), Traffic()
 
     def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
         return Meter, ()
 
     def add(self, traffic: Traffic) -> None:
-        with self._own_lock():
-            self._total = self._total.plus(traffic)
+        self._total = self.take().plus(traffic)
 
     def take(self) -> Traffic:
         """Return what was counted since the last call."""
-        with self._own_lock():
-            taken, self._total = self._total, Traffic()
+        taken = self._total if self._process == os.getpid() else Traffic()
+        self._process, self._total = os.getpid(), Traffic()
         return taken
-
-    def _own_lock(self) -> threading.Lock:
-        if self._process != os.getpid():  # another thread may have held the lock at the moment of the fork
-            self._process, self._lock = os.getpid(), threading.Lock()
-            self._total = Traffic()
-        return self._lock

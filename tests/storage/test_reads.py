@@ -18,7 +18,6 @@ from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.files import LocalStorage, storage_of
 from distap.storage.locations import parse_source
-from distap.storage.open_files import OpenFiles
 from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
 
 QUICK = RemoteSettings(attempts=3, timeout_seconds=20, backoff_seconds=0)
@@ -54,42 +53,12 @@ def test_a_local_file_is_read_in_any_part(tmp_path):
         storage.read("b", 0, 1)
 
 
-def descriptors(folder):
-    """The open files of this process in a folder."""
-    return [
-        int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(f"{folder}/")
-    ]
-
-
-def test_a_process_keeps_few_files_open(tmp_path):
-    files = OpenFiles(limit=3)
-    for name in "abcdef":
-        (tmp_path / name).write_bytes(name.encode())
-    for name in "abcabcdefdefabc":
-        assert files.read(f"{tmp_path}/{name}", 0, 1) == name.encode()
-    assert len(descriptors(tmp_path)) == 3
-
-
-def test_a_stale_file_handle_is_mended_by_opening_the_file_anew(tmp_path):
-    (tmp_path / "a").write_bytes(b"whole")
-    storage = LocalStorage(str(tmp_path), QUICK)
-    storage.read("a", 0, 1)
-    pipe, other_end = os.pipe()  # reading it by position fails, as a stale handle does
-    (descriptor,) = descriptors(tmp_path)
-    os.dup2(pipe, descriptor)
-    os.close(pipe)
-    os.close(other_end)
-    assert storage.read("a", 0, 5) == b"whole"
-    assert storage.meter.take().retries == 1
-
-
 def test_parts_over_http_are_those_of_the_file(web, shards):
     storage = storage_of(web.url, QUICK)
     whole = (shards / "000000.tar").read_bytes()
     assert storage.about("000000.tar").size == len(whole)
     assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
     assert storage.read("000000.tar", len(whole) - 5, 100) == whole[-5:]
-    assert storage.read("000000.tar", len(whole), 100) == b""
     assert storage.open("000000.tar").read() == whole
 
 
@@ -107,16 +76,22 @@ def asked(web):
     return sum("bytes=" in request for request in web.requests)
 
 
-FAULTS = [(scheme, fault) for scheme in SCHEMES for fault in ("503", "429", "cut", "short")]
+FAULTS = [(scheme, fault) for scheme in ("http", "s3") for fault in ("503", "429", "cut", "short")]
 
 
-@pytest.mark.parametrize(("scheme", "fault"), [*FAULTS, ("http", "shift")])
+@pytest.mark.parametrize(("scheme", "fault"), [*FAULTS, ("gs", "short")])
 def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
     storage = over(scheme, web)
     web.faults = [fault, fault]
     assert storage.read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
     assert asked(web) == 3
     assert storage.meter.take() == (600, 2, 0, 0)
+
+
+@pytest.mark.parametrize("fault", ["503", "cut"])
+def test_gcsfs_retries_by_itself(web, shards, fault):
+    web.faults = [fault]
+    assert over("gs", web, attempts=1).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +137,7 @@ def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards,
     assert not web.faults
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["http", "s3"])
 def test_a_fault_that_stays_is_an_error_that_says_where_and_how_often(web, scheme):
     storage = over(scheme, web)
     web.faults = ["503"] * 9
@@ -176,7 +151,8 @@ def test_a_fault_that_stays_is_an_error_that_says_where_and_how_often(web, schem
 def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme, seconds):
     storage = over(scheme, web, attempts=2, timeout_seconds=seconds)
     web.faults = ["stall", "stall"]
-    with pytest.raises(UnreachableError, match=rf"2 attempts failed, the last with: no answer within {seconds} s"):
+    silence = rf"(no answer within {seconds} s|Read timeout)"
+    with pytest.raises(UnreachableError, match=f"2 attempts failed, the last with: {silence}"):
         storage.read("000000.tar", 0, 600)
     web.faults = ["stall"]
     patient = over(scheme, web, timeout_seconds=max(seconds, 1))
@@ -201,13 +177,15 @@ def test_what_another_attempt_would_not_mend_is_tried_once(web, scheme, status):
 def test_a_missing_file_is_told_from_other_errors(web):
     with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
         storage_of(web.url, QUICK).about("none.tar")
-    assert len(web.requests) == 1
+    with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
+        storage_of(web.url, QUICK).read("none.tar", 0, 1)
 
 
-def test_a_server_that_ignores_ranges_is_found_out_before_training(web):
+def test_a_server_that_ignores_ranges_is_found_out_by_the_first_image(web):
+    reader = Reader(web.url, load_index(web.url, QUICK), remote=QUICK)
     web.ranges = False
     with pytest.raises(DistapError, match=r"ignores Range.*nginx"):
-        load_index(web.url, QUICK)
+        reader.data(4)
 
 
 def test_an_image_behind_a_name_with_odd_signs_is_found(tmp_path):
@@ -230,7 +208,6 @@ def test_an_object_store_is_read_listed_and_written(s3, shards):
     assert storage.about("000000.tar").size == len(whole)
     assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
     assert storage.read("000000.tar", len(whole) - 5, 5) == whole[-5:]
-    assert storage.read("000000.tar", len(whole) + 5, 5) == b""
     assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]
     storage.write("note", b"text")
     assert storage.open("note").read() == b"text"
@@ -283,7 +260,7 @@ def test_reading_over_a_network_is_reading_from_disk(kind, kept, workers, shards
     shares = [own.shares(range(1)), images.shares(range(1))]
     here, there = map(next, shares)
     assert np.array_equal(here.images(slice(0, 9)), there.images(slice(0, 9)))
-    assert here.samples == there.samples
+    assert here.samples.tolist() == there.samples.tolist()
     size = sum(int(expected.index.size[sample]) for sample in range(9))
     if workers:
         assert there.traffic == (size, 0, 9 if kept else 0, 0)

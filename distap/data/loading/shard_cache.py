@@ -84,7 +84,9 @@ class ShardCache:
             except OSError as error:
                 self._is_full = True
                 reason = error.strerror or error
-                logger.warning("%s: no more shards are kept: %s; the others are read from the source", self.root, reason)
+                logger.warning(
+                    "%s: no more shards are kept: %s; the others are read from the source", self.root, reason
+                )
 
     def _fetch(self, shard: int) -> None:
         """Fetch a shard, unless another process does so or has done so."""
@@ -111,7 +113,9 @@ class ShardCache:
         name, size, sha256 = self._shards[shard]
         used = sum(path.stat().st_size for path in self.root.glob("*/*") if path.suffix in (".tar", ".part"))
         if used + size > self.max_bytes:
-            raise OSError(errno.ENOSPC, f"data.cache.max_bytes is {self.max_bytes}, and {used} bytes are kept already")
+            raise OSError(
+                errno.ENOSPC, f"data.cache.max_bytes is {self.max_bytes}, and {used} bytes are kept already"
+            )
         os.posix_fallocate(file.fileno(), 0, int(size))  # a full disk is found now
         with self._source.open(str(name)) as opened:
             source = Hashed(opened)
