@@ -16,6 +16,7 @@ from distap.storage.remotes import RemoteSettings, file_system, retried
 from distap.storage.traffic import Meter, Traffic
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
+PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
 
 
 class About(NamedTuple):
@@ -110,7 +111,7 @@ class Storage:
     @retried("written")
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, which appears whole and outlasts a loss of power."""
-        self._files.pipe_file(self.where(name), data)
+        self._files.pipe_file(self.where(name), data, timeout=self.settings.timeout_seconds)
 
     @retried("written")
     def create(self, name: str, data: bytes) -> bool:
@@ -119,7 +120,7 @@ class Storage:
         Object stores that do not know If-None-Match, which S3 and Google's do, replace the other writer's.
         """
         try:
-            self._files.pipe_file(self.where(name), data, mode="create")
+            self._files.pipe_file(self.where(name), data, mode="create", timeout=self.settings.timeout_seconds)
         except FileExistsError:
             return False
         return True
@@ -127,7 +128,9 @@ class Storage:
     @retried("written")
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it outlasts a loss of power."""
-        self._files.put_file(str(path), self.where(name))
+        # s3fs waits without end for a server that is silent when it sends: no time-out of its own is for that.
+        seconds = self.settings.timeout_seconds * max(1, path.stat().st_size / PART)
+        self._files.put_file(str(path), self.where(name), timeout=seconds)
 
     @retried("read")
     def download(self, name: str, path: Path) -> None:

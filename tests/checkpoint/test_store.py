@@ -65,7 +65,7 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3):
             lambda: store.download("file", tmp_path / "fetched"),
             lambda: store.sizes("folder"),
         ):
-            with pytest.raises(UnreachableError, match=r"2 attempts failed, the last with: no answer within 0\.3 s"):
+            with pytest.raises(UnreachableError, match=r"2 attempts failed, the last with: (no answer|Read timeout)"):
                 call()
 
 

@@ -1,7 +1,6 @@
 import os
 import pickle
 import sys
-from pathlib import Path
 
 import fsspec
 import numpy as np

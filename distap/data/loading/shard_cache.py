@@ -4,8 +4,8 @@
     FOLDER/FINGERPRINT/SHA256.part   a shard on its way, locked by the process that fetches it
 
 Reading never waits for a download: a shard that is not there yet is read from its source, while a thread of one
-process fetches it. Nothing is evicted: what does not fit is always read from the source, since a training reads images
-in random order and would soon want each shard again.
+process fetches it. Nothing is evicted: what does not fit is always read from the source, since a training reads
+images in random order and would soon want each shard again.
 """
 
 import errno
