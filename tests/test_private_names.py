@@ -46,7 +46,6 @@ ATTRIBUTES = {
     "_hp_optimizer_states_linked": "DeepSpeed ZeRO: where the optimiser's state is",
     "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
     "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
-    "_request": "fsspec over HTTP: one request with the settings of the session",
     "_root_post_backward_final_callback": "FSDP2: the end of the last backward pass",
     "_settings": "torchrun's rendezvous: how many hosts, and how long they wait",
     "_state_ctx": "FSDP2: what the units share",
