@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from distap.cli.options import run
-from distap.cli.training import train_rank
+from distap.cli.train import train_rank
 
 
 class _Callable(ModuleType):
