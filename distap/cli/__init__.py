@@ -12,7 +12,7 @@ from distap.cli.export import export_command
 from distap.cli.options import run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
-from distap.cli.train import report_command, train_command, watch_command
+from distap.cli.train import report_command, train_command
 
 app = App(help="Train image-retrieval descriptors by optimising Average Precision over huge batches.")
 app.command("init")(init_command)
@@ -27,7 +27,6 @@ app.command("whiten")(whiten_command)
 app.command("index")(index_command)
 app.command("search")(search_command)
 app.command("serve")(serve_command)
-app.command("watch")(watch_command)
 app.command("report")(report_command)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from distap.cli.commands import JSON, App, print_json
+from distap.cli.commands import App
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError, problem_of
 from distap.storage.locations import parse_source
@@ -185,33 +186,26 @@ def check_command(
 def stats_command(
     source: SOURCE,
     path: INDEX = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Page (.html) or figures (.json) to write.", show_default="only printed")
-    ] = None,
     remote: REMOTE = None,
-    as_json: JSON = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to, as JSON.")] = None,
 ) -> None:
     """Count classes, images per class and sizes, and describe the batches that each way of sampling would give.
 
-    Reads the index, and few images: a sample of them for their format, and those that the page shows. With --json,
-    all figures by the names that --output FILE.json gives them: `images`, `classes`, `bytes` and so on.
+    Reads the index, and a random sample of the images for their formats.
     """
+    from distap.cli.statistics_tables import statistics_tables
     from distap.data.loading.indexed import Reader
     from distap.data.shards.load_index import load_index
     from distap.data.shards.statistics import statistics
-    from distap.pages.data_set import statistics_tables, write_statistics
+    from distap.storage.atomic import write_whole
 
     parsed, settings = parse_source(source, path), _remote(remote)
     reader = Reader(parsed, load_index(parsed, settings), remote=settings)
     _print_left_out(reader.index.left_out)
     figures = statistics(reader)
-    if as_json:
-        print_json(figures)
-    else:
-        print_result(*statistics_tables(figures))
-    if output is not None:
-        write_statistics(output, figures, f"distap: {source}", reader)
-        tell(f"{output}: written")
+    print_result(*statistics_tables(figures))
+    if json_file is not None:
+        write_whole(json_file, json.dumps(figures, indent=1) + "\n")
 
 
 def _remote(text: str | None) -> "RemoteSettings | None":

@@ -1,16 +1,15 @@
-"""`distap train`, `watch` and `report`: train a recipe and look at its runs."""
+"""`distap train` and `report`: train a recipe and look at its runs."""
 
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from distap.apps.serve.settings import AddressSettings
 from distap.cli.commands import JSON, print_json
-from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start, with_options
+from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start
 from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
 
@@ -18,7 +17,7 @@ OUTPUT = "Folder to write report.html and summary.json to; by default the run's,
 BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
 AFTER = "Evaluation after the training, a folder like --before; by default the run's."
 RESTARTS = "Start ranks again after a failure, at most this many times; they go on from the newest checkpoint."
-WATCHED = "Folder of a training run; the training may begin later."
+FOLLOW = "Write the page again every so many seconds while a run trains, and let it reload itself."
 DRY_RUN = "Only look for mistakes, load the weights, and say what would be done."
 
 
@@ -94,20 +93,6 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     print_result(f"{config}: nothing is wrong")
 
 
-@with_options(AddressSettings)
-def watch_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help=WATCHED, show_default=False)], **address: Any
-) -> None:
-    """Show a run in a browser while it trains: how far it is, curves, times, ranks, and the newest neighbours.
-
-    The page changes by itself while somebody looks at it. Ranks of this machine are asked what they do if the recipe
-    sets metrics.port. There is no password: pages of other sites are refused, and so are other names of this server.
-    """
-    from distap.apps.watch import watch
-
-    watch(run, AddressSettings(**address))
-
-
 def report_command(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run. Several runs are compared.")
@@ -115,6 +100,7 @@ def report_command(
     output: Annotated[Path | None, typer.Option(help=OUTPUT)] = None,
     before: Annotated[Path | None, typer.Option(help=BEFORE)] = None,
     after: Annotated[Path | None, typer.Option(help=AFTER)] = None,
+    follow: Annotated[int | None, typer.Option(metavar="SECONDS", help=FOLLOW, min=1)] = None,
     as_json: JSON = False,
 ) -> None:
     """Write a page about one run, or several side by side: curves, times, figures, neighbours, hardest queries.
@@ -122,9 +108,12 @@ def report_command(
     With --json: `report`, the page; and `summary`, what summary.json has: figures `before` and `after` (1 is all),
     `train_seconds` and `outside_network_share`; of several runs these by name, in `runs`.
     """
+    from distap.pages.following import follow_runs
     from distap.pages.report import report
     from distap.telemetry.terminal import figures_table, print_result
 
+    if follow is not None:
+        follow_runs(runs, follow, lambda: report(runs, output, before, after, reload=follow)[0])
     page, summary = report(runs, output, before, after)
     if as_json:
         print_json({"report": str(page), "summary": summary})

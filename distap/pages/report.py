@@ -41,7 +41,11 @@ CURVES = {
 
 
 def report(
-    folders: Sequence[Path], output: Path | None = None, before: Path | None = None, after: Path | None = None
+    folders: Sequence[Path],
+    output: Path | None = None,
+    before: Path | None = None,
+    after: Path | None = None,
+    reload: int | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Write the report page of a run, or of several side by side, and a summary as JSON; return path and summary.
 
@@ -49,6 +53,7 @@ def report(
         output: folder to write to; by default the run's, or the one that holds all of the runs.
         before, after: with one run: folders that `distap eval --output` wrote, to show instead of the run's own first
             and newest evaluation.
+        reload: seconds after which a browser loads the page again.
     """
     several = len(folders) > 1
     if several and (before or after):
@@ -73,6 +78,7 @@ def report(
         title=f"distap: {' and '.join(run.name for run in runs)}",
         made=time.time(),
         version=__version__,
+        reload=reload,
         runs=runs,
         recipes={run.name: _recipe_text(run.recipe) for run in runs},
         problem=problem,

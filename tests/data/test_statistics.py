@@ -13,31 +13,21 @@ from distap.data.sampling.p_by_k import PByKSampling
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
-from distap.data.shards.statistics import (
-    decimal_histogram,
-    doubling_histogram,
-    most_classes,
-    share_with_positive,
-    statistics,
-)
+from distap.data.shards.statistics import most_classes, share_with_positive, statistics
 from distap.errors import DistapError
 
 
 def test_a_small_set_is_counted_by_hand(shards):
     index = load_index(shards)
     figures = statistics(Reader(shards, index))
-    assert (figures["images"], figures["classes"], figures["shards"], figures["groups"]) == (9, 3, 3, 0)
+    assert (figures["images"], figures["classes"], figures["shards"], figures["group_sizes"]) == (9, 3, 3, {})
     assert figures["bytes"] == int(index.size.sum())
     spread = figures["images_a_class"]
     assert (spread["least"], spread["median"], spread["mean"], spread["greatest"]) == (2, 3, 3, 4)
-    assert figures["images_a_class_histogram"] == (("2", 1), ("3", 1), ("4", 1))
     assert figures["singletons"] == 0
     assert figures["formats"] == {"PNG": 9}
-    assert figures["shorter_side_histogram"] == (("20-50", 9),)
-    assert figures["aspect_histogram"] == (("square", 9),)
     assert figures["largest"] == {"apple": 4, "bear": 3, "car": 2}
     assert figures["smallest_classes_batch"] == 6
-    assert figures["classes_a_shard"]["greatest"] == 2
 
 
 def test_sizes_formats_groups_and_singletons_are_told_apart(tmp_path):
@@ -49,10 +39,9 @@ def test_sizes_formats_groups_and_singletons_are_told_apart(tmp_path):
     index, _ = pack(images, tmp_path / "out")
     figures = statistics(Reader(tmp_path / "out", index))
     assert figures["formats"] == {"JPEG": 1, "PNG": 1, "WEBP": 1}
-    assert (figures["singletons"], figures["groups"], figures["without_group"]) == (3, 1, 2)
+    assert (figures["singletons"], figures["without_group"]) == (3, 2)
     assert figures["group_sizes"] == {"animals": (1, 1)}
-    assert {name for name, count in figures["aspect_histogram"] if count} == {"1:3-1:2", "2:1-3:1", ">3:1"}
-    assert figures["megapixels_histogram"][-1] == ("2-5", 1)
+    assert figures["megapixels"]["greatest"] == 2 and figures["aspect"]["greatest"] == 7.5
     assert all(each["most_classes"] == 0 for each in figures["p_by_k"])
 
 
@@ -95,25 +84,6 @@ def test_p_by_k_takes_as_many_classes_as_told_and_no_more(label, images):
         PByKSampling(classes=most, images=images).check(classes)
     with pytest.raises(DistapError):
         PByKSampling(classes=most + 1, images=images).check(classes)
-
-
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
-def test_every_class_is_in_the_bin_that_its_size_names(sizes):
-    values = np.array(sizes)
-    found = {}
-    for name, count in doubling_histogram(values):
-        low, _, high = name.partition("-")
-        assert count == ((values >= int(low)) & (values <= int(high or low))).sum()
-        found[name] = count
-    assert sum(found.values()) == len(sizes)
-
-
-@given(st.lists(st.floats(1e-5, 1e10), min_size=1, max_size=50))
-def test_no_value_falls_between_the_bins(values):
-    bins = decimal_histogram(np.array(values))
-    assert sum(count for _, count in bins) == len(values)
-    assert bins[0][1] > 0
-    assert bins[-1][1] > 0
 
 
 def test_batches_larger_than_the_data_set_are_not_told_of(tmp_path):
