@@ -29,7 +29,7 @@ def statistics(reader: Reader) -> Statistics:
     looked_at = permutation(len(index), 0)[:LOOKED_AT].tolist()
     largest = np.argsort(-classes.sizes, kind="stable")[:LARGEST].tolist()
     members = {str(name): index.class_group == name for name in np.unique(index.class_group) if name}
-    spreads = {
+    spreads: dict[str, NDArray[Any]] = {
         "images_a_class": classes.sizes,
         "width": width,  # pixels, like height and shorter_side
         "height": height,
