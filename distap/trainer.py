@@ -42,7 +42,7 @@ from distap.training.checks import checked_data, checked_network, require_same_d
 from distap.training.length import Length
 from distap.training.projection import whiten_projection
 from distap.training.report import RunReport, logger
-from distap.training.state import RunState, is_begun
+from distap.training.run_state import RunState, is_begun
 from distap.world import World, joined_world
 
 TRACES = "traces"
@@ -273,7 +273,7 @@ class Trainer:
         self.report.checkpoint(written)
         if written is not None and written.error is not None:
             kind = UnreachableError if written.may_pass else DistapError
-            raise kind(f"{written.path}: the last checkpoint cannot be written: {written.error}")
+            raise kind(f"{written.where}: the last checkpoint cannot be written: {written.error}")
 
     def _average_statistics(self) -> None:
         """Average BatchNorm's running statistics over the ranks; each has its own if they come from micro-batches."""

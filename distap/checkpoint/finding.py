@@ -5,18 +5,17 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.folder import FOLDER, NAME, STEP, UNFINISHED, Checkpoint, best_checkpoint, list_checkpoints
-from distap.checkpoint.manifest import DamagedCheckpointError, damaged_files, read_manifest
-from distap.checkpoint.stored import StoredRun
+from distap.checkpoint.beside import FilesBeside
+from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
+from distap.checkpoint.manifest import DamagedCheckpointError, damaged_files
 from distap.errors import DistapError
-from distap.storage.files import storage_of
+from distap.storage.files import Storage, storage_of
 from distap.storage.locations import parse_store, scheme_of
 from distap.storage.remotes import MissingFileError
 from distap.world import World
@@ -24,17 +23,15 @@ from distap.world import World
 KEY = "checkpoint.store"  # of the recipe, for messages
 PROBES = ".probes"
 LISTING_SECONDS = 60.0  # during which a network file system may still show an old listing of a folder
-C = TypeVar("C")
 logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to go on from, on this host's disk, the same on every rank."""
+    """A checkpoint to go on from, the same on every rank."""
 
     checkpoint: Checkpoint
-    name: str | None  # in the store; None if it is not there
-    passed_over: list[str]  # names of newer ones that are damaged, in the store if there is one
+    passed_over: list[str]  # names of newer ones that are damaged
 
 
 @contextmanager
@@ -46,83 +43,67 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     Args:
         where: a run, of which the newest good checkpoint is taken, or one of its checkpoints.
         best: of a run, take the checkpoint with the highest validation mAP.
-        beside: patterns of other files of the run to download as well.
+        beside: patterns of other files of a run in a store to download as well.
     Raises:
         DistapError: there is none, the named one is damaged, or the store cannot be read.
     """
-    url, stored = str(where).rstrip("/"), None
-    candidates: list[Any]
-    if scheme_of(url):
-        base, _, name = url.rpartition(f"/{FOLDER}/")
-        is_named = "." in name and NAME.fullmatch(name) is not None
-        stored = StoredRun(storage_of(parse_store(base if is_named else url), key=None), beside=beside)
-        candidates = [name] if is_named else [stored.best()[1]] if best else stored.names()
+    url = str(where).rstrip("/")
+    run = parse_store(url) if scheme_of(url) else str(Path(url).absolute())
+    parent, _, name = run.rpartition("/")
+    is_named = NAME.fullmatch(name) is not None
+    if is_named:
+        run, _, folder = parent.rpartition("/")
+        checkpoints = Checkpoints(storage_of(run or "/", key=None), folder)
+        names = [name] if name in checkpoints.names() or not checkpoints.is_on_disk or Path(url).is_dir() else []
     else:
-        path, folder = Path(where), Path(where, FOLDER)
-        is_named = NAME.fullmatch(path.name) is not None
-        named = [path] if path.is_dir() else []
-        candidates = named if is_named else [best_checkpoint(folder)[1]] if best else list_checkpoints(folder)
-    if not any(candidates):
+        checkpoints = Checkpoints(storage_of(run, key=None))
+        names = [name for name in [checkpoints.best()[1]] if name] if best else checkpoints.names()
+    if not names:
         lacking = " has been evaluated; data.validation asks for it" if best else "; expected a run or its checkpoint"
         raise DistapError(f"{url}: no checkpoint there{lacking}")
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
-
-        def check(candidate: Any) -> Checkpoint:
-            if stored is None:
-                return _verified(candidate, World(), True)
-            download = Path(temporary, FOLDER, candidate)
-            download.mkdir(parents=True)
-            return stored.fetch(candidate, download)
-
-        checkpoint = check(candidates[0]) if is_named or best else _newest(url, candidates, check)[0]
-        if stored is not None:
-            stored.fetch_beside(Path(temporary))
+        download = Path(temporary, checkpoints.folder, names[-1])
+        if is_named or best:
+            checkpoint = _verified(checkpoints, names[0], download, World())
+        else:
+            checkpoint = _newest(checkpoints, names, download, World()).checkpoint
+        if not checkpoints.is_on_disk:
+            FilesBeside(checkpoints.storage, Path(temporary), beside).fetch()
         yield checkpoint
 
 
 @contextmanager
-def newest_checkpoint(folder: Path, world: World, stored: StoredRun | None = None) -> Iterator[Found | None]:
-    """Find the newest checkpoint of a run's `folder`, or of its store, that all ranks see undamaged.
+def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> Iterator[Found | None]:
+    """Find the newest checkpoint of a run that all ranks see undamaged; None if the run has no checkpoint.
 
-    Without a store all hosts share the folder, and the ranks share the verification. With one, the first rank of each
-    host downloads or verifies a checkpoint for its host, and downloads are removed when all ranks leave. That all
-    checkpoints are damaged, or that the ranks see different ones, is an error.
+    All ranks share the verification of a checkpoint on disk. Of one in a store, the first rank of each host downloads
+    the files into the folder `spool`; they are removed when all ranks leave.
+
+    Raises:
+        DistapError: all checkpoints are damaged, or the ranks see different ones.
     """
-    if stored is None:
-        shared = _seen_by_all(folder, world)
-        newest = shared and _newest(folder, shared, lambda name: _verified(folder / name, world, True), world.rank)
-        yield Found(newest[0], None, newest[2]) if newest else None
-        return
-    candidates = _candidates(folder, world, stored)
-    attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
-    # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
-    download = folder / f"{UNFINISHED}fetched-{attempt}-{world.rank - world.local_rank}"
-
-    def checked(candidate: tuple[str, bool, str]) -> Checkpoint:
-        _, is_stored, name = candidate
-        return _fetched(stored, name, download, world) if is_stored else _verified(folder / name, world, False)
-
-    if not candidates:
+    names = _seen_by_all(checkpoints, world)
+    if not names:
         yield None
         return
+    attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
+    # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
+    download = spool / f".fetched-{attempt}-{world.rank - world.local_rank}"
     try:
-        where = f"{KEY}: {stored.store.base} and {folder}"
-        checkpoint, (_, is_stored, name), passed_over = _newest(where, candidates, checked, world.rank)
-        yield Found(checkpoint, name if is_stored else None, [name for _, stored, name in passed_over if stored])
+        yield _newest(checkpoints, names, download, world)
         world.barrier()  # the other ranks of this host may still read
     finally:
         if world.local_rank == 0:
             shutil.rmtree(download, ignore_errors=True)
 
 
-def has_checkpoints(folder: Path, world: World, stored: StoredRun | None = None) -> bool:
+def has_checkpoints(checkpoints: Checkpoints, world: World) -> bool:
     """Tell whether there is a checkpoint, good or damaged, that `newest_checkpoint` would look at."""
-    return bool(_seen_by_all(folder, world) if stored is None else _candidates(folder, world, stored))
+    return bool(_seen_by_all(checkpoints, world))
 
 
-def probe(stored: StoredRun, world: World) -> None:
+def probe(store: Storage, world: World) -> None:
     """Check that every rank can write to the store, see the files of the others, and remove its own."""
-    store = stored.store
     attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
     names = [f"{PROBES}/{attempt}-{rank}" for rank in range(world.size)]
 
@@ -146,72 +127,67 @@ def probe(stored: StoredRun, world: World) -> None:
         raise type(error)(f"{KEY}: {store.base}: {problem}: {error}") from error
 
 
-def _newest(
-    where: Path | str, candidates: list[C], check: Callable[[C], Checkpoint], rank: int = 0
-) -> tuple[Checkpoint, C, list[C]]:
-    """Return the last candidate that is undamaged: the checkpoint, its candidate, and the candidates after it."""
+def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: World) -> Found:
     problems: list[str] = []
-    for candidate in reversed(candidates):
+    for name in reversed(names):
         try:
-            return check(candidate), candidate, candidates[len(candidates) - len(problems) :]
+            return Found(_verified(checkpoints, name, download, world), names[len(names) - len(problems) :])
         except DamagedCheckpointError as error:
             problems.append(str(error))
-        if rank == 0:
+        if world.rank == 0:
             logger.warning("%s; trying the one before", problems[-1])
     reason = f"none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}"
-    raise DistapError(f"{where}: {reason}. To train anew, remove them")
+    raise DistapError(f"{checkpoints.storage.base}: {reason}. To train anew, remove them")
 
 
-def _candidates(folder: Path, world: World, stored: StoredRun) -> list[tuple[str, bool, str]]:
-    """List step, whether it is in the store, and name of the checkpoints in the store and on all disks, in order."""
-    names = on_all(world, stored.names, mine=world.rank == 0)[0]
-    seen = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
-    local = set[str]().union(*seen).intersection(*seen)
-    # At equal steps the store's, which every host can have.
-    return sorted([(name[:STEP], True, name) for name in names] + [(name[:STEP], False, name) for name in local])
-
-
-def _seen_by_all(folder: Path, world: World) -> list[str]:
-    """List the names of the checkpoints of a shared folder, which must be the same ones on all ranks."""
+def _seen_by_all(checkpoints: Checkpoints, world: World) -> list[str]:
+    # Hosts that share nothing would each begin a run of their own, so all ranks list the checkpoints.
     deadline = time.monotonic() + LISTING_SECONDS
     while True:
-        seen: list[list[str]] = on_all(world, lambda: [path.name for path in list_checkpoints(folder)])
+        seen: list[list[str]] = on_all(world, checkpoints.names)
         other = next((rank for rank, names in enumerate(seen) if names != seen[0]), None)
         if other is None:
             return seen[0]
         if world.maximum(time.monotonic() - deadline) >= 0:
             newest = ", ".join(f"rank {rank} has {max(seen[rank], default='none')}" for rank in (0, other))
-            seen_by = f"the ranks see different checkpoints ({newest})"
-            raise DistapError(f"{folder}: {seen_by}. All hosts have to share the run folder")
+            base = checkpoints.storage.base
+            raise DistapError(
+                f"{base}: the ranks see different checkpoints ({newest}). All hosts have to share this folder"
+            )
         time.sleep(1)
 
 
-def _verified(path: Path, world: World, is_shared: bool) -> Checkpoint:
-    """Verify a checkpoint on disk: all ranks share the work, or the first rank of each host verifies all files."""
+def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World) -> Checkpoint:
+    is_on_disk, where = checkpoints.is_on_disk, checkpoints.where(name)
+    folder = checkpoints.path(name) if is_on_disk else download
 
     def verify() -> str:
-        manifest = read_manifest(path)
+        manifest = checkpoints.manifest(name)
         names = sorted(manifest.files)
-        for _, damage in damaged_files(path, manifest, names[world.rank :: world.size] if is_shared else names):
-            raise DamagedCheckpointError(path, damage)
+        if is_on_disk:
+            damage = damaged_files(folder, manifest, names[world.rank :: world.size])
+        else:
+            damage = _downloaded(checkpoints, name, folder)
+        for problem in damage.values():
+            raise DamagedCheckpointError(where, problem)
         return manifest.text()
 
-    texts = set(on_all(world, verify, mine=is_shared or world.local_rank == 0)) - {None}
+    texts = set(on_all(world, verify, mine=is_on_disk or world.local_rank == 0)) - {None}
     if len(texts) > 1:
-        raise DamagedCheckpointError(path, "the hosts have different ones")
-    return Checkpoint(path, read_manifest(path))
+        raise DamagedCheckpointError(where, "the hosts have different ones")
+    return Checkpoint(folder, checkpoints.manifest(name), where)
 
 
-def _fetched(stored: StoredRun, name: str, folder: Path, world: World) -> Checkpoint:
-    """Download a checkpoint on each host; a damaged one is an error on all ranks."""
-
-    def fetch() -> None:
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            stored.fetch(name, folder)
-        except OSError as error:
-            raise DistapError(f"{folder}: a checkpoint cannot be downloaded to there: {error}; see run") from error
-
-    on_all(world, fetch, mine=world.local_rank == 0)
-    return Checkpoint(folder, read_manifest(folder), stored.where(name))
+def _downloaded(checkpoints: Checkpoints, name: str, folder: Path) -> dict[str, str]:
+    # Download a checkpoint and return its damage; what arrives damaged is downloaded a second time.
+    manifest = checkpoints.manifest(name)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        wanted, damage = list(manifest.files), dict[str, str]()
+        for _ in range(2):
+            checkpoints.fetch(name, wanted, folder)
+            wanted = list(damage := damaged_files(folder, manifest, wanted))
+        return damage
+    except OSError as error:
+        raise DistapError(f"{folder}: a checkpoint cannot be downloaded to there: {error}; see run") from error

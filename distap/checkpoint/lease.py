@@ -3,7 +3,8 @@
 RUN/lease.json      who trains here and when it said so last, also in checkpoint.store
 
 Rank 0 takes the lease and renews it. A second training is refused, unless the first is gone: its process on this host
-has ended, it was an earlier start of the same job of several hosts, or it has not renewed the lease for some time.
+has ended, it was an earlier start of the same job of several hosts, or it has not renewed the lease for some time. A
+person who knows more says so with --take-over.
 """
 
 import json
@@ -28,7 +29,7 @@ FILE = "lease.json"
 RENEW_SECONDS = 20.0
 STALE_RENEWALS = 3  # that a training has missed if it is gone
 FIELDS = {"host", "pid", "processes", "born", "job", "training", "started", "renewed"}
-LONG_AGO_SECONDS = 3600.0  # by which the clocks of two hosts do not differ
+TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-over
 _of_this_process: set[str] = set()  # trainings that run in it, for one that could not remove its lease
 logger = logging.getLogger("distap")
 
@@ -126,6 +127,8 @@ class Lease:
 
     def _gone(self, other: dict[str, Any], watched_seconds: float) -> str:
         """Tell why the training of another lease is gone; empty if it may run."""
+        if TAKE_OVER in os.environ:
+            return "asked for by --take-over"
         if not other:
             return "it is damaged" if watched_seconds > RENEW_SECONDS / 2 else ""
         if self._is_of_this_host(other):
@@ -136,7 +139,7 @@ class Lease:
         unrenewed, limit = time.time() - other["renewed"], STALE_RENEWALS * RENEW_SECONDS
         # The other host's clock may be slow, so a lease that looks old is watched for more than a renewal.
         is_old = unrenewed > limit and watched_seconds > 1.5 * RENEW_SECONDS
-        is_gone = is_old or watched_seconds > limit or unrenewed > LONG_AGO_SECONDS
+        is_gone = is_old or watched_seconds > limit
         return f"not renewed for {max(unrenewed, watched_seconds):.0f} s" if is_gone else ""
 
     def _is_of_this_host(self, other: dict[str, Any]) -> bool:
@@ -179,7 +182,7 @@ def _read(place: Storage) -> dict[str, Any] | None:
 def _refusal(key: str, place: Storage, other: dict[str, Any]) -> RunsHereError:
     return RunsHereError(
         f"{key}: {place.base}: another training runs here: {_named(other)}. Stop it or wait for its end, "
-        f"or choose another {key}; if you know that it is gone, remove {place.where(FILE)}"
+        f"or choose another {key}; if you know that it is gone, start this one with --take-over"
     )
 
 

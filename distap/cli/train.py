@@ -20,8 +20,12 @@ RESTARTS = "Start ranks again after a failure, at most this many times; they go 
 FOLLOW = "Write the page again every so many seconds while a run trains, and let it reload itself."
 DRY_RUN = "Only look for mistakes, load the weights, and say what would be done."
 
+TAKES_OVER = Annotated[
+    bool, typer.Option("--take-over", help="Train in a run folder although another training seems to use it.")
+]
 
-def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:
+
+def train_rank(config: CONFIG, overrides: OVERRIDES = None, take_over: TAKES_OVER = False) -> None:
     """Train on this process's rank: alone, or as one of the ranks that torchrun starts.
 
     The run goes on from its newest checkpoint, if there is one. On SIGTERM or SIGINT it finishes the step or breaks
@@ -29,6 +33,7 @@ def train_rank(config: CONFIG, overrides: OVERRIDES = None) -> None:
     are done, 2 a mistake that a person must mend, 1 a failure.
     """
     end_when_asked()
+    _set_take_over(take_over)
     startup = Startup()
     # Imported here, so that --help does not wait for torch.
     from distap.config.reading import load_recipe
@@ -49,6 +54,7 @@ def train_command(
     ranks: RANKS = 1,
     max_restarts: Annotated[int, typer.Option(help=RESTARTS, min=0)] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
+    take_over: TAKES_OVER = False,
 ) -> None:
     """Train a recipe with the three-stage step; an interrupted run goes on from its newest checkpoint.
 
@@ -65,13 +71,19 @@ def train_command(
         check_training(config, overrides, ranks)
         return
     if ranks == 1 and max_restarts == 0:
-        train_rank(config, overrides)
+        train_rank(config, overrides, take_over)
         return
     from distap.launcher import launch_training
 
     end_when_asked()
+    _set_take_over(take_over)
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     raise typer.Exit(launch_training(options, config, overrides))
+
+
+def _set_take_over(take_over: bool) -> None:
+    if take_over:  # the ranks that are started inherit it
+        os.environ["DISTAP_TAKE_OVER"] = "1"
 
 
 def check_training(config: Path, overrides: list[str], ranks: int) -> None:

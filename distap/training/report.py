@@ -212,7 +212,7 @@ class RunReport:
         if written.error is not None:
             self.metrics.checkpoint_failures.inc()
             told = "%s: the checkpoint cannot be written: %s; the one before stays the newest"
-            logger.error(told, written.path, written.error)
+            logger.error(told, written.where, written.error)
             return
         self.metrics.checkpoint_step.set(written.step)
         self.metrics.stage_seconds.labels("checkpoint").observe(written.blocked_seconds)

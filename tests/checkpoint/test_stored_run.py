@@ -78,7 +78,9 @@ def test_what_one_host_saves_another_loads(tmp_path, kind):
         assert list((tmp_path / host / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", [".metadata", "shard-00001-model-00001-of-00001.safetensors", "state.json", "manifest.json"]
+)
 def test_a_damaged_file_is_found_and_the_checkpoint_before_is_used(tmp_path, stored, file, caplog):
     save(stored, tmp_path / "run", 1, 2)
     damaged = stored.names()[1]
@@ -104,7 +106,7 @@ def test_when_all_are_damaged_training_does_not_start_anew(tmp_path, stored):
 
 def test_what_arrives_damaged_is_downloaded_once_more(tmp_path, stored, monkeypatch, caplog):
     save(stored, tmp_path / "run", 1)
-    download, broken = Storage.download, ["__0_0.distcp"]
+    download, broken = Storage.download, ["shard-00001-model-00001-of-00001.safetensors"]
 
     def break_once(store, name, path):
         download(store, name, path)
@@ -114,7 +116,7 @@ def test_what_arrives_damaged_is_downloaded_once_more(tmp_path, stored, monkeypa
 
     monkeypatch.setattr(Storage, "download", break_once)
     assert newest(stored, tmp_path / "run")[0] == 1
-    assert "__0_0.distcp arrived damaged; downloading again" in caplog.text
+    assert "shard-00001-model-00001-of-00001.safetensors arrived damaged; downloading again" in caplog.text
 
 
 def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(tmp_path, stored, monkeypatch):
@@ -136,7 +138,7 @@ def test_what_was_sent_without_its_manifest_is_no_checkpoint_and_the_next_one_re
     folder = Path(stored.where(whole).removeprefix("file://"))
     half = folder.with_name("step-00000002.0123abcd")
     half.mkdir()
-    for file in ("state.json", "__0_0.distcp"):
+    for file in ("state.json", "shard-00001-model-00001-of-00001.safetensors"):
         (half / file).write_bytes((folder / file).read_bytes())
     assert stored.names() == [whole]
     assert newest(stored, tmp_path / "run")[0] == 1
@@ -191,7 +193,12 @@ def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch, stored):
     removed, remove = [], Storage.remove
     monkeypatch.setattr(Storage, "remove", lambda store, name: (removed.append(name), remove(store, name)))
     save(stored, tmp_path / "run", 2, keep=1)
-    assert [Path(name).name for name in removed] == ["manifest.json", ".metadata", "__0_0.distcp", "state.json"]
+    assert [Path(name).name for name in removed] == [
+        "manifest.json",
+        ".metadata",
+        "shard-00001-model-00001-of-00001.safetensors",
+        "state.json",
+    ]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_does_not_count_among_the_newest(tmp_path, stored):
@@ -272,7 +279,7 @@ def _two_hosts(world, folder, options):
     assert newest(stored, run, world)[0] == 2
     if world.rank == 0:
         name = stored.names()[-1]
-        path = f"shards/hosts/checkpoints/{name}/__1_0.distcp"
+        path = f"shards/hosts/checkpoints/{name}/shard-00002-model-00001-of-00001.safetensors"
         files = s3_files(options)
         data = bytearray(files.cat_file(path))
         data[300] ^= 8
@@ -291,7 +298,7 @@ def test_two_hosts_share_nothing_but_the_store(tmp_path):
         answers = on_ranks(2, _two_hosts, tmp_path, options)
     for step, passed_over, failed, names in answers:
         assert (step, passed_over, names) == (1, ["step-00000002"], [])
-        assert "__1_0.distcp was sent" in failed.error
+        assert "shard-00002-model-00001-of-00001.safetensors was sent" in failed.error
         assert "and is not there; do all hosts write to the same store?" in failed.error
         assert failed.may_pass
     left = [path.name for path in (tmp_path / "host-1/checkpoints").iterdir()]

@@ -25,7 +25,7 @@ from distap.stages.micro_batches import Batch
 from distap.step import Described, StepResult, ThreeStageStep
 from distap.train import main
 from distap.trainer import Trainer
-from distap.training.state import RunState
+from distap.training.run_state import RunState
 from distap.world import World
 
 

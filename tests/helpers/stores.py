@@ -1,21 +1,49 @@
-"""Runs in stores, for tests."""
+"""Runs on disk and in stores, for tests."""
 
+from dataclasses import replace
+from pathlib import Path
+
+from distap.checkpoint.beside import FilesBeside
+from distap.checkpoint.checkpoints import Checkpoints
 from distap.checkpoint.finding import newest_checkpoint, opened_checkpoint
-from distap.checkpoint.stored import StoredRun
+from distap.checkpoint.manifest import MANIFEST_FILE
+from distap.checkpoint.writer import CheckpointWriter
 from distap.storage.files import storage_of
+from distap.storage.hashing import file_identity
 from distap.storage.remotes import RemoteSettings
+from distap.world import World
 
+SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
 BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
 
 
-def stored_at(url, options=None, **settings):
+def storage_at(url, options=None, **settings):
     settings = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0, options=options or {}, **settings)
-    return StoredRun(storage_of(str(url), settings, "checkpoint.remote"), BESIDE, "not_finite.jsonl")
+    return storage_of(str(url), settings, "checkpoint.remote")
 
 
-def newest_on_disk(folder, world):
-    """The newest good checkpoint of a folder, and the names of those that were passed over."""
-    with newest_checkpoint(folder, world) as found:
+def checkpoints_of(run, options=None):
+    """The checkpoints of a run, by its folder or URL."""
+    return Checkpoints(storage_at(run, options))
+
+
+def beside(storage, run):
+    return FilesBeside(storage, run, BESIDE, "not_finite.jsonl")
+
+
+def writer_to(run, world=None, keep=99, spool=Path(), **settings):
+    checkpoints = run if isinstance(run, Checkpoints) else checkpoints_of(run)
+    return CheckpointWriter(checkpoints, world or World(), keep, spool=spool, **settings)
+
+
+def list_checkpoints(folder):
+    """The folders of a run's checkpoints, oldest first."""
+    return [folder / name for name in checkpoints_of(folder.parent).names()]
+
+
+def newest_on_disk(run, world=None):
+    """The newest good checkpoint of a run, and the names of those that were passed over."""
+    with newest_checkpoint(checkpoints_of(run), Path(), world or World()) as found:
         return found.checkpoint, found.passed_over
 
 
@@ -23,3 +51,11 @@ def found_checkpoint(path, best=False):
     """The checkpoint that a path on disk means."""
     with opened_checkpoint(path, best) as checkpoint:
         return checkpoint
+
+
+def rewrite_manifest(path, **changes):
+    """Make the manifest fit what is in the folder of a checkpoint, as someone who means harm would."""
+    checkpoints = Checkpoints(storage_at(path.parent.parent), path.parent.name)
+    manifest = checkpoints.manifest(path.name)
+    files = {name: file_identity(path / name) for name in manifest.files} | changes.get("files", {})
+    (path / MANIFEST_FILE).write_text(replace(manifest, files=files).text())

@@ -15,9 +15,9 @@ from containers import IMAGE, LIMITS, ROOT, Engine, engine, options_of_pod
 from hosts import Hosts
 from installing import pins
 from packaging.utils import canonicalize_name
+from stores import list_checkpoints
 from trainings import Run
 
-from distap.checkpoint.folder import list_checkpoints
 from distap.errors import RESTART
 
 pytestmark = [pytest.mark.container, pytest.mark.cluster, pytest.mark.slow]

@@ -16,10 +16,9 @@ from faults import recorded_batches
 from launching import started
 from PIL import Image
 from small_trainings import losses, parameters
-from stores import found_checkpoint
+from stores import found_checkpoint, list_checkpoints
 from trainings import STEPS, Run
 
-from distap.checkpoint.folder import list_checkpoints
 from distap.config.reading import load_recipe
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
@@ -266,13 +265,16 @@ def test_a_flipped_byte_in_the_newest_checkpoint_is_found_and_the_one_before_use
     status, output = run.go(2, "SIGKILL rank=0 step=7 stage=rank")
     assert status == FAILED, output
     newest = list_checkpoints(run.folder / "checkpoints")[-1]
-    damaged = newest / "__1_0.distcp"
+    damaged = newest / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 0xFF
     damaged.write_bytes(content)
     status, output = run.go(2)
     assert status == 0, output
-    assert f"{newest}: damaged checkpoint: __1_0.distcp is not the file that was written" in output
+    assert (
+        f"{newest}: damaged checkpoint: shard-00002-model-00001-of-00001.safetensors is not the file that was written"
+        in output
+    )
     assert f"going on from {list_checkpoints(run.folder / 'checkpoints')[0].parent}/step-" in output
     assert same(run, undisturbed)
 

@@ -13,11 +13,11 @@ import torch
 from commands import distap
 from ranks import on_ranks
 from small_trainings import losses, parameters, recipe, train
+from stores import list_checkpoints
 
 import distap as library
 from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.checkpoint import lease as leases
-from distap.checkpoint.folder import list_checkpoints
 from distap.checkpoint.manifest import STATE_FILE, read_manifest, write_manifest
 from distap.errors import FINISHED, DistapError
 from distap.processes.exit_statuses import JOB

@@ -10,10 +10,9 @@ import torch
 from commands import distap
 from ranks import on_ranks
 from small_trainings import losses, parameters, recipe, train
-from stores import found_checkpoint
+from stores import found_checkpoint, list_checkpoints
 
 import distap as library
-from distap.checkpoint.folder import list_checkpoints
 from distap.config.reading import load_recipe
 from distap.engine.schedule import RateSchedule
 from distap.errors import DistapError

@@ -7,8 +7,7 @@ import signal
 import pytest
 from ranks import RankFailedError, on_ranks
 from small_trainings import DESCENT, losses, train
-
-from distap.checkpoint.folder import list_checkpoints
+from stores import list_checkpoints
 
 pytestmark = pytest.mark.slow
 

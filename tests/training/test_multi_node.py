@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 from hosts import Hosts
 from launching import HELPERS, ROOT, Job, started
+from stores import list_checkpoints
 from trainings import Run
 
-from distap.checkpoint.folder import list_checkpoints
 from distap.errors import FAILED, FINISHED
 
 LAUNCH = ROOT / "launch"

@@ -18,7 +18,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
-from distap.training.state import BESIDE
+from distap.training.run_state import BESIDE
 from distap.world import World
 
 STEPS = {"steps": 4, "checkpoint__every": 2}
@@ -93,9 +93,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_trained_again(tmp_path, training_
     train(World(), tmp_path / "first", training_shards, **changes)
     undisturbed = parameters(store)  # a store that is a folder is a run as it is, and so is a copy of any other
     newest = max((store / "checkpoints").iterdir())
-    data = bytearray((newest / "__0_0.distcp").read_bytes())
+    data = bytearray((newest / "shard-00001-model-00001-of-00001.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
-    (newest / "__0_0.distcp").write_bytes(data)
+    (newest / "shard-00001-model-00001-of-00001.safetensors").write_bytes(data)
     with pytest.raises(DistapError, match=f"{newest.name}: damaged checkpoint: __0_0"):
         trained_network(f"file://{newest}", World())
     train(World(), tmp_path / "second", training_shards, **changes)
@@ -189,8 +189,8 @@ def test_two_hosts_that_share_nothing_else_go_on_bit_for_bit(tmp_path, training_
     newest = max(path for path in files.ls("shards/two-hosts/checkpoints"))
     assert {path.rpartition("/")[2] for path in files.ls(newest)} == {
         ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
+        "shard-00001-model-00001-of-00001.safetensors",
+        "shard-00002-model-00001-of-00001.safetensors",
         "manifest.json",
         "state.json",
     }

@@ -14,10 +14,9 @@ from images import write_images
 from PIL import Image
 from ranks import on_ranks
 from small_trainings import DESCENT, losses, parameters, recipe, train
-from stores import found_checkpoint
+from stores import found_checkpoint, list_checkpoints
 
 import distap.checkpoint.finding
-from distap.checkpoint.folder import list_checkpoints
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import FINISHED, RESTART, DistapError
@@ -115,11 +114,14 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, training_shards):
 def test_a_damaged_checkpoint_is_passed_over_and_kept_under_another_name(tmp_path, training_shards, caplog):
     train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
     whole = parameters(tmp_path)
-    state = tmp_path / "checkpoints" / "step-00000004" / "__0_0.distcp"
+    state = tmp_path / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors"
     state.write_bytes(state.read_bytes()[:-1])
     caplog.clear()
     train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
-    assert "step-00000004: damaged checkpoint: __0_0.distcp is not the file that was written" in caplog.text
+    assert (
+        "step-00000004: damaged checkpoint: shard-00001-model-00001-of-00001.safetensors is not the file that was written"
+        in caplog.text
+    )
     assert f"going on from {tmp_path / 'checkpoints' / 'step-00000002'}" in caplog.text
     assert all(torch.equal(whole[name], again) for name, again in parameters(tmp_path).items())
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

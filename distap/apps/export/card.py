@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import distap
 from distap.apps.export.checking import Agreement, Range
 from distap.apps.export.formats import BackboneFile
-from distap.checkpoint.folder import Checkpoint
+from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError

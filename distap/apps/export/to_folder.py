@@ -24,7 +24,7 @@ from distap.retrieval.whitening import Whitening, load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
 from distap.training.build import trained_network
-from distap.training.state import BESIDE
+from distap.training.run_state import BESIDE
 from distap.world import World
 
 ABOUT_FILE, PROGRAM_FILE, ONNX_FILE = "export.json", "model.pt2", "model.onnx"

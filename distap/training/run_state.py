@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from distap.checkpoint.agreement import on_all
+from distap.checkpoint.beside import FilesBeside
+from distap.checkpoint.checkpoints import DAMAGED_MANIFEST, FOLDER, Checkpoint, Checkpoints
 from distap.checkpoint.finding import Found, has_checkpoints, newest_checkpoint, probe
-from distap.checkpoint.folder import FOLDER, Checkpoint, best_checkpoint, set_aside
 from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError
-from distap.checkpoint.stored import DAMAGED_MANIFEST, StoredRun
 from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
@@ -27,11 +26,11 @@ from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import RECORDED, by_path
-from distap.storage.files import storage_of
+from distap.storage.files import Storage, storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
 from distap.world import World
 
-# Files of the run folder that are sent to a store together with checkpoints.
+# Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
@@ -43,25 +42,24 @@ def is_begun(recipe: Recipe, world: World) -> bool:
 
     Raises a DistapError if a rank cannot use the recipe's store, or another training on rank 0's host uses the run.
     """
-    stored = _stored_run(recipe)
-    if stored is not None:
-        probe(stored, world)
-    on_all(world, _lease_of(recipe, stored).require_free, mine=world.rank == 0)
-    return has_checkpoints(recipe.run / FOLDER, world, stored)
+    storage = _storage_of(recipe)
+    if recipe.checkpoint.store is not None:
+        probe(storage, world)
+    on_all(world, _lease_of(recipe, storage).require_free, mine=world.rank == 0)
+    return has_checkpoints(Checkpoints(storage), world)
 
 
-def _stored_run(recipe: Recipe) -> StoredRun | None:
+def _storage_of(recipe: Recipe) -> Storage:
+    """Return the folder or store that holds the run's checkpoints."""
     section = recipe.checkpoint
     if section.store is None:
-        return None
-    store = storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
-    return StoredRun(store, BESIDE, NOT_FINITE_LOG)
+        return storage_of(str(recipe.run))
+    return storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
 
 
-def _lease_of(recipe: Recipe, stored: StoredRun | None) -> Lease:
-    return Lease(
-        {"run": storage_of(str(recipe.run))} | ({} if stored is None else {"checkpoint.store": stored.store})
-    )
+def _lease_of(recipe: Recipe, storage: Storage) -> Lease:
+    is_in_store = recipe.checkpoint.store is not None
+    return Lease({"run": storage_of(str(recipe.run))} | ({"checkpoint.store": storage} if is_in_store else {}))
 
 
 class RunState:
@@ -77,21 +75,28 @@ class RunState:
         loss_engine: Engine | None = None,
     ) -> None:
         self.recipe, self.world, self.images, self.engine = recipe, world, images, engine
-        # Other parts with a state, by the prefix of its tensors' names.
+        # Other parts that have a state, by the prefix of the names of their tensors.
         self._parts: dict[str, CrossBatchMemory | TrainingImages | Engine] = {"memory": memory, "streams": images}
         if loss_engine is not None:
             self._parts["loss"] = loss_engine
         self._settings = recipe.model_dump(mode="json")
-        self.folder = recipe.run / FOLDER
         # Highest validation mAP of a checkpoint, and the same without the last one, whose writing may yet fail.
         self.best = self._best_before = float("-inf")
         self._has_failed = False  # whether the last checkpoint could not be written
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
-        section = recipe.checkpoint
-        self._stored = _stored_run(recipe)
-        self.lease = _lease_of(recipe, self._stored)
+        section, storage = recipe.checkpoint, _storage_of(recipe)
+        self.lease = _lease_of(recipe, storage)
+        self.checkpoints, self._spool = Checkpoints(storage), recipe.run / FOLDER
+        # Hosts that use a store need not share the run's folder.
+        self._beside = FilesBeside(storage, recipe.run, BESIDE, NOT_FINITE_LOG) if section.store is not None else None
         self._writer = CheckpointWriter(
-            self.folder, world, section.keep, section.keep_best, recipe.timeout_seconds, self._stored
+            self.checkpoints,
+            world,
+            section.keep,
+            section.keep_best,
+            recipe.timeout_seconds,
+            self._spool,
+            self._beside,
         )
 
     @contextmanager
@@ -107,43 +112,27 @@ class RunState:
 
     def resume(self) -> int:
         """Load the newest undamaged checkpoint, if there is one; return the number of steps that it has done."""
-        with newest_checkpoint(self.folder, self.world, self._stored) as found:
+        with newest_checkpoint(self.checkpoints, self._spool, self.world) as found:
             if found is None:
                 return 0
-            checkpoint, is_first = found.checkpoint, self.world.rank == 0
-            self._take_over(checkpoint)
+            self._take_over(found.checkpoint)
             # Later scores are compared with rank 0's, so that the ranks agree on which one is better.
-            score = on_all(self.world, lambda: self._tidy(found), mine=is_first)[0]
+            score = on_all(self.world, lambda: self._tidy(found), mine=self.world.rank == 0)[0]
             self.best = float("-inf") if score is None else score
-            if self._stored is not None and found.name is None and is_first:
-                shutil.rmtree(checkpoint.path, ignore_errors=True)  # no rank reads it any more, and the store has it
-        return checkpoint.step
+        return found.checkpoint.step
 
     def _tidy(self, found: Found) -> float | None:
-        """Set damaged checkpoints aside, upload one that only the disks have, and return the best score."""
+        """Set damaged checkpoints aside, bring the files next to them from a store, and return the best score."""
         for name in found.passed_over:
-            self._set_aside(name)
-        if self._stored is None:
-            return best_checkpoint(self.folder)[0]
-        if found.name is None:
-            self._stored.add(found.checkpoint.path, found.checkpoint.manifest)
-        else:
-            self._stored.fetch_beside(self.recipe.run)
-        return self._stored.best()[0]
-
-    def _set_aside(self, name: str) -> None:
-        where = str(self.folder / name) if self._stored is None else self._stored.where(name)
-        try:
-            if self._stored is not None:
-                self._stored.set_aside(name)
-                told = f"its manifest is {DAMAGED_MANIFEST} now"
-            else:
-                aside = set_aside(self.folder / name)
-                size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
-                told = f"it is {aside.name} now, {size / 1e6:.1f} MB that you may remove"
-        except (OSError, DistapError) as error:  # the next start passes over it again
-            told = f"it cannot be set aside: {error}"
-        logger.warning("%s is damaged; %s", where, told)
+            try:
+                self.checkpoints.set_aside(name)
+                told = f"its manifest is {DAMAGED_MANIFEST} now; you may remove it"
+            except (OSError, DistapError) as error:  # the next start passes over it again
+                told = f"it cannot be set aside: {error}"
+            logger.warning("%s is damaged; %s", self.checkpoints.where(name), told)
+        if self._beside is not None:
+            self._beside.fetch()
+        return self.checkpoints.best()[0]
 
     def save(self, step: int, score: float | None = None) -> Written | None:
         """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it.
@@ -175,10 +164,9 @@ class RunState:
         return before
 
     def send_beside(self) -> None:
-        """Send the files beside checkpoints to the store, if there is one, without a checkpoint."""
-        if self._stored is not None and self.world.rank == 0:
-            until = time.monotonic() + BESIDE_SECONDS
-            self._stored.by(until).send_beside(self.recipe.run)
+        """Send the files next to checkpoints to the store, if there is one, without a checkpoint."""
+        if self._beside is not None and self.world.rank == 0:
+            self._beside.by(time.monotonic() + BESIDE_SECONDS).send()
 
     def is_best(self, score: float | None) -> bool:
         """Tell whether a state with this validation mAP is the best so far and is to be kept."""
@@ -205,7 +193,7 @@ class RunState:
                 f"{checkpoint.where}: the run was started with another recipe; choose another run folder, or go back "
                 "to it:\n" + "\n".join(f"  {line}" for line in changed)
             )
-        if (order := checkpoint.manifest.about.get("order", 1)) != self.images.order:
+        if (order := checkpoint.manifest.about.get("order")) != self.images.order:
             raise DistapError(
                 f"{checkpoint.where}: the run draws batches by version {order} of the plan, and this distap by "
                 f"version {self.images.order}: finish it with the distap that began it; or start a new run from its "

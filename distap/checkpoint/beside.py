@@ -1,0 +1,64 @@
+"""Files of a run's folder that go to the store together with checkpoints, such as its metrics and evaluations."""
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from distap.errors import DistapError
+from distap.storage.atomic import write_whole
+from distap.storage.files import Storage
+from distap.storage.remotes import MissingFileError
+
+logger = logging.getLogger("distap")
+
+
+@dataclass
+class FilesBeside:
+    """Copies the files of a run that match `patterns` to a store, and back."""
+
+    storage: Storage
+    run: Path
+    patterns: tuple[str, ...]
+    merged: str = ""  # a log of which this host may have lines that the store does not have
+    _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of each file, as sent
+
+    def by(self, deadline: float) -> "FilesBeside":
+        return replace(self, storage=self.storage.by(deadline))
+
+    def send(self) -> None:
+        """Upload changed files and remove those that are gone here; a failure is only logged."""
+        try:
+            here = {f.relative_to(self.run).as_posix() for pattern in self.patterns for f in self.run.glob(pattern)}
+            for name in sorted(here):
+                # The training replaces its evaluations meanwhile.
+                with suppress(FileNotFoundError, MissingFileError):
+                    version = _version(self.run / name)
+                    if self._sent.get(name) != version:
+                        self.storage.upload(name, self.run / name)
+                        self._sent[name] = version
+            # Remove only what came from here: others may use the same folder.
+            for name in sorted(self._sent.keys() - here):
+                self.storage.remove(name)
+                del self._sent[name]
+        except (OSError, DistapError) as error:
+            logger.warning("not in the store, but in %s: %s", self.run, error)
+
+    def fetch(self) -> None:
+        """Download the files into the run's folder."""
+        for name in (name for pattern in self.patterns for name in self.storage.names(pattern)):
+            if ".." in name.split("/"):
+                continue
+            data, path = self.storage.read_whole(name), self.run / name
+            if name == self.merged and path.exists():
+                there = set(data.splitlines())
+                mine = [line + b"\n" for line in path.read_bytes().splitlines() if line not in there]
+                write_whole(path, data + b"".join(mine))
+            else:
+                write_whole(path, data)
+                self._sent[name] = _version(path)
+
+
+def _version(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,194 @@
+"""The checkpoints of a run, in a folder on disk or in a store, in one way for both.
+
+checkpoints/step-00000012/shard-00001-model-00001-of-00001.safetensors    the tensors that rank 0 wrote
+checkpoints/step-00000012/state.json                                      what was saved next to the tensors
+checkpoints/step-00000012/manifest.json                                   size and SHA-256 of each file, written last
+
+A folder without manifest is no checkpoint, so that neither a disk nor a bucket needs a rename. A step that is written
+again, while the first checkpoint of this step is still there, goes to step-00000012.1.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from re import compile as pattern
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+from torch import Tensor
+
+from distap.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, DamagedCheckpointError, Manifest, parse_manifest
+from distap.checkpoint.tensors import read_tensors
+from distap.storage.atomic import make_folder
+from distap.storage.files import LocalStorage, Storage
+from distap.storage.remotes import MissingFileError, UnreachableError
+
+FOLDER = "checkpoints"  # within the folder of a run
+NAME = pattern(r"step-\d{8}(\.\d+)?")
+STEP = len("step-00000000")  # characters of a name that tell the step
+DAMAGED_MANIFEST = "damaged-manifest.json"  # name of the manifest of a checkpoint that was found damaged
+DOWNLOADS = 4  # files at once
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been verified, with its files on this host's disk."""
+
+    path: Path
+    manifest: Manifest
+    where: str  # path or URL, for messages
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return self.manifest.step
+
+    def state(self, *names: str) -> dict[str, Any]:
+        """Return what was saved next to the tensors; raise if one of `names` in it is not a dictionary."""
+        try:
+            state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(self.where, f"{STATE_FILE}: {error}") from error
+        missing = [name for name in names if not (isinstance(state, dict) and isinstance(state.get(name), dict))]
+        if missing or not isinstance(state, dict):
+            raise DamagedCheckpointError(self.where, f"{STATE_FILE} has no {', '.join(missing)}")
+        return state
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Read the tensors whose name starts with `prefix`, to the CPU."""
+        return read_tensors(self.path, self.manifest.files, prefix)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints in one folder of a storage, as one process sees them."""
+
+    storage: Storage
+    folder: str = FOLDER
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the checkpoints are read and written where they stay."""
+        return isinstance(self.storage, LocalStorage)
+
+    def where(self, name: str) -> str:
+        return self.storage.where(f"{self.folder}/{name}")
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a checkpoint on disk."""
+        return Path(self.where(name).removeprefix("file://"))
+
+    def by(self, deadline: float) -> Self:
+        """Return a copy that begins nothing after `deadline`, in seconds of time.monotonic()."""
+        return replace(self, storage=self.storage.by(deadline))
+
+    def names(self) -> list[str]:
+        """Return the checkpoints that have a manifest, oldest first, damaged ones included."""
+        return [name for name, files in self._listed().items() if MANIFEST_FILE in files]
+
+    def manifest(self, name: str) -> Manifest:
+        """Return the manifest of a checkpoint, verified; if it is missing, the checkpoint is damaged."""
+        try:
+            data = self.storage.read_whole(f"{self.folder}/{name}/{MANIFEST_FILE}")
+        except MissingFileError as error:
+            raise DamagedCheckpointError(self.where(name), f"{MANIFEST_FILE} is not there") from error
+        return parse_manifest(data, self.where(name))
+
+    def best(self) -> tuple[float, str] | tuple[None, None]:
+        """Return the highest validation mAP of a checkpoint and the newest such one; damaged ones do not count."""
+        scores = []
+        for name in self.names():
+            with suppress(DamagedCheckpointError):
+                score = self.manifest(name).score
+                if score is not None:
+                    scores.append((score, name))
+        return max(scores) if scores else (None, None)
+
+    def begin(self, step: int) -> str:
+        """Remove what interrupted writing has left, and return the name of a new checkpoint."""
+        listed = self._listed()
+        for name, files in listed.items():
+            if not files & {MANIFEST_FILE, DAMAGED_MANIFEST}:
+                self._remove(name, files)
+        names = (f"step-{step:08d}{ending}" for ending in ("", *(f".{again}" for again in range(1, 1000))))
+        return next(name for name in names if not listed.get(name, set()) & {MANIFEST_FILE, DAMAGED_MANIFEST})
+
+    @contextmanager
+    def place(self, name: str, spool: Path) -> Iterator[Path]:
+        """Give the folder to write a checkpoint's files into: its own on disk, a temporary one for a store."""
+        if self.is_on_disk:
+            make_folder(self.path(name))
+            yield self.path(name)
+            return
+        make_folder(spool)
+        with TemporaryDirectory(prefix=".sending-", dir=spool) as temporary:
+            yield Path(temporary)
+
+    def send(self, name: str, folder: Path, files: Iterable[str]) -> None:
+        """Upload files that were written into a `place`, unless they are where they stay."""
+        for file in [] if self.is_on_disk else files:
+            self.storage.upload(f"{self.folder}/{name}/{file}", folder / file)
+
+    def publish(self, name: str, manifest: Manifest) -> None:
+        """Make a checkpoint exist, once the files of all ranks are there with their sizes."""
+        present = self.storage.sizes(f"{self.folder}/{name}")
+        for file, identity in sorted(manifest.files.items()):
+            size = present.get(f"{self.folder}/{name}/{file}")
+            if size != identity.bytes:
+                found = "is not there" if size is None else f"has {size:,} bytes"
+                sent = f"{self.where(name)}: {file} was written, {identity.bytes:,} bytes"
+                raise UnreachableError(f"{sent}, and {found}; do all hosts write to the same place?")
+        self.storage.write(f"{self.folder}/{name}/{MANIFEST_FILE}", manifest.text().encode())
+
+    def remove_old(self, newest: str, keep: int, keep_best: bool) -> None:
+        """Remove checkpoints that are neither among the `keep` up to `newest`, nor the best.
+
+        Checkpoints of later steps stay: the run went back behind them, which only a person can judge.
+        """
+        best = self.best()[1] if keep_best else None
+        past = [name for name in self.names() if name[:STEP] <= newest[:STEP]]
+        earlier = [name for name in past if name[:STEP] < newest[:STEP]]
+        listed = self._listed()
+        for name in set(past) - {newest, best, *earlier[::-1][: keep - 1]}:
+            self._remove(name, listed[name])
+
+    def discard(self, name: str) -> None:
+        """Remove what was written of a checkpoint that failed."""
+        self._remove(name, self._listed().get(name, set()))
+
+    def set_aside(self, name: str) -> None:
+        """Rename the manifest of a damaged checkpoint, so that it is listed no more."""
+        folder = f"{self.folder}/{name}"
+        with suppress(MissingFileError):
+            self.storage.write(f"{folder}/{DAMAGED_MANIFEST}", self.storage.read_whole(f"{folder}/{MANIFEST_FILE}"))
+        self.storage.remove(f"{folder}/{MANIFEST_FILE}")
+
+    def fetch(self, name: str, files: Iterable[str], folder: Path) -> None:
+        """Download files of a checkpoint from a store into an existing folder."""
+
+        def download(file: str) -> None:
+            self.storage.download(f"{self.folder}/{name}/{file}", folder / file)
+
+        try:
+            with ThreadPoolExecutor(DOWNLOADS) as pool:
+                list(pool.map(download, files))
+        except MissingFileError as error:
+            raise DamagedCheckpointError(self.where(name), str(error)) from error
+
+    def _listed(self) -> dict[str, set[str]]:
+        # The files of each checkpoint, with or without a manifest, oldest first.
+        listed = defaultdict(set)
+        for path in sorted(self.storage.sizes(self.folder)):
+            name, _, file = path.removeprefix(f"{self.folder}/").partition("/")
+            if NAME.fullmatch(name) and file and "/" not in file:
+                listed[name].add(file)
+        return dict(sorted(listed.items()))
+
+    def _remove(self, name: str, files: Iterable[str]) -> None:
+        # The manifest first, since half a checkpoint must not be taken for a whole one.
+        for file in sorted(files, key=lambda file: (file not in (MANIFEST_FILE, DAMAGED_MANIFEST), file)):
+            self.storage.remove(f"{self.folder}/{name}/{file}")
