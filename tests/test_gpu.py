@@ -14,11 +14,10 @@ from networks import noise, random_network
 from problems import problem
 from prometheus_client import CollectorRegistry
 from servers import free_ports
-from stores import found_checkpoint
+from stores import found_checkpoint, writer_to
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.checkpoint.writer import CheckpointWriter
 from distap.device_copies import DeviceCopies, ToHost
 from distap.engine.ddp import DDPEngine, SumOverRanks
 from distap.ranking.gather import gather
@@ -183,7 +182,7 @@ def test_ddp_sums_its_bucket_over_nccl(monkeypatch):
 
 def test_a_checkpoint_takes_tensors_of_the_device(tmp_path):
     tensors = {"network.a": torch.arange(6.0, device=DEVICE).view(2, 3)}
-    writer = CheckpointWriter(tmp_path / "checkpoints", World(device=DEVICE), 1)
+    writer = writer_to(tmp_path, World(device=DEVICE), 1)
     writer.save(3, tensors, {"step": 3}, {"data": "d"}, None)
     tensors["network.a"].zero_()  # what follows does not reach what was saved
     writer.wait()

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.beside import FilesBeside
 from distap.checkpoint.checkpoints import DAMAGED_MANIFEST, FOLDER, Checkpoint, Checkpoints
@@ -25,7 +23,7 @@ from distap.errors import CAUSES, DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
-from distap.registry import RECORDED, by_path
+from distap.registry import by_path
 from distap.storage.files import Storage, storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
 from distap.world import World
@@ -186,7 +184,7 @@ class RunState:
         return written
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
-        recorded = _in_full(checkpoint.state("recipe")["recipe"])
+        recorded = checkpoint.state("recipe")["recipe"]
         before = _identity(recorded, checkpoint.manifest.about.get("data"))
         if changed := _differences(before, _identity(self._settings, self.images.fingerprint)):
             raise DistapError(
@@ -210,14 +208,6 @@ class RunState:
         for line in _differences(_may_change(recorded), _may_change(self._settings)):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)
-
-
-def _in_full(recorded: dict[str, Any]) -> dict[str, Any]:
-    """The recipe in a checkpoint with the keys that distap did not have when it was written."""
-    try:
-        return Recipe.model_validate(recorded, context=RECORDED).model_dump(mode="json")
-    except ValidationError:  # it names something that is not there any more
-        return recorded
 
 
 def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from fsspec.registry import _registry
 from ranks import RankFailedError, on_ranks
 from servers import s3_server
-from stores import stored_at
+from stores import checkpoints_of, storage_at
 
 from distap.checkpoint.finding import probe
 from distap.errors import FAILED, MISTAKE, DistapError
@@ -27,11 +27,11 @@ def s3():
 @pytest.fixture
 def store(tmp_path):
     """A folder."""
-    return stored_at(f"file://{tmp_path}/store").store
+    return storage_at(f"file://{tmp_path}/store")
 
 
 def _another_store_on_each(world, folder):
-    probe(stored_at(f"file://{folder}/store-{world.rank}"), world)
+    probe(storage_at(f"file://{folder}/store-{world.rank}"), world)
 
 
 def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_path):
@@ -41,7 +41,7 @@ def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_p
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
     with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
-        probe(stored_at("s3://nowhere/run", s3), World())
+        probe(storage_at("s3://nowhere/run", s3), World())
     assert error.value.status == MISTAKE
 
 
@@ -50,7 +50,7 @@ def test_a_store_that_cannot_be_reached_is_named_at_the_start_and_may_be_there_l
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(DistapError, match=r"checkpoint\.store: s3://shards/run: .*2 attempts failed") as error:
-        probe(stored_at("s3://shards/run", {"s3": {"endpoint_url": nobody}}), World())
+        probe(storage_at("s3://shards/run", {"s3": {"endpoint_url": nobody}}), World())
     assert error.value.status == FAILED
 
 
@@ -78,7 +78,7 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.delitem(_registry, "s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(DistapError, match=r"pip install 'distap\[s3\]'"):
-        stored_at("s3://shards/run").names()
+        checkpoints_of("s3://shards/run").names()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_folder_is_on_the_disk_with_the_names_of_all_folders_that_were_made(tm
 
 
 def test_what_a_folder_has_no_room_for_leaves_what_was_there(small_disk):
-    store = stored_at(f"file://{small_disk('64k')}/store").store
+    store = storage_at(f"file://{small_disk('64k')}/store")
     store.write("file", b"before")
     with pytest.raises(DistapError, match=r"file: cannot be written: .*No space left on device"):
         store.write("file", bytes(100_000))

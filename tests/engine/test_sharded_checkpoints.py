@@ -4,12 +4,11 @@ import pytest
 import torch
 from batches import small_images
 from ranks import on_ranks
-from stores import newest_on_disk
+from stores import SHARD, newest_on_disk, writer_to
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
-from distap.checkpoint.writer import CheckpointWriter
 from distap.engine.ddp import DDPSettings
 from distap.engine.fsdp import FSDPSettings
 from distap.world import World
@@ -65,16 +64,15 @@ def save(world, folder):
     for name in ENGINES:
         engine = engine_named(name, world)
         train(engine, world, steps=2)
-        writer = CheckpointWriter(folder / name, world, keep=1)
+        writer = writer_to(folder / name, world, keep=1)
         writer.save(2, engine.state_dict(), {}, {})
         # The copy is made: what comes after changes nothing in it.
         states[name] = whole(engine)
         train(engine, world, steps=1)
         written = writer.wait()
         assert written.error is None
-        states[name]["bytes"] = [
-            sum(file.stat().st_size for file in written.path.glob(f"__{rank}_*")) for rank in range(world.size)
-        ]
+        path = folder / name / "checkpoints/step-00000002"
+        states[name]["bytes"] = [(path / SHARD.format(rank + 1)).stat().st_size for rank in range(world.size)]
     return states
 
 

@@ -97,7 +97,7 @@ def inject(faults: list[Fault]) -> None:
 
     def faulty_saving(folder: Path, *given: object) -> None:
         write_tensors(folder, *given)
-        step = int(folder.name[6:14]) - 1  # the step that is being done may be a later one
+        step = int(folder.name[5:13]) - 1  # the step that is being done may be a later one
         if any(fault.happens(int(os.environ.get("RANK", "0")), step, "checkpoint") for fault in faults):
             os.kill(os.getpid(), signal.SIGKILL)
 

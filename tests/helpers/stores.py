@@ -58,4 +58,4 @@ def rewrite_manifest(path, **changes):
     checkpoints = Checkpoints(storage_at(path.parent.parent), path.parent.name)
     manifest = checkpoints.manifest(path.name)
     files = {name: file_identity(path / name) for name in manifest.files} | changes.get("files", {})
-    (path / MANIFEST_FILE).write_text(replace(manifest, files=files).text())
+    (path / MANIFEST_FILE).write_text(replace(manifest, **changes | {"files": files}).text())

@@ -6,22 +6,20 @@ import re
 import shutil
 import subprocess
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from commands import distap
 from ranks import on_ranks
 from small_trainings import losses, parameters, recipe, train
-from stores import list_checkpoints
+from stores import checkpoints_of, list_checkpoints, rewrite_manifest
 
 import distap as library
 from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.checkpoint import lease as leases
-from distap.checkpoint.manifest import STATE_FILE, read_manifest, write_manifest
+from distap.checkpoint.manifest import STATE_FILE
 from distap.errors import FINISHED, DistapError
 from distap.processes.exit_statuses import JOB
-from distap.storage.hashing import file_identity
 from distap.trainer import Trainer
 from distap.training.build import network_of, trained_network
 from distap.world import World
@@ -131,9 +129,7 @@ def recorded_anew(run, change):
     state = json.loads((folder / STATE_FILE).read_text())
     change(state["recipe"])
     (folder / STATE_FILE).write_text(json.dumps(state))
-    manifest = read_manifest(folder)
-    files = {**manifest.files, STATE_FILE: file_identity(folder / STATE_FILE)}
-    write_manifest(folder, replace(manifest, files=files))
+    rewrite_manifest(folder)
 
 
 def of_a_later_version(settings):
@@ -163,22 +159,6 @@ def test_what_this_version_does_not_know_of_a_recipe_orphans_no_run(
         trained_network(run, World())
 
 
-def test_a_run_of_a_version_with_fewer_keys_goes_on(first, tmp_path, training_shards):
-    """The record of the network has neither `arguments` nor `layer_norm`, as those of older versions."""
-    run = tmp_path / "run"
-    shutil.copytree(first / "run", run)
-    (folder,) = list_checkpoints(run / "checkpoints")
-    state = json.loads((folder / STATE_FILE).read_text())
-    of_old = {"backbone", "weights", "pooling", "projection", "batchnorm", "drop_rate", "drop_path_rate"}
-    assert state["recipe"]["model"].keys() == of_old
-    assert state["recipe"]["model"]["projection"] == 16
-
-
-def of_an_earlier_version(settings):
-    del settings["epochs"], settings["ema"], settings["schedule"]["unit"], settings["schedule"]["length"]
-    del settings["optimizer"]["layer_decay"], settings["optimizer"]["head_only"], settings["checkpoint"]["unit"]
-
-
 def test_a_change_that_makes_figures_differ_is_told_where_a_run_goes_on(tmp_path, training_shards, caplog):
     train(World(), tmp_path, training_shards, steps=1)
     changes = {"memory": {"size": 30}, "optimizer": {"clip_norm": 1.0}, "data__validation": str(training_shards[1])}
@@ -191,23 +171,11 @@ def test_a_change_that_makes_figures_differ_is_told_where_a_run_goes_on(tmp_path
         assert f"the recipe has changed since: {line}" in caplog.text
 
 
-def test_a_run_of_an_earlier_version_goes_on_and_no_key_is_said_to_have_changed(tmp_path, training_shards, caplog):
-    train(World(), tmp_path, training_shards, steps=1)
-    recorded_anew(tmp_path, of_an_earlier_version)
-    assert trained_network(tmp_path, World())
-    train(World(), tmp_path, training_shards, steps=2)
-    assert "the recipe has changed since: steps: was 1, is 2" in caplog.text
-    assert caplog.text.count("has changed since") == 1
-    with pytest.raises(DistapError, match=r"optimizer\.layer_decay: was null, is 0\.5"):
-        train(World(), tmp_path, training_shards, steps=3, optimizer__layer_decay=0.5)
-
-
 def test_a_run_that_drew_its_batches_in_another_way_does_not_go_on(tmp_path, training_shards):
     train(World(), tmp_path / "run", training_shards, steps=1)
     (folder,) = list_checkpoints(tmp_path / "run/checkpoints")
-    manifest = read_manifest(folder)
-    about = {key: value for key, value in manifest.about.items() if key != "order"}  # as the first version wrote it
-    write_manifest(folder, replace(manifest, about=about))
+    about = checkpoints_of(tmp_path / "run").manifest(folder.name).about
+    rewrite_manifest(folder, about=about | {"order": 1})
     with pytest.raises(
         DistapError, match="batches by version 1 of the plan, and this distap by version 2: finish it"
     ):
@@ -269,6 +237,7 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_
             and f"pid {os.getpid()}, started 0:00:" in text
             and "or choose another" in text
         )
+        assert "start this one with --take-over" in text
     assert len(message) == 6
     train(World(), alone, training_shards, steps=3)
     assert losses(shared) == losses(alone)
@@ -336,6 +305,16 @@ def test_a_training_whose_lease_was_taken_over_stops(tmp_path, training_shards, 
         trainer.train()
     assert lease(tmp_path)["training"] == "another"
     assert losses(tmp_path)
+
+
+def test_a_person_can_take_over_the_lease_of_a_training_that_seems_to_run(
+    tmp_path, training_shards, monkeypatch, caplog
+):
+    write_lease(tmp_path)
+    monkeypatch.setenv(leases.TAKE_OVER, "1")
+    train(World(), tmp_path, training_shards, steps=1)
+    assert "taking over the lease of host a, pid 7, " in caplog.text
+    assert "asked for by --take-over" in caplog.text
 
 
 def test_a_finished_run_on_a_read_only_disk_says_so_and_an_unfinished_one_why_not(small_disk, training_shards):

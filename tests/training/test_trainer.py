@@ -114,18 +114,17 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, training_shards):
 def test_a_damaged_checkpoint_is_passed_over_and_kept_under_another_name(tmp_path, training_shards, caplog):
     train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
     whole = parameters(tmp_path)
-    state = tmp_path / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors"
+    state = tmp_path / "checkpoints" / "step-00000004" / SHARD.format(1)
     state.write_bytes(state.read_bytes()[:-1])
     caplog.clear()
     train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
-    assert (
-        "step-00000004: damaged checkpoint: shard-00001-model-00001-of-00001.safetensors is not the file that was written"
-        in caplog.text
-    )
+    assert f"step-00000004: damaged checkpoint: {state.name} is not the file that was written" in caplog.text
+    assert "step-00000004 is damaged; its manifest is damaged-manifest.json now" in caplog.text
     assert f"going on from {tmp_path / 'checkpoints' / 'step-00000002'}" in caplog.text
     assert all(torch.equal(whole[name], again) for name, again in parameters(tmp_path).items())
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["damaged-step-00000004", "step-00000002", "step-00000004"]
+    kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert kept == ["step-00000002", "step-00000004.1"]
+    assert (state.parent / "damaged-manifest.json").exists()
 
 
 def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
