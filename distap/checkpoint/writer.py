@@ -92,8 +92,9 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         before = self.wait()
-        # One copy for each name, even if two names share a tensor, so that training may change it.
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        # One copy for each name, even if two names share a tensor, so that training may change it. Safetensors takes
+        # contiguous ones only, and the weights of convolutions may be channels-last.
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         blocked = time.perf_counter() - started
         where = self.checkpoints.where(f"step-{step:08d}")
         job = _Job(Manifest(step, self.world.size, {}, about, score), copies, state, blocked, where)

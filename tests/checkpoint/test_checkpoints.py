@@ -31,6 +31,7 @@ TENSORS = {
     "network.b": torch.tensor(7),
     "memory.labels": torch.arange(4),
     "memory.none": torch.zeros(0, 5),
+    "network.images": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
 }
 STATE = {"step": 3, "names": ["x"]}
 
