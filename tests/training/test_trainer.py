@@ -14,7 +14,7 @@ from images import write_images
 from PIL import Image
 from ranks import on_ranks
 from small_trainings import DESCENT, losses, parameters, recipe, train
-from stores import found_checkpoint, list_checkpoints
+from stores import SHARD, found_checkpoint, list_checkpoints
 
 import distap.checkpoint.finding
 from distap.data.shards.load_index import load_index
