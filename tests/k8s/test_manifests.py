@@ -269,6 +269,7 @@ def test_another_name_and_other_counts_are_edits_of_single_lines(tmp_path, overl
     check_schemas(objects)
     check_pods(objects)
     assert objects["NetworkPolicy"]["metadata"]["name"] == "mine"
+    assert objects["ConfigMap"]["metadata"]["name"].startswith("mine-")
     trainer = objects.get("TrainJob", {}).get("spec", {}).get("trainer", {})
     assert (trainer.get("numNodes") or job_of(objects)["completions"]) == 4
 
