@@ -102,6 +102,12 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
         trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
+        batch = trainer.images.size
+        pixels = 3 * recipe.data.image_size**2 * -(-batch // ranks)
+        descriptors = 4 * trainer.network.dimensions * batch  # of all ranks, which each rank gathers
+        print_result(
+            f"{'each rank':<10}  {pixels:,} bytes of pixels and {descriptors:,} bytes of descriptors per step"
+        )
     print_result(f"{config}: nothing is wrong")
 
 

@@ -62,18 +62,6 @@ def test_a_missing_npm_is_named(tmp_path, monkeypatch):
         fetch_command("emoji", tmp_path / "set")
 
 
-def test_an_icon_that_is_drawn_already_is_kept(tmp_path):
-    path = tmp_path / "x.png"
-    path.write_bytes(b"drawn before")
-    emoji.draw(("<svg/>", 32, path))
-    assert path.read_bytes() == b"drawn before"
-
-
-def test_a_class_needs_five_vendors_and_no_skin_tone():
-    vendors = [{"cat", "dog", "hand-dark-skin-tone"}] * 4 + [{"cat", "hand-dark-skin-tone"}]
-    assert emoji.shared_icons(vendors) == ["cat"]
-
-
 def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
     record = {"size": 64, "images": 1}
     (tmp_path / emoji.COMPLETE).write_text(json.dumps(record))

@@ -2,7 +2,6 @@ import io
 import json
 import tarfile
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,34 +89,6 @@ def test_an_interrupted_set_continues_and_has_the_same_bytes_on_any_number_of_co
     assert contents(tmp_path / "resumed") == contents(tmp_path / "whole")
 
 
-def test_an_image_that_a_crash_left_empty_is_drawn_again(tmp_path, packages):
-    glyphs.draw_set(tmp_path / "set", 32, packages)
-    before = contents(tmp_path / "set")
-    next((tmp_path / "set").rglob("*.png")).write_bytes(b"")
-    (tmp_path / "set" / glyphs.COMPLETE).unlink()
-    glyphs.draw_set(tmp_path / "set", 32, packages)
-    assert contents(tmp_path / "set") == before
-
-
-def test_only_characters_that_the_font_has_are_surveyed(tmp_path, packages):
-    found = glyphs.survey(Task(*packages[0], 32, tmp_path / "survey.json", {}))
-    assert {"A", "z", "7"} <= found.digests.keys()
-    assert not {"一", "Ж", ","} & found.digests.keys()
-    assert glyphs.survey(Task(*packages[0], 32, tmp_path / "survey.json", {})) == found
-
-
-@pytest.mark.parametrize("em", [20, 40, 90])
-def test_a_glyph_is_whole_and_in_the_centre(em):
-    font = ImageFont.truetype(io.BytesIO(AILERON), em, layout_engine=ImageFont.Layout.BASIC)
-    for character in "jWgQl_":
-        ink = 255 - np.asarray(glyphs.glyph(font, character, 64))
-        rows, columns = np.flatnonzero(ink.any(1)), np.flatnonzero(ink.any(0))
-        assert min(rows[0], columns[0]) >= 4
-        assert abs(rows[0] - (63 - rows[-1])) <= 1
-        assert abs(columns[0] - (63 - columns[-1])) <= 1
-    assert glyphs.glyph(font, " ", 64) is None
-
-
 FONTS = [f"font {number}" for number in range(12)]
 DRAWN = st.dictionaries(st.sampled_from("ABCDEFGHIJKLMNOP"), st.sampled_from("0123456789abc"))
 
@@ -143,15 +114,6 @@ def test_a_character_that_most_fonts_draw_as_another_is_no_class():
     classes = parts["train"] | parts["test"]
     assert sorted(classes) == ["A", "Б", "б"]
     assert not {*FONTS[:2]} & set(classes["б"])
-
-
-def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
-    record = {"size": 64, "images": 1}
-    (tmp_path / glyphs.COMPLETE).write_text(json.dumps(record))
-    monkeypatch.setenv("PATH", "")  # npm could not be called
-    assert glyphs.fetch_glyphs(tmp_path, 64) == record
-    with pytest.raises(DistapError, match="holds the glyphs set at 64 px, not 32"):
-        glyphs.fetch_glyphs(tmp_path, 32)
 
 
 def test_a_package_that_is_not_there_and_one_without_fonts_are_named(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -16,7 +15,7 @@ from scipy import stats
 from servers import free_ports
 
 from benchmarks.study.grid import Grid
-from benchmarks.study.results import Result, Results, comparison, drawing, interval, markdown, read_results, table
+from benchmarks.study.results import Result, Results, comparison, interval, markdown, read_results, table
 from benchmarks.study.running import StudyRun
 from distap.errors import DistapError
 
@@ -120,15 +119,6 @@ def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
     assert [job.recipe for job in grid.jobs(grid.points[1], seed=3)] == recipes
 
 
-def test_names_may_be_numbers_and_have_commas(study, tmp_path):
-    axes = {"classes": {8: {"loss.bins": 8}, "9, of three": {"loss.bins": 9}, 10: {"loss.bins": 10}}}
-    file = study(axes=axes, against=8)
-    assert list(map(str, Grid(file, tmp_path, ["9, of three"]).points)) == ["9, of three"]
-    assert list(map(str, Grid(file, tmp_path, ["8, 10"]).points)) == ["8", "10"]
-    with pytest.raises(DistapError, match="--only: there is no '11'"):
-        Grid(file, tmp_path, ["8,11"])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -199,17 +189,6 @@ def test_means_intervals_and_paired_differences(study, tmp_path):
     assert interval([0.5]).half is None
 
 
-def test_each_row_is_compared_with_the_one_that_differs_on_the_first_axis_alone(study, tmp_path):
-    axes = {"loss": STUDY["axes"]["loss"], "optimizer.layer_decay": [0.5, 0.7]}
-    rates = ["1e-3", "1e-2"]  # which YAML reads as texts
-    grid = Grid(study(axes=axes, search={"optimizer.learning_rate": rates}), tmp_path)
-    values = {"ap_q, 0.5": 0.1, "ap_q, 0.7": 0.2, "own, 0.5": 0.4, "own, 0.7": 0.6}
-    headings, cells, _ = table(made_results(grid, lambda point, rate, seed: values[point] + 0.001 * seed))
-    column = headings.index("validation/mAP@R, less ap_q")
-    assert [row[column].split(" ")[0] for row in cells] == ["", "", "+30.0", "+40.0"]
-    assert {row[2] for row in cells} == {"1e-3*"}
-
-
 def test_results_of_other_settings_or_without_a_figure_are_not_shown(study, tmp_path):
     before = {"validation/mAP@R": 0.1, "validation/R@1": 0.1}
     old = made_results(Grid(study(), tmp_path), lambda point, rate, seed: 0.3, before)
@@ -230,16 +209,6 @@ def test_new_results_are_compared_with_the_interval_where_they_are_expected(stud
     far = made_results(grid, lambda point, rate, seed: 0.30 if point == "own" else 0.40)
     assert all(", within 31.0" in line for line in comparison(near, published))
     assert [line.split(":")[0] for line in comparison(far, published) if "NOT within" in line] == ["ap_q"]
-
-
-def test_drawings_have_every_point_and_both_colour_schemes(study, tmp_path):
-    axes = {"loss": STUDY["axes"]["loss"], "optimizer.layer_decay": [0.5, 0.7]}
-    for of_axes, texts in ((STUDY["axes"], ["ap_q", "own"]), (axes, ["ap_q", "own", "0.5", "0.7"])):
-        grid = Grid(study(axes=of_axes), tmp_path)
-        svg = drawing(made_results(grid, lambda point, rate, seed: 0.3 + 0.01 * seed + 0.1 * ("own" in point)))
-        shown = [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-        assert set(texts) <= set(shown)
-        assert "prefers-color-scheme: dark" in svg
 
 
 def test_a_line_that_was_cut_short_is_left_out_and_a_damaged_one_is_named(tmp_path):

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from distap.pages.charts import Series, line_chart, percent, plain, stacked_bars, thinned, ticks
+from distap.pages.charts import Series, line_chart, percent, plain, stacked_bars, thinned
 from distap.pages.page import TEMPLATES
 
 
@@ -25,12 +25,6 @@ def test_thinning_keeps_the_mean():
     assert sum(y for _, y in few) / 100 == pytest.approx(sum(y for _, y in points) / 10_000, rel=1e-3)
 
 
-def test_ticks_are_round_and_inside():
-    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(0.31, 0.69) == pytest.approx([0.4, 0.5, 0.6])
-    assert ticks(0, 3e-4) == pytest.approx([0, 1e-4, 2e-4, 3e-4])
-
-
 @pytest.mark.parametrize(
     "values, form, texts",
     [
@@ -47,13 +41,6 @@ def test_marks_have_as_many_digits_as_tell_them_apart(values, form, texts):
     assert [text for _, text in chart.y_ticks()] == texts
 
 
-@pytest.mark.parametrize("values", [[5.0], [5.0, 5.0]])
-def test_equal_values_are_drawn(values):
-    chart = line_chart([Series("a", list(enumerate(values)))], "a")
-    assert "nan" not in chart.path(chart.lines[0][1])
-    assert len(drawn_bars(range(len(values)), {"a": values, "b": values})) == 2 * len(values)
-
-
 @pytest.mark.parametrize(
     "chart",
     [
@@ -65,14 +52,6 @@ def test_equal_values_are_drawn(values):
 def test_zeros_are_told_without_an_axis(chart):
     drawn = drawing("title", chart)
     assert "0 throughout" in drawn and "<svg" not in drawn
-
-
-def test_each_line_ends_with_its_last_value():
-    chart = line_chart([Series("a", [(1, 0.5), (2, 0.1234)]), Series("b", [(1, 0.9), (2, None)])], "a", percent)
-    assert [text for *_, text in chart.ends()] == ["90%", "12.3%"]
-    assert re.findall('class="last".*?>(.*?)<', drawing("", chart)) == ["90%", "12.3%"]
-    (x, y, _), low = chart.ends()[1], chart.lines[0][1][-1]
-    assert (x, y) == (chart.x(low[0]), chart.y(low[1]))
 
 
 @pytest.mark.parametrize("values", [[0.0] * 5 + [1.0], [1.0] * 5 + [0.0], [0.5, 0.501, 0.502, 0.0, 1.0, 0.999]])

@@ -75,15 +75,6 @@ def test_the_contents_lead_to_every_part_and_unfold_it(page, browser, size):
     assert browser.sideways() <= 0 and not browser.errors()
 
 
-def test_a_part_can_be_folded_with_the_keyboard(page, browser):
-    browser.open(page)
-    heading = browser.driver.find_element("css selector", ".section > summary")
-    table = browser.driver.find_element("css selector", ".section table")
-    assert table.is_displayed()
-    heading.send_keys(Keys.ENTER)
-    assert not table.is_displayed()
-
-
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_a_thumbnail_opens_large_with_its_whole_name_and_closes_again(page, browser, size):
     browser.open(page, size)
@@ -122,16 +113,6 @@ def test_a_run_that_was_started_again_names_all_its_hosts(tmp_path):
     assert fact(page, "host") == "node-1, cpu; node-2, cpu"
     assert fact(page, "versions") == "distap 0.1.0, torch 2.4, Python 3.11"
     assert fact(page, "commit") == "not recorded"
-
-
-def test_of_an_older_run_the_page_says_what_its_log_knows(tmp_path):
-    page, _ = report([write_run(tmp_path / "run")])
-    assert fact(page, "trained") == fact(page, "host") == fact(page, "versions") == "not recorded"
-    log = tmp_path / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    timed = [line | {"time": 1.7e9 + 60 * number} for number, line in enumerate(lines)]
-    log.write_text("".join(json.dumps(line) + "\n" for line in timed))
-    assert fact(report([tmp_path / "run"])[0], "trained") == "2023-11-14 22:13 to 22:38 UTC"
 
 
 def test_the_recipe_on_the_page_has_no_secrets(tmp_path):

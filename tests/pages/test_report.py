@@ -21,9 +21,8 @@ from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.saved import Retrieved, folder_of_step, saved_steps
-from distap.pages.page import page_asset
 from distap.pages.report import report
-from distap.pages.runs import differing_settings, read_run, run_names
+from distap.pages.runs import read_run, run_names
 from distap.trainer import Trainer
 from distap.world import World
 
@@ -116,11 +115,6 @@ def test_before_and_after_stand_side_by_side(page):
     assert "7.6% of a step is outside the network" in page
 
 
-def test_a_replay_drift_of_zero_is_told_without_an_axis(page):
-    drift = page[page.index("<h3>Replay drift") :].split("</figure>")[0]
-    assert "0 throughout" in drift and "<svg" not in drift
-
-
 def test_right_hits_are_framed_and_marked_apart_from_wrong_ones(page):
     sheets = page[page.index("<h2>Neighbours of some queries") : page.index("<h2>Most confused")]
     classes = re.findall('class="(.*?)"', sheets)
@@ -150,15 +144,6 @@ def test_right_hits_are_counted_out_of_the_positives_that_there_are(tmp_path, tr
 def test_the_classes_with_the_lowest_map_come_in_order(page):
     section = part(page, "Classes with the lowest mAP")
     assert re.findall(r'<th scope="row">(\w)</th>', section) == list("abcdefghijkl")
-
-
-def test_the_curve_of_queries_falls_from_all_to_those_that_are_perfect(page):
-    section = part(page, "Precision and recall")
-    assert re.findall(r"<h3>(.*?)</h3>", section)[:2] == ["Precision over recall", "Queries that reach an AP"]
-    heights = [float(point.split(",")[1]) for point in re.findall(r'points="(.*?)"', section)[3].split()]
-    assert len(heights) == 101
-    assert heights == sorted(heights)
-    assert 3 <= len(set(heights)) <= 11
 
 
 @pytest.mark.parametrize(
@@ -238,20 +223,6 @@ def test_several_runs_stand_side_by_side_with_the_settings_in_which_they_differ(
     assert re.findall(r'class="(line .*?)"', loss) == ["line s0 d0", "line s1 d1"] * 2
 
 
-def test_recipes_that_are_the_same_are_said_to_be(tmp_path):
-    text = text_of(write_run(tmp_path / "one"), write_run(tmp_path / "other"))
-    assert "The recipes are the same" in text
-
-
-def test_a_run_looks_the_same_in_every_chart_though_another_was_not_evaluated(tmp_path):
-    runs = [write_run(tmp_path / "one", validated=False), write_run(tmp_path / "other")]
-    text = text_of(*runs, write_run(tmp_path / "third", [], validated=False))
-    for title, drawn in (("mAP of the validation set", {"1"}), ("Loss of the global batch", {"0", "1"})):
-        chart = text[text.index(f"<h3>{title}") :].split("</figure>")[0]
-        assert set(re.findall(r'<polyline class="line s(\d) d\d" points="\d', chart)) == drawn
-        assert re.findall(r"</svg>(\w+)</span>", chart) == ["one", "other", "third"]
-
-
 def test_a_run_without_steps_says_so(tmp_path):
     assert "no training step has been logged" in text_of(write_run(tmp_path / "run", [], validated=False))
 
@@ -262,13 +233,6 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_broken_chart(tmp_path, lo
     text = text_of(write_run(tmp_path / "run", steps))
     assert "nan" not in text.lower()
     assert "inf," not in text
-
-
-def test_a_loss_that_is_no_average_precision_draws_no_curve_of_it(tmp_path):
-    run = write_run(tmp_path / "run", [step(n, batch_mAP=None) for n in range(1, 5)], validated=False)
-    text = text_of(run)
-    assert "Mean Average Precision" not in text
-    assert "Loss of the global batch" in text
 
 
 def test_many_steps_make_a_small_page(tmp_path):
@@ -384,29 +348,3 @@ def test_evaluations_of_different_data_are_not_compared(tmp_path, evaluated, run
 )
 def test_runs_are_named_by_the_part_of_their_paths_in_which_they_differ(tmp_path, folders, names):
     assert run_names([tmp_path / folder for folder in folders]) == names
-
-
-def test_settings_that_only_one_run_has_differ(tmp_path):
-    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other", optimizer={"warmup": 0})]
-    assert differing_settings([read_run(run) for run in runs]) == {"optimizer.warmup": ["–", "0"]}
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_text_has_the_contrast_that_wcag_asks_for(dark):
-    styles = page_asset("colours.css").decode()
-    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", styles.split("@media")[int(dark)]))
-    pairs = [(text, paper) for paper in ("paper", "card") for text in ("ink", "soft")]
-    for text, paper in (*pairs, ("on-act", "act"), ("ink", "wrong-paper")):
-        assert contrast(colours[text], colours[paper]) >= 4.5
-    for line in ("right", "wrong", "act", *(f"c{number}" for number in range(9))):
-        assert min(contrast(colours[line], colours[paper]) for paper in ("paper", "card")) >= 3
-
-
-def contrast(one, other):
-    """Ratio of two colours' luminances (WCAG 2.2)."""
-    light = []
-    for colour in (one, other):
-        shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-    return (max(light) + 0.05) / (min(light) + 0.05)
