@@ -46,11 +46,11 @@ class Trial:
     def step(self, total: int, keep: int = 0, overlap: bool = True) -> tuple[ThreeStageStep, Any]:
         """Return a step, and a global batch of random pixels with two images a class."""
         recipe, world = changed(self.recipe, replay={"keep": keep}, rank={"overlap": overlap}), self._world
-        stopwatch, samples = Stopwatch(world.device), world.slots(total)
+        stopwatch, samples = Stopwatch(world.device), torch.tensor(world.slots(total))
         step = step_of(recipe, self.engine, self._loss, world, total, stopwatch=stopwatch)
         shape = (len(samples), 3, recipe.data.image_size, recipe.data.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
-        labels, present = torch.tensor(samples) // 2 % self._classes, torch.ones(len(samples), dtype=torch.bool)
+        labels, present = samples // 2 % self._classes, torch.ones(len(samples), dtype=torch.bool)
         batch = {"step": 0, "total": total, "samples": samples, "labels": labels, "present": present}
         return step, SimpleNamespace(**batch, images=pixels.__getitem__, blank=lambda rows: None)
 
