@@ -20,10 +20,10 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.materialised import materialised_loss
 from distap.config.reading import load_recipe
-from distap.engine.precision import describing_in
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.multistage import Multistage
+from distap.precision import computing_in
 from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank
 from distap.stopwatch import Stopwatch
@@ -126,14 +126,15 @@ class ApproximationsBenchmark(harness.Benchmark):
         """Load and describe the global batches of the recipe's first steps."""
         sampling = f"sampling={{name: p_by_k, classes: {size // self.images}, images: {self.images}}}"
         recipe = load_recipe(self.recipe, [*self.set, sampling])
-        describers = {EXACT: describing_in("float32", network)}
+        describers = {EXACT: computing_in("float32", network)}
         if self.bf16:
-            describers[BF16] = describing_in("bf16", network)
+            describers[BF16] = computing_in("bf16", network)
         batches = []
         for share in track(images_of(recipe, World(), Stopwatch()).shares(range(count)), f"B = {size}", count):
             pixels = share.images(slice(0, size)).clone()[share.present]
             parts = pixels.split(self.micro_batch)
-            descriptors = {name: torch.cat([*map(one, parts)]) for name, one in describers.items()}
+            with torch.no_grad():
+                descriptors = {name: torch.cat([*map(one, parts)]) for name, one in describers.items()}
             batches.append(Images(pixels, share.labels[share.present], descriptors))
         return batches
 

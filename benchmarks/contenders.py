@@ -22,17 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.materialised import materialised_loss
-from distap.engine.ddp import DDPEngine
-from distap.engine.precision import autocast, describing_in
-from distap.engine.settings import PrecisionName
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 from distap.multistage import Multistage
+from distap.precision import PrecisionName, autocast, computing_in
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
-from distap.step import StepResult, ThreeStageStep
+from distap.stages.replica import Replica
+from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
+from distap.training.learner import Learner
+from distap.training.training_step import StepResult, TrainingStep
 from distap.world import World
 
 IMAGES_A_CLASS = 8
@@ -131,7 +132,7 @@ class Floor:
         self._network.zero_grad(set_to_none=True)
 
 
-class ThreeStages:
+class DistapStep:
     """distap's step.
 
     Args:
@@ -152,16 +153,18 @@ class ThreeStages:
             change(self.network)
         self.optimizer = adam(self.network)
         self._batch = task.batch
-        self._step = ThreeStageStep(
-            DDPEngine(self.network, lambda: self.optimizer, task.world, precision=task.precision),
+        replica = Replica(self.network, task.world, computing_in(task.precision, self.network))
+        stages = ThreeStages(
+            replica,
             task.loss,
             task.world,
             0,
             MicroBatchSizes(task.micro_batch, keep=keep),
             max_drift=float("inf"),  # bfloat16 drifts more than trainings tolerate by default
             stopwatch=Stopwatch(task.world.device),  # as in training, so that its cost counts
-            describer=None if describe_in is None else describing_in(describe_in, self.network),
+            describer=None if describe_in is None else computing_in(describe_in, self.network),
         )
+        self._step = TrainingStep(stages, Learner(replica, self.optimizer, precision=task.precision))
         self.seconds: list[dict[str, float]] = []  # by stage, of each step
         self.forwards = 2.0
         self.result: StepResult
@@ -171,10 +174,10 @@ class ThreeStages:
 
     def on(self, batch: Batch) -> None:
         """Do a step on another batch of the same size."""
-        self._step.stopwatch.seconds.clear()
+        self._step.stages.stopwatch.seconds.clear()
         self.result = self._step(batch, 0.0)
         self.forwards = 1 + self.result.replayed / batch.total
-        self.seconds.append(dict(self._step.stopwatch.seconds))
+        self.seconds.append(dict(self._step.stages.stopwatch.seconds))
 
 
 class FullBatch:
@@ -269,7 +272,7 @@ class GradCachePackage(FullBatch):
         self.optimizer.zero_grad(set_to_none=True)
 
 
-Contender = Floor | ThreeStages | FullBatch
+Contender = Floor | DistapStep | FullBatch
 
 
 def lines_of(contender: Contender) -> int | None:

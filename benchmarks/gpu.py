@@ -27,7 +27,7 @@ from torch.nn.functional import normalize
 from typer import Option
 
 from benchmarks import harness
-from benchmarks.contenders import IMAGES_A_CLASS, Floor, SeededBatch, Task, ThreeStages, seeded_network
+from benchmarks.contenders import IMAGES_A_CLASS, DistapStep, Floor, SeededBatch, Task, seeded_network
 from benchmarks.evaluation import labelled_set
 from benchmarks.measuring import matrix_rate, memory_rate, relative_difference
 from benchmarks.photos import jpeg, photo
@@ -40,13 +40,10 @@ from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.sampling.random import RandomSampling
 from distap.data.settings import PixelSettings
 from distap.data.shards.packing import pack
-from distap.engine.ddp import DDPSettings
-from distap.engine.deepspeed.config import DeepSpeedSettings
-from distap.engine.fsdp import FSDPSettings
-from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.speed.compiling import compile_backbone
+from distap.precision import PrecisionName
 from distap.ranking import compiling
 from distap.ranking.gather import gather
 from distap.ranking.histogram import passes
@@ -58,9 +55,11 @@ from distap.retrieval.ground_truth_metrics import LandmarkQuery, evaluate_landma
 from distap.retrieval.metrics import evaluate_labelled_set
 from distap.retrieval.nearest import installed_faiss, nearest
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStageStep
+from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
+from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings
+from distap.training.training_step import TrainingStep
 from distap.world import CPU, World
 
 LOSSES = [name for name in REGISTRY["loss"] if name not in ("metric_learning", "sum")]
@@ -252,9 +251,9 @@ class GPUBenchmark(harness.Benchmark):
         network = seeded_network(settings.backbone, "random", settings.image_size).to(world.device)
         batch = SeededBatch(settings.batch, settings.image_size, IMAGES_A_CLASS, world)
         task = Task(network, batch, settings.micro_batch, QuantizedAP(), world, precision)
-        eager, compiles = ThreeStages(task), partial(compile_backbone, sizes=[settings.micro_batch])
+        eager, compiles = DistapStep(task), partial(compile_backbone, sizes=[settings.micro_batch])
         candidates: dict[str, Callable[[], None]] = {TWO_PASSES: Floor(task, True), "eager": eager}
-        candidates["compiled"] = ThreeStages(task, change=compiles)
+        candidates["compiled"] = DistapStep(task, change=compiles)
         for candidate in candidates.values():
             candidate()
         seconds = {name: of.median for name, of in harness.take_turns(candidates, self.rounds, world).items()}
@@ -336,7 +335,7 @@ def _gradient(task: Task, loss: str, precision: PrecisionName = "float32", engin
     """The gradient of all parameters by which a step of plain gradient descent moved them, float64 on the CPU."""
     network = copy.deepcopy(task.network)
     before = _parameters(network)
-    replica = engine.build(
+    learner = engine.build(
         network, lambda: torch.optim.SGD(network.parameters(), lr=RATE), task.world, precision=precision
     )
     chosen, sizes = build_loss(loss), MicroBatchSizes(task.micro_batch)
@@ -344,11 +343,11 @@ def _gradient(task: Task, loss: str, precision: PrecisionName = "float32", engin
         chosen = chosen.sized(task.batch.total // IMAGES_A_CLASS, network.dimensions, seed=0)
         assert chosen.learned is not None
         chosen.learned.to(network.mean.device)
-    step = ThreeStageStep(replica, chosen, task.world, 0, sizes, max_drift=float("inf"))
-    result = step(task.batch, RATE)
+    stages = ThreeStages(learner.replica, chosen, task.world, 0, sizes, max_drift=float("inf"))
+    result = TrainingStep(stages, learner)(task.batch, RATE)
     if result.skipped:
         raise DistapError(f"{loss}, {precision}: the step was skipped, a {result.skipped} is not finite")
-    with replica.describing():  # parameters are whole inside
+    with learner.replica.describing():  # parameters are whole inside
         return (before - _parameters(network)) / RATE
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.functional import normalize
 
-from benchmarks.contenders import IMAGES_A_CLASS, SeededBatch, Task, ThreeStages, seeded_network
+from benchmarks.contenders import IMAGES_A_CLASS, DistapStep, SeededBatch, Task, seeded_network
 from benchmarks.measuring import peak_bytes, private_bytes
 from distap.processes.beats import Beats
 from distap.ranking.gather import FACTS_BYTES, LEAST_SENT, MOST_CHUNKS, Gathering
@@ -33,7 +33,7 @@ def step_of(world: World, batch: int) -> dict[str, Any]:
     """Median seconds of each stage of the step of a tiny network, on this rank."""
     network = seeded_network(BACKBONE, "random").to(world.device)
     shared = SeededBatch(batch, IMAGE_SIZE, IMAGES_A_CLASS, world)
-    step = ThreeStages(Task(network, shared, MICRO_BATCH, QuantizedAP(), world))
+    step = DistapStep(Task(network, shared, MICRO_BATCH, QuantizedAP(), world))
     for _ in range(1 + ROUNDS):
         world.barrier()
         step()

@@ -6,7 +6,7 @@ import torch
 from typer import Option
 
 from benchmarks import harness
-from benchmarks.contenders import IMAGES_A_CLASS, SeededBatch, Task, ThreeStages, seeded_network
+from benchmarks.contenders import IMAGES_A_CLASS, DistapStep, SeededBatch, Task, seeded_network
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.telemetry.metrics import host_memory_peak
 from distap.world import World
@@ -42,7 +42,7 @@ class MemoryBenchmark(harness.Benchmark):
         torch.set_flush_denormal(True)
         batch = SeededBatch(self.batch[0], self.image_size, IMAGES_A_CLASS, world)
         network = seeded_network(self.backbone, "random")
-        step = ThreeStages(Task(network, batch, self.micro_batch, QuantizedAP(), world))
+        step = DistapStep(Task(network, batch, self.micro_batch, QuantizedAP(), world))
         step()
         return {
             "batch": batch.total,

@@ -90,10 +90,10 @@ class NetworkBenchmark(Benchmark):
         step, batch = trial.step(self.batch, self.keep)
         slowest, waits = [], []
         for _ in range(self.steps + 1):
-            step.stopwatch.seconds.clear()
+            step.stages.stopwatch.seconds.clear()
             world.barrier()
             step(batch, 0.0)
-            own = {stage: step.stopwatch.seconds[stage] for stage in STAGES}
+            own = {stage: step.stages.stopwatch.seconds[stage] for stage in STAGES}
             slowest.append({stage: world.maximum(spent) for stage, spent in own.items()})
             # The rank that comes last to a collective waits for nothing but the wire.
             waits.append(sum(-world.maximum(-own[stage]) for stage in ("gather", "reduce")))

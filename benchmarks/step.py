@@ -16,13 +16,13 @@ from benchmarks.contenders import (
     IMAGES_A_CLASS,
     CachedGradients,
     Contender,
+    DistapStep,
     Floor,
     FullBatch,
     GradCachePackage,
     MultistageLoop,
     SeededBatch,
     Task,
-    ThreeStages,
     lines_of,
     seeded_network,
 )
@@ -36,12 +36,11 @@ from benchmarks.measuring import (
     peaks_of,
     relative_difference,
 )
-from distap.engine.precision import DTYPES, autocast
-from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import fold_batchnorm
+from distap.precision import PrecisionName, autocast
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.sizes import free_memory
 from distap.world import World
@@ -66,6 +65,9 @@ DEMAND_COLUMNS = (
     "contender={contender}|lines={lines}|MB={mb:,.0f}|GFLOP/s={gflops:,.0f}|of rate={share:.0%}|reduces={reduces}|"
     "MB={reduces_mb:.2f}|others={others}|MB={others_mb:.2f}"
 )
+
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepBenchmark(harness.Benchmark):
@@ -125,7 +127,7 @@ class StepBenchmark(harness.Benchmark):
         del gradients  # each is as large as the network
         collectives = {name: collectives_of(step) for name, step in contenders.items()}
         for step in contenders.values():
-            if isinstance(step, ThreeStages):
+            if isinstance(step, DistapStep):
                 step.seconds.clear()
         turns = harness.take_turns(contenders, self.rounds, world)
         # Peaks are measured last, since that gives back memory that steps would find again.
@@ -133,8 +135,8 @@ class StepBenchmark(harness.Benchmark):
         rate = -world.maximum(-matrix_rate(world.device, DTYPES[precision])) * world.size
         figures = []
         for name, step in contenders.items():
-            own = step.seconds[: self.rounds] if isinstance(step, ThreeStages) else []
-            result = step.result if isinstance(step, ThreeStages) else None
+            own = step.seconds[: self.rounds] if isinstance(step, DistapStep) else []
+            result = step.result if isinstance(step, DistapStep) else None
             figures.append(
                 {
                     "contender": name,
@@ -245,7 +247,7 @@ def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contend
     found, omitted = dict[str, Contender](), dict[str, str]()
     for name, (own, how) in settings.items():
         try:
-            found[name] = ThreeStages(own, **how)
+            found[name] = DistapStep(own, **how)
         except DistapError as error:
             omitted[name] = str(error)
     return found, omitted
@@ -273,13 +275,13 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
     chosen: dict[str, Contender] = {
         TWO_PASSES: Floor(task, describes=True),
         ONE_PASS: Floor(task, describes=False),
-        "distap": ThreeStages(task),
+        "distap": DistapStep(task),
         "Multistage": MultistageLoop(task),
     }
     omitted = {}
     if keep := graphs_kept(task, graph):
         kept = "graphs kept" if keep >= whole else f"{keep} of {whole} kept"
-        chosen[f"distap, {kept}"] = ThreeStages(task, keep)
+        chosen[f"distap, {kept}"] = DistapStep(task, keep)
     else:
         omitted["distap, graphs kept"] = f"two graphs take {2 * graph * task.micro_batch / 1e9:.1f} GB"
     pairs, graphs = materialised_bytes(task.loss, task.batch.total), graph * len(task.batch.samples)

@@ -14,10 +14,12 @@ from typer import Option
 import distap
 from benchmarks.contenders import SeededBatch, adam
 from benchmarks.harness import Benchmark, FiguresTable, Report
-from distap.engine.ddp import DDPEngine
 from distap.ranking.loss import build_loss
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStageStep
+from distap.stages.replica import Replica
+from distap.step import ThreeStages
+from distap.training.learner import Learner
+from distap.training.training_step import TrainingStep
 from distap.world import World
 
 PACKAGE = f"{distap.__path__[0]}/"
@@ -38,7 +40,7 @@ class TinyNetwork(nn.Module):
 def traced_step(loss: str) -> dict[str, set[int]]:
     """Run one step of one rank on the CPU and return the lines of distap that it ran, by file.
 
-    Only `ThreeStageStep.__call__` is traced, and only in its second step, so that what is built once does not count.
+    Only `TrainingStep.__call__` is traced, and only in its second step, so that what is built once does not count.
     File names are relative to the package. The batch has 32 images in 4 micro-batches; all of them are replayed.
 
     Args:
@@ -48,9 +50,9 @@ def traced_step(loss: str) -> dict[str, set[int]]:
     world = World()
     network = TinyNetwork()
     optimizer = adam(network)
-    step = ThreeStageStep(
-        DDPEngine(network, lambda: optimizer, world), build_loss(loss), world, 0, MicroBatchSizes(8)
-    )
+    replica = Replica(network, world)
+    stages = ThreeStages(replica, build_loss(loss), world, 0, MicroBatchSizes(8))
+    step = TrainingStep(stages, Learner(replica, optimizer))
     batch = SeededBatch(32, 32, 4, world)
     step(batch, 1e-4)
     lines: dict[str, set[int]] = defaultdict(set)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from distap.ranking.rank import rank as rank
     from distap.retrieval.index_files import search_index as search_index
     from distap.stages.micro_batches import MicroBatchSizes as MicroBatchSizes
-    from distap.step import ThreeStageStep as ThreeStageStep
     from distap.world import World as World
 
 __version__ = "0.1.0"
@@ -31,7 +30,6 @@ _MODULES = {
     "Multistage": "distap.multistage",
     "MicroBatchSizes": "distap.stages.micro_batches",
     "SimilarityLoss": "distap.ranking.losses.base",
-    "ThreeStageStep": "distap.step",
     "World": "distap.world",
     "evaluate": "distap.library",
     "load": "distap.library",

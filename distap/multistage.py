@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.engine.base import ReplacedForward
 from distap.errors import DistapError
 from distap.ranking.checks import check_arguments, label_problem
 from distap.ranking.listwise import KnownGradient
-from distap.ranking.loss import AnyLoss, build_loss
+from distap.ranking.loss import AnyLoss, Gathered, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode
-from distap.stages.any_batch import AnyBatch, are_alike, cut_along_rows, rows_of
-from distap.stages.any_network import AnyNetwork, AnyShardedNetwork, refuse_unusable, world_of
+from distap.stages.fsdp import FSDPReplica
+from distap.stages.given_batch import GivenBatch, are_alike, cut_along_rows, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
+from distap.stages.replica import CallersReplica, ReplacedForward, refuse_unusable, set_batchnorm, world_of
 from distap.step import ThreeStages
 from distap.world import World
 
@@ -42,7 +43,8 @@ class Multistage(nn.Module):
 
     - DistributedDataParallel, inside (`Multistage(DDP(network))`) or around (`DDP(Multistage(network))`, Lightning,
       Accelerate), reduces them as after any backward pass, and `no_sync` works as ever;
-    - FSDP2 (`fully_shard`) gathers parameters in every micro-batch, and reduces in the last one;
+    - FSDP2 (`fully_shard`) gathers parameters once for describe and once for replay, and reduces in the last
+      micro-batch; with `reshard=True` replay gathers and reduces in every micro-batch, which takes less memory;
     - a network that nothing wraps has the gradient of this rank's images, times the number of ranks, so that their
       mean over ranks is the whole; with `reduce=True` it is summed here.
 
@@ -65,6 +67,7 @@ class Multistage(nn.Module):
         max_drift: greatest tolerated difference between the two descriptors of an image.
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
+        reshard: under FSDP2, keep a block's parameters only while it computes in replay.
         options: of the loss, or `preset`.
     Raises:
         DistapError: the loss, an option or the mode is unknown.
@@ -85,6 +88,7 @@ class Multistage(nn.Module):
         max_drift: float = 1e-3,
         skip_below: float = 0.0,
         reduce: bool = False,
+        reshard: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -92,7 +96,8 @@ class Multistage(nn.Module):
         self.loss = build_loss(loss, **options)
         self.learned = self.loss.learned
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
-        self.normalise, self.freeze_batchnorm, self.reduce = normalise, freeze_batchnorm, reduce
+        self.normalise, self.freeze_batchnorm = normalise, freeze_batchnorm
+        self.reduce, self.reshard = reduce, reshard
         self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
         self.memory = CrossBatchMemory(memory)
         self.max_drift, self.skip_below = max_drift, skip_below
@@ -128,22 +133,29 @@ class Multistage(nn.Module):
     def _loss(self, network: nn.Module, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> Tensor:
         batch, world, alike = self._batch(network, images, labels, samples)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        kind = AnyShardedNetwork if isinstance(network, FSDPModule) else AnyNetwork
-        replica = kind(network, trained, world, self.normalise, self._syncs, self.reduce)
-        with replica.frozen():
-            stages = ThreeStages(
-                replica,
-                self.loss,
-                world,
-                seed=int(torch.randint(2**62, ())),
-                sizes=self.sizes if alike else MicroBatchSizes(1),
-                mode=self.mode,
-                memory_bytes=self.memory_bytes,
-                memory=self.memory if self.training else CrossBatchMemory(0),
-                max_drift=self.max_drift,
-                skip_below=self.skip_below,
-                ranked_part=replica.without_other,
-            )
+        forward = Outputs(network, world, self.normalise)
+        sums = self.reduce and self._syncs and world.size > 1
+        # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient is given W times.
+        parts = network, world, forward, 1.0 if sums else float(world.size)
+        replica: FSDPReplica | CallersReplica
+        if isinstance(network, FSDPModule):
+            replica = FSDPReplica(*parts, reshard=self.reshard, frees=True, syncs=self._syncs)
+        else:
+            replica = CallersReplica(*parts, trained=trained, sums=sums)
+        stages = ThreeStages(
+            replica,
+            self.loss,
+            world,
+            seed=int(torch.randint(2**62, ())),
+            sizes=self.sizes if alike else MicroBatchSizes(1),
+            mode=self.mode,
+            memory_bytes=self.memory_bytes,
+            memory=self.memory if self.training else CrossBatchMemory(0),
+            max_drift=self.max_drift,
+            skip_below=self.skip_below,
+            ranked_part=forward.without_other,
+        )
+        with self._frozen(network):
             described = stages.describe(batch)
         gathered, self.not_finite = stages.gather(described, batch)
         if self.not_finite:
@@ -151,17 +163,27 @@ class Multistage(nn.Module):
         if not self.normalise and not isinstance(self.loss, DescriptorLoss):
             check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world)
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
-        value, gradient = replica.with_other(ranking, gathered, described.descriptors)
+        value, gradient = forward.with_other(ranking, gathered, described.descriptors)
         if not (torch.is_grad_enabled() and trained):
             return value
 
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
-            scaled = replace(ranking, gradient=gradient * (upstream * replica.scale))
-            with torch.enable_grad(), replica.frozen():
+            scaled = replace(ranking, gradient=gradient * upstream)
+            with torch.enable_grad(), self._frozen(network):
                 self.replay_drift, _, _ = stages.replay(batch, described, scaled)
-            return *replica.gradients(), *(one * upstream for one in ranking.by_parameters)
+            return *replica.gradients, *(one * upstream for one in ranking.by_parameters)
 
         return KnownGradient.apply(value, replay, True, *replica.inputs, *self.loss.parameters)
+
+    @contextmanager
+    def _frozen(self, network: nn.Module) -> Iterator[None]:
+        """Keep BatchNorm layers in evaluation mode; without `freeze_batchnorm` none may be in another."""
+        changed = set_batchnorm(network, training=False)
+        try:
+            yield
+        finally:
+            for module in changed:
+                module.training = True
 
     if TYPE_CHECKING:  # nn.Module's own takes and returns anything
         __call__ = forward
@@ -187,7 +209,7 @@ class Multistage(nn.Module):
 
     def _batch(
         self, network: nn.Module, images: Any, labels: Tensor | None, samples: Sequence[int] | None
-    ) -> tuple[AnyBatch, World, bool]:
+    ) -> tuple[GivenBatch, World, bool]:
         """Check what all ranks were given, cut this rank's images along their rows, and say whether all are alike."""
         world, parts, known, failure = world_of(self.network, self.group), list[Any](), torch.empty(0), None
         try:
@@ -204,5 +226,40 @@ class Multistage(nn.Module):
             by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
             raise DistapError("; ".join(by_rank) if world.size > 1 else problem) from failure
         self._calls += 1
-        batch = AnyBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1)
+        batch = GivenBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1)
         return batch, world, all(alike)
+
+
+class Outputs:
+    """What a caller's network gives: descriptors, with further losses of each image behind them as columns."""
+
+    def __init__(self, network: nn.Module, world: World, normalise: bool) -> None:
+        self._network, self._world, self._normalise = network, world, normalise
+        kind = world.device.type
+        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._width = 0  # of a descriptor
+
+    def __call__(self, images: Any) -> Tensor:
+        kind, dtype, is_enabled = self._autocast
+        # Without a cache: one that was filled without a graph would lose the parameters' gradients.
+        with torch.autocast(kind, dtype, is_enabled, cache_enabled=False):
+            output = self._network(images)
+        descriptors, *others = output if isinstance(output, tuple) else (output,)
+        descriptors = descriptors.to(torch.promote_types(descriptors.dtype, torch.float32))
+        if self._normalise:
+            descriptors = normalize(descriptors)
+        self._width = descriptors.shape[1]
+        return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
+
+    def without_other(self, rows: Tensor) -> Tensor:
+        """The descriptors; one whose other loss is not finite is not finite either, so that it is left out."""
+        return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
+
+    def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of the batch, other losses included, and its gradient by each row of outputs."""
+        if rows.shape[1] == self._width:
+            return ranking.loss.to(rows.dtype), ranking.gradient
+        taking_part = gathered.local[:, None].to(rows) / len(gathered.images)
+        others = taking_part.expand(-1, rows.shape[1] - self._width)
+        mean = self._world.sum((others * torch.where(others > 0, rows[:, self._width :], 0)).sum())
+        return (ranking.loss + mean).to(rows.dtype), torch.cat([ranking.gradient, others], dim=1)

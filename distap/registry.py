@@ -74,14 +74,14 @@ REGISTRY: dict[str, dict[str, str]] = {
         "gem": "distap.model.pooling:GeMPooling",
         **dict.fromkeys(("mean", "spoc", "max", "rmac", "cls", "cls_mean"), "distap.model.pooling:NamedPooling"),
     },
-    "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.engine.optimizer:TimmOptimizer"),
+    "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.training.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(
-        ("constant", "linear", "cosine", "step", "multistep"), "distap.engine.schedule:RateSchedule"
+        ("constant", "linear", "cosine", "step", "multistep"), "distap.training.schedule:RateSchedule"
     ),
     "engine": {
-        "ddp": "distap.engine.ddp:DDPSettings",
-        "fsdp": "distap.engine.fsdp:FSDPSettings",
-        "deepspeed": "distap.engine.deepspeed.config:DeepSpeedSettings",
+        "ddp": "distap.training.engines:DDPSettings",
+        "fsdp": "distap.training.engines:FSDPSettings",
+        "deepspeed": "distap.training.engines:DeepSpeedSettings",
     },
     "logger": {
         "tensorboard": "distap.telemetry.loggers.tensorboard:TensorBoard",

@@ -10,7 +10,8 @@ A batch of thousands of high-resolution images does not fit in memory with its a
 
 The result is the gradient of the whole batch, not an approximation: a descriptor depends on its image and the random
 state alone, and both are the same in describe and replay. What this rests on (frozen BatchNorm, restored randomness)
-is watched as the replay drift. `engine.accumulating` lets ranks communicate once a step.
+is watched as the replay drift. The trainer and `distap.Multistage` both run these stages; the replica says how ranks
+share the network, and lets them reduce gradients once per step.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,37 +24,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from distap.device_copies import copied, mover
-from distap.engine.base import Engine, Replica
 from distap.randomness import seed_for
 from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import Mode, NothingToRankError, Ranking, rank_descriptors, start_gathering
+from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes
 from distap.stages.replay_drift import drift, drift_error, mixes_images
+from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
-NAN = float("nan")
 DROPOUT = 1  # first word of the key that seeds dropout
 Forward = Callable[[Any], Tensor]  # images to descriptors
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The outcome of a step. Loss and counts are of the global batch."""
-
-    loss: float
-    learning_rate: float  # NaN if the optimiser kept its own
-    gradient_norm: float
-    replay_drift: float  # greatest difference between the two descriptors of an image, over all ranks
-    replayed: int  # images with a gradient that were described a second time
-    kept: int  # images with a gradient whose graph was kept instead
-    queries: int
-    skipped_queries: int  # images without another image of their class
-    skipped: str | None = None  # why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite
-    not_finite: list[int] = field(default_factory=list)  # rows of this rank whose descriptor was not finite
-    spread: float = NAN  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
 
 
 @dataclass(frozen=True)
@@ -69,29 +52,27 @@ class Described:
 class ThreeStages:
     """Describe, gather, rank, replay; a DistapError if the network or the engine does not allow these sizes."""
 
-    engine: Replica  # the network over the ranks
+    replica: Replica  # the network on this rank
     loss: Loss
     world: World
     seed: int  # with the step and the slot it determines dropout
     sizes: MicroBatchSizes  # of each stage; sizes that do not fit in memory are halved
     mode: Mode = "sharded"  # `sharded` ranks on all ranks, `central` on rank 0
-    memory_bytes: int | None = None  # for ranking, beside the descriptors; None chooses by the device
+    memory_bytes: int | None = None  # for ranking, next to the descriptors; None chooses by the device
     memory: CrossBatchMemory = field(default_factory=lambda: CrossBatchMemory(0))  # descriptors of earlier steps
     memory_after: int = 0  # the first step that is ranked against the memory
     max_drift: float = 1e-3  # greatest tolerated difference between the two descriptors of an image
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
-    # Describes in stage one instead of the engine, such as in a lower precision.
+    # Describes in stage one instead of the replica, such as in a lower precision.
     describer: Forward | None = None
-    overlap: bool = True  # gather and count descriptors while the network goes on describing
     ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
 
     def __post_init__(self) -> None:
-        self._mixing = mixes_images(self.engine.network)
-        self.sizes.check(self._mixing, self.engine.keeps_graphs)
+        self._mixing = mixes_images(self.replica.network)
+        self.sizes.check(self._mixing, self.replica.keeps_graphs)
         self._to_device = mover(self.world.device)
-        self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)
         self._reducing = False  # in a backward pass that other ranks take part in
 
     def describe(self, batch: Batch) -> Described:
@@ -99,16 +80,15 @@ class ThreeStages:
         share, start = len(self.world.slots(batch.total)), 0
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
-        parts, kept, cheap = list[Tensor](), dict[int, Tensor](), self.describer or self.engine.describe
-        with self._stage("describe", batch.step), self.engine.describing():
-            self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)  # some engines gather parameters first
+        parts, kept, cheap = list[Tensor](), dict[int, Tensor](), self.describer or self.replica.forward
+        with self.stage("describe", batch.step), self.replica.describing():
             while start < share:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
                 rows = slice(start, min(start + size, share if keeps else first_kept))
                 try:
                     with torch.set_grad_enabled(keeps):
-                        descriptors = self._forward(batch, rows, self.engine.forward if keeps else cheap, keeps)
+                        descriptors = self._forward(batch, rows, self.replica.forward if keeps else cheap, keeps)
                 except RuntimeError as error:
                     self.sizes.halve("describe", size, keeps, error, self._mixing)
                     if keeps:
@@ -118,8 +98,9 @@ class ThreeStages:
                     kept[start] = descriptors
                 parts.append(descriptors.detach())
                 start = rows.stop
-                if self.overlap:
-                    self._add(gathering, batch, rows, parts[-1])
+                # The rows travel, and are counted, while the network goes on describing.
+                ranked = parts[-1] if self.ranked_part is None else self.ranked_part(parts[-1])
+                gathering.add(ranked, batch.labels[rows], batch.present[rows], batch.samples[rows])
         return Described(torch.cat(parts), kept, gathering)
 
     def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
@@ -127,9 +108,7 @@ class ThreeStages:
 
         One descriptor that is not finite would poison every query of every rank, so its row is left out.
         """
-        with self._stage("gather", batch.step):
-            if not self.overlap:
-                self._add(described.gathering, batch, slice(0, len(described.descriptors)), described.descriptors)
+        with self.stage("gather", batch.step):
             lost = (~described.descriptors.isfinite().all(dim=1)).nonzero().flatten()
             if len(lost):
                 batch.blank(lost)
@@ -140,7 +119,7 @@ class ThreeStages:
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
         """Stage two: the loss of the global batch and the gradient of this rank's descriptors."""
-        with self._stage("rank", step):
+        with self.stage("rank", step):
             remembers = self.memory.size > 0 and step >= self.memory_after
             ranked = self.memory.extend(gathered) if remembers else gathered
             ranking = rank_descriptors(self.loss, ranked, self.mode, self.memory_bytes, gathering.counter)
@@ -153,9 +132,9 @@ class ThreeStages:
 
         Returns the drift, and how many images were described again and how many had kept their graph.
         """
-        with self._stage("replay", batch.step):
+        with self.stage("replay", batch.step), self.replica.replaying():
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
-            others = self.world if self.engine.lockstep else None
+            others = self.world if self.replica.lockstep else None
             while True:
                 cutting = self.sizes.replay, self.skip_below * longest, self._mixing is None, others
                 passes = backward_passes(ranking.gradient, described.kept, *cutting)
@@ -165,11 +144,13 @@ class ThreeStages:
                 except RuntimeError as error:
                     begun = "the other ranks have begun to communicate" if others or self._reducing else None
                     self.sizes.halve("replay", self.sizes.replay, False, error, begun or self._mixing)
-                self.engine.discard()
+                self.replica.discard()
                 described.kept.clear()
+            with self.stopwatch.stage("reduce"):
+                self.replica.reduce()
         greatest = self.world.maximum(float(worst))
         if greatest > self.max_drift:
-            self.engine.discard()
+            self.replica.discard()
             raise drift_error(greatest, self.max_drift, batch.step + 1)
         replayed, kept = self.world.sum(counts).tolist()
         return greatest, replayed, kept
@@ -180,18 +161,16 @@ class ThreeStages:
         counts = torch.zeros(2, dtype=torch.int64, device=described.descriptors.device)
         for number, one in enumerate(passes, 1):
             is_last = number == len(passes)
-            with self.engine.accumulating(is_last):
-                again = one.kept
-                if again is None:
-                    again = self._forward(batch, one.rows, self.engine.forward)
-                    if not one.is_padding:
-                        worst = torch.maximum(worst, drift(again.detach(), described.descriptors[one.rows]))
-                counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
-                self._reducing = is_last and self.world.size > 1 and self.engine.reduces_in_backward
-                with self.stopwatch.stage("network", part_of_outer=True):
-                    self.engine.backward(again, one.gradient)
-                    self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)
-            self.stopwatch.catch_up("reduce", self.engine.reduce_seconds)  # some engines reduce after the pass
+            again = one.kept
+            if again is None:
+                again = self._forward(batch, one.rows, self.replica.forward)
+                if not one.is_padding:
+                    worst = torch.maximum(worst, drift(again.detach(), described.descriptors[one.rows]))
+            counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
+            # From here on, a rank that runs out of memory cannot start again alone.
+            self._reducing = is_last and self.world.size > 1 and self.replica.reduces_in_backward
+            with self.stopwatch.stage("network", part_of_outer=True):
+                self.replica.backward(again, one.gradient, is_last)
             self._reducing = False
         return worst, counts
 
@@ -205,56 +184,10 @@ class ThreeStages:
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
             return forward(images)
 
-    def _add(self, gathering: Gathering, batch: Batch, rows: slice, described: Float[Tensor, "n C"]) -> None:
-        """Send the descriptors of a micro-batch to the other ranks, with what ranking has to know of each image."""
-        descriptors = described if self.ranked_part is None else self.ranked_part(described)
-        gathering.add(descriptors, batch.labels[rows], batch.present[rows], batch.samples[rows])
-
     @contextmanager
-    def _stage(self, name: str, step: int) -> Iterator[None]:
+    def stage(self, name: str, step: int) -> Iterator[None]:
         """Time a stage, tell the other ranks' watchdogs of it, and restore torch's random state at its end."""
         self.world.note(f"{name} of step {step + 1}")
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with self.stopwatch.stage(name), torch.random.fork_rng(devices):
             yield
-
-
-@dataclass
-class ThreeStageStep(ThreeStages):
-    """Describe, gather, rank, replay, update."""
-
-    engine: Engine  # with its optimiser
-    loss_engine: Engine | None = None  # that of the loss's own parameters, which are the same on every rank
-
-    def __call__(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
-        """Train on one global batch; every rank calls it with its own share. See `Engine.update` for the rate.
-
-        A DistapError on all ranks: no image has a positive, or the drift is too large; on one: its memory is short.
-        """
-        described = self.describe(batch)
-        gathered, not_finite = self.gather(described, batch)
-        rate = NAN if learning_rate is None else learning_rate
-        try:
-            ranking = self.rank(described.gathering, gathered, batch.step)
-        except NothingToRankError:
-            if not self.world.sum(torch.tensor(len(not_finite), device=self.world.device)):
-                raise
-            return StepResult(NAN, rate, NAN, NAN, 0, 0, 0, 0, "descriptor", not_finite)
-        worst, norm, replayed, kept = NAN, NAN, 0, 0
-        if ranking.is_finite:
-            worst, replayed, kept = self.replay(batch, described, ranking)
-            for parameter, gradient in zip(self.loss.parameters, ranking.by_parameters, strict=True):
-                parameter.grad = gradient
-            norm = self.update(batch.step, learning_rate)
-        skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
-        counts = replayed, kept, ranking.queries, ranking.skipped_queries
-        spread = float(gathered.descriptors.var(dim=0, correction=0).sum())
-        return StepResult(float(ranking.loss), rate, norm, worst, *counts, skipped, not_finite, spread)
-
-    def update(self, step: int, learning_rate: float | None) -> float:
-        """Move the parameters along the gradient of the global loss; return the norm of the network's."""
-        with self._stage("optimizer", step):
-            norm = self.engine.update(learning_rate)
-            if self.loss_engine is not None and norm < float("inf"):
-                self.loss_engine.update(learning_rate)
-            return norm

@@ -25,7 +25,6 @@ class Stopwatch:
         self._module = torch.get_device_module(device)
         self._inside = 0.0  # seconds of inner stages since the current stage began
         self._depth = 0
-        self._elsewhere: dict[str, float] = {}
         self._on_device: list[tuple[str, Any, Any]] = []  # stages that events begin and end
 
     @contextmanager
@@ -52,16 +51,6 @@ class Stopwatch:
             elapsed = self._now() - started
             self.seconds[name] += elapsed - self._inside
             self._inside = outer_inside + (self._inside if part_of_outer else elapsed)
-
-    def catch_up(self, name: str, total: float) -> None:
-        """Count for `name`, instead of the present stage, what a clock elsewhere has added since the last call.
-
-        It shows `total` seconds; those before the first call were not of this stopwatch.
-        """
-        seconds = total - self._elsewhere.get(name, total)
-        self._elsewhere[name] = total
-        self.seconds[name] += seconds
-        self._inside += seconds
 
     def _now(self) -> float:
         if self._device is not None and self._depth == 0:

@@ -22,7 +22,6 @@ from distap.model.backbone import RandomWeights
 from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory
-from distap.step import StepResult
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint, run_key
@@ -31,10 +30,10 @@ from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import Tracer
 from distap.training.build import (
-    engine_of,
     evaluations_of,
     fitting_of,
-    loss_engine_of,
+    learner_of,
+    loss_learner_of,
     loss_of,
     step_of,
 )
@@ -43,6 +42,7 @@ from distap.training.length import Length
 from distap.training.projection import whiten_projection
 from distap.training.report import RunReport, logger
 from distap.training.run_state import RunState, is_begun
+from distap.training.training_step import StepResult
 from distap.world import World, joined_world
 
 TRACES = "traces"
@@ -104,11 +104,11 @@ class Trainer:
             whiten_projection(recipe, self.network, world, only_check)
         self.network.train()
         self.evaluations = evaluations_of(recipe, self.network, world, sets)
-        self.engine = engine_of(recipe, self.network, world)
+        self.learner = learner_of(recipe, self.network, world)
         memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
-        loss_engine, batch = loss_engine_of(recipe, loss, world), self.images.size
-        self.step = step_of(recipe, self.engine, loss, world, batch, memory, self.stopwatch, loss_engine)
-        self.state = RunState(recipe, world, self.images, self.engine, memory, loss_engine)
+        loss_learner, batch = loss_learner_of(recipe, loss, world), self.images.size
+        self.step = step_of(recipe, self.learner, loss, world, batch, memory, self.stopwatch, loss_learner)
+        self.state = RunState(recipe, world, self.images, self.learner, memory, loss_learner)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
         self.startup.reached("network")
@@ -148,7 +148,7 @@ class Trainer:
         steps = self.length.steps
         for share in self.images.shares(range(self.done, steps)):
             at_step(share.step + 1)
-            self.engine.held = ("backbone",) if share.step < self.length.head_only else ()
+            self.learner.held = ("backbone",) if share.step < self.length.head_only else ()
             result = self.step(share, self.length.rate(share.step))
             self.done = share.step + 1
             stopping = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
@@ -183,9 +183,10 @@ class Trainer:
 
     def _after_first_step(self) -> None:
         """Keep as many graphs as memory allows, if the recipe wants that, and log the time since the cold start."""
-        if isinstance(self.recipe.replay.keep, str) and self.engine.keeps_graphs:
-            fitting = fitting_of(self.recipe, self.engine, self.world, self.images.size)
-            self.step.sizes.keep = fitting.kept_graphs(self.step.sizes.replay, self.recipe.replay.budget)
+        if isinstance(self.recipe.replay.keep, str) and self.learner.replica.keeps_graphs:
+            fitting = fitting_of(self.recipe, self.learner.replica, self.world, self.images.size)
+            sizes = self.step.stages.sizes
+            sizes.keep = fitting.kept_graphs(sizes.replay, self.recipe.replay.budget)
         self.startup.reached("first step")
         self.report.started(self.startup.seconds)
         logger.info("%s", self.startup.summary(self.stopwatch.seconds))
@@ -242,7 +243,7 @@ class Trainer:
         self.world.note(f"evaluation after step {self.done}")
         self._average_statistics()
         try:
-            with self.engine.averaged(), self.engine.describing():
+            with self.learner.averaged(), self.learner.replica.describing():
                 described = {
                     name: images.describe(replace(how(), is_asked_to_stop=lambda: stop.requested))
                     for name, (images, how) in self.evaluations.items()

@@ -14,12 +14,11 @@ from networks import noise, random_network
 from problems import problem
 from prometheus_client import CollectorRegistry
 from servers import free_ports
+from steps import learning, step_with
 from stores import found_checkpoint, writer_to
 from torch.nn.functional import normalize
-from torch.nn.parallel import DistributedDataParallel
 
 from distap.device_copies import DeviceCopies, ToHost
-from distap.engine.ddp import DDPEngine, SumOverRanks
 from distap.ranking.gather import gather
 from distap.ranking.histogram.passes import soft_counts
 from distap.ranking.loss import Budget, build_loss
@@ -29,7 +28,6 @@ from distap.registry import REGISTRY
 from distap.retrieval.metrics import evaluate_labelled_set
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.sizes import free_memory
-from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
 from distap.telemetry.metrics import TrainingMetrics
 from distap.telemetry.tracing import Tracer
@@ -49,9 +47,9 @@ def stepped(network, device, precision="float32", sizes=None, network_of=lambda 
     world, network = World(device=device), network_of(copy.deepcopy(network)).to(device)
     before = [parameter.detach().cpu().double().clone() for parameter in network.parameters()]
     optimizer = torch.optim.SGD(network.parameters(), lr=1000.0)
-    engine = DDPEngine(network, lambda: optimizer, world, precision=precision)
+    learner = learning(network, optimizer, world, precision=precision)
     options = {"max_drift": math.inf, "stopwatch": Stopwatch(device)}
-    step = ThreeStageStep(engine, QuantizedAP(), world, 0, sizes or MicroBatchSizes(8, 16), **options)
+    step = step_with(learner, QuantizedAP(), world, 0, sizes or MicroBatchSizes(8, 16), **options)
     batch = TensorBatch(noise(IMAGES), torch.arange(IMAGES) // 4, world, 1)
     batch.pixels = batch.pixels.pin_memory() if device.type == "cuda" else batch.pixels
     result = step(batch, 1000.0)
@@ -71,7 +69,7 @@ def test_a_step_is_exact_and_its_stages_are_timed(precision, near):
     result, found, step = stepped(network.float(), DEVICE, precision)
     assert result.skipped is None and result.replay_drift < 0.05
     assert distance(found, expected) < near
-    seconds = step.stopwatch.seconds
+    seconds = step.stages.stopwatch.seconds
     assert 0 < seconds["network"] < seconds["describe"] + seconds["replay"]
 
 
@@ -85,18 +83,15 @@ def test_dropout_is_the_same_in_describe_and_replay_and_leaves_the_random_state_
 
 def test_float16_halves_its_scale_where_gradients_overflow():
     network = random_network().train()
-    engine = DDPEngine(
-        network.to(DEVICE),
-        lambda: torch.optim.SGD(network.parameters()),
-        World(device=DEVICE),
-        precision="fp16",
+    network.to(DEVICE)
+    learner = learning(network, torch.optim.SGD(network.parameters()), World(device=DEVICE), precision="fp16")
+    before, scale = next(network.parameters()).clone(), float(learner.state_dict()["scaler.scale"])
+    descriptors = learner.replica.forward(noise(2).to(DEVICE))
+    learner.replica.backward(descriptors, torch.full_like(descriptors, 1e30), is_last=True)
+    assert not math.isfinite(learner.update(0.1))
+    assert float(learner.state_dict()["scaler.scale"]) == scale / 2 and torch.equal(
+        next(network.parameters()), before
     )
-    before, scale = next(network.parameters()).clone(), float(engine.state_dict()["scaler.scale"])
-    with engine.accumulating(True):
-        descriptors = engine.forward(noise(2).to(DEVICE))
-        engine.backward(descriptors, torch.full_like(descriptors, 1e30))
-    assert not math.isfinite(engine.update(0.1))
-    assert float(engine.state_dict()["scaler.scale"]) == scale / 2 and torch.equal(next(network.parameters()), before)
 
 
 class Hungry(torch.nn.Module):
@@ -116,7 +111,7 @@ def test_micro_batches_are_halved_until_they_fit():
     network, sizes = random_network().train(), MicroBatchSizes(16, 16)
     _, expected, _ = stepped(network, DEVICE)
     _, found, step = stepped(network, DEVICE, sizes=sizes, network_of=lambda network: Hungry(network, 5))
-    assert (step.sizes.replay, step.sizes.describe) == (4, 4)
+    assert (step.stages.sizes.replay, step.stages.sizes.describe) == (4, 4)
     assert distance(found, expected) < 1e-2
 
 
@@ -172,11 +167,6 @@ def test_ddp_sums_its_bucket_over_nccl(monkeypatch):
         monkeypatch.setenv(name, str(value))
     with joined_world() as world:
         assert dist.get_backend() == "nccl"
-        layer = torch.nn.Linear(3, 2).to(world.device)
-        replicas = DistributedDataParallel(layer, gradient_as_bucket_view=True)
-        replicas.register_comm_hook(None, SumOverRanks(None).all_reduce)
-        replicas(torch.ones(4, 3, device=world.device)).sum().backward()
-        assert torch.equal(layer.weight.grad.cpu(), torch.full((2, 3), 4.0))
         assert float(world.sum(torch.tensor(2.0, device=world.device))) == 2
 
 

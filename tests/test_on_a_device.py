@@ -7,11 +7,11 @@ import torch
 from batches import TensorBatch, small_images, small_network
 from problems import problem
 from ranks import RankFailedError, on_ranks
+from steps import learning, step_with
 from torch.nn.functional import normalize
 from twin_device import twin_device, values, watching
 
 from distap import device_copies
-from distap.engine.ddp import DDPEngine
 from distap.ranking import gather as gathering
 from distap.ranking.gather import gather
 from distap.ranking.histogram import tiles
@@ -22,7 +22,7 @@ from distap.registry import REGISTRY
 from distap.retrieval.ground_truth_metrics import GradedQuery, LandmarkQuery, evaluate_graded, evaluate_landmarks
 from distap.retrieval.metrics import evaluate_labelled_set, evaluate_queries
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStageStep
+from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
@@ -37,11 +37,11 @@ def trained(device, keep=0):
     world, waits = World(device=device), defaultdict(set)
     network = small_network().to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    engine, sizes = DDPEngine(network, lambda: optimizer, world), MicroBatchSizes(8, 16, keep)
-    step = ThreeStageStep(engine, QuantizedAP(), world, 0, sizes, stopwatch=Stopwatch(device))
+    learner, sizes = learning(network, optimizer, world), MicroBatchSizes(8, 16, keep)
+    step = step_with(learner, QuantizedAP(), world, 0, sizes, stopwatch=Stopwatch(device))
     with watching() as found:
         for stage in ("describe", "_send_back"):
-            watched(step, stage, found, waits[stage])
+            watched(step.stages, stage, found, waits[stage])
         batch = TensorBatch(*small_images(IMAGES), world, 1)
         if device.type != "cpu":
             batch.pixels = batch.pixels.pin_memory()
@@ -94,8 +94,8 @@ def with_planted(_, planted):
         if planted == "a copy":
             gathering.queued = tiles.queued = lambda tensor, device: tensor.to(device)
         elif planted == "a look at a number":
-            forward = DDPEngine.describe
-            DDPEngine.describe = lambda self, images: forward(self, images) + float(images.sum()) * 0
+            forward = Replica.forward
+            Replica.forward = lambda self, images: forward(self, images) + float(images.sum()) * 0
         else:
             device_copies.ToHost.tensor = lambda self: self._copy
             device_copies.ToHost.is_here = lambda self: True

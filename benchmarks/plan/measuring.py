@@ -18,9 +18,9 @@ from distap.config.recipe import Recipe
 from distap.ranking.gather import gather
 from distap.ranking.rank import rank_descriptors
 from distap.stages.sizes import free_memory
-from distap.step import ThreeStageStep
 from distap.stopwatch import Stopwatch
-from distap.training.build import engine_of, fitting_of, network_of, step_of
+from distap.training.build import fitting_of, learner_of, network_of, step_of
+from distap.training.training_step import TrainingStep
 from distap.world import World
 
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
@@ -34,43 +34,42 @@ class Trial:
     def __init__(self, recipe: Recipe, batch: int, network: NetworkCost, world: World) -> None:
         self.recipe, self._batch, self._network, self._world = without_weights(recipe), batch, network, world
         module = network_of(self.recipe, world).train()
-        self.engine = engine_of(self.recipe, module, world)
+        self.learner = learner_of(self.recipe, module, world)
         self._classes = getattr(self.recipe.loss, "classes", None) or CLASSES
         self._loss = self.recipe.loss.sized(self._classes, module.dimensions, self.recipe.seed)
         size = self.recipe.replay.size
         if size == "auto":
-            size = fitting_of(self.recipe, self.engine, world, batch).replay_size()
+            size = fitting_of(self.recipe, self.learner.replica, world, batch).replay_size()
         # Describe takes the same micro-batches; low precision may drift more than trainings tolerate.
         self.recipe = changed(self.recipe, replay={"size": size, "max_drift": math.inf}, describe={"size": None})
 
-    def step(self, total: int, keep: int = 0, overlap: bool = True) -> tuple[ThreeStageStep, Any]:
+    def step(self, total: int, keep: int = 0) -> tuple[TrainingStep, Any]:
         """Return a step, and a global batch of random pixels with two images a class."""
-        recipe, world = changed(self.recipe, replay={"keep": keep}, rank={"overlap": overlap}), self._world
+        recipe, world = changed(self.recipe, replay={"keep": keep}), self._world
         stopwatch, samples = Stopwatch(world.device), torch.tensor(world.slots(total))
-        step = step_of(recipe, self.engine, self._loss, world, total, stopwatch=stopwatch)
+        step = step_of(recipe, self.learner, self._loss, world, total, stopwatch=stopwatch)
         shape = (len(samples), 3, recipe.data.image_size, recipe.data.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
         labels, present = samples // 2 % self._classes, torch.ones(len(samples), dtype=torch.bool)
         batch = {"step": 0, "total": total, "samples": samples, "labels": labels, "present": present}
         return step, SimpleNamespace(**batch, images=pixels.__getitem__, blank=lambda rows: None)
 
-    def seconds(self, steps: Sequence[tuple[ThreeStageStep, Any]], rounds: int) -> list[dict[str, float]]:
+    def seconds(self, steps: Sequence[tuple[TrainingStep, Any]], rounds: int) -> list[dict[str, float]]:
         """Return the median seconds of each step by stage, of the slowest rank; steps take turns."""
         taken: list[list[dict[str, float]]] = [[] for _ in steps]
         for _ in range(rounds + 1):  # the first one allocates and compiles, and does not count
             for (step, batch), each in zip(steps, taken, strict=True):
                 self._world.barrier()
-                step.stopwatch.catch_up("reduce", self.engine.reduce_seconds)  # of the other steps
-                step.stopwatch.seconds.clear()
+                step.stages.stopwatch.seconds.clear()
                 step(batch, 0.0)
-                each.append({stage: self._world.maximum(step.stopwatch.seconds[stage]) for stage in STAGES})
+                each.append({stage: self._world.maximum(step.stages.stopwatch.seconds[stage]) for stage in STAGES})
         return [{stage: statistics.median(one[stage] for one in each[1:]) for stage in STAGES} for each in taken]
 
     def machine(self, rounds: int, link: float, gpus_a_host: int) -> Machine:
         """Measure this machine; `link` is the bytes a second between hosts, if all ranks are on one."""
-        world, keep, ranks = self._world, KEPT * self.engine.keeps_graphs, self._world.size
+        world, keep, ranks = self._world, KEPT * self.learner.replica.keeps_graphs, self._world.size
         images = MICRO_BATCHES * int(self.recipe.replay.size)  # of a rank
-        plain, kept = self.seconds([self.step(max(4, images * ranks), n, overlap=False) for n in (0, keep)], rounds)
+        plain, kept = self.seconds([self.step(max(4, images * ranks), n) for n in (0, keep)], rounds)
         forward = with_graph = plain["describe"] / images
         if keep:
             with_graph += (kept["describe"] - plain["describe"]) * MICRO_BATCHES / (KEPT * images)

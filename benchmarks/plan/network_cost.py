@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from distap.config.recipe import Recipe
-from distap.engine.precision import autocast
 from distap.model.backbone import RandomWeights
+from distap.precision import autocast
 from distap.stages.sizes import SavedBytes
 from distap.training.build import network_of
 from distap.world import World

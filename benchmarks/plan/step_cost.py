@@ -51,14 +51,13 @@ class Sharding(NamedTuple):
     def of(cls, engine: Any) -> "Sharding":
         name = name_of("engine", engine)
         if name == "fsdp":
-            by_block = engine.reshard if engine.units is None else engine.units == "blocks"
             # With reshard, weights are gathered for the forward pass and again for the backward pass.
-            return cls(True, True, 2 * engine.reshard, engine.reshard, by_block)
+            return cls(True, True, 2 * engine.reshard, engine.reshard, engine.reshard)
         if name == "deepspeed":
             # Gradients are reduced once, in every stage. Weights of stage 3 stay from the forward to the backward
             # pass, up to DeepSpeed's limit of a thousand millions. It updates its own copy of the parameters.
             return cls(engine.stage == 3, True, int(engine.stage == 3), states=3)
-        return cls(hides_reduction=getattr(engine, "bucket_megabytes", None) is not None)
+        return cls()
 
 
 class Transfer(NamedTuple):
@@ -201,10 +200,9 @@ class StepCost:
             stage: sum(transfer.seconds(machine, self.ranks) for transfer in transfers)
             for stage, transfers in self.transfers.items()
         }
-        if self.recipe.rank.overlap:
-            # Only the last chunk is sent when nothing is left to describe.
-            chunks = ceil(self.share / max(LEAST_SENT, ceil(self.share / MOST_CHUNKS)))
-            wait["gather"] = max(wait["gather"] / chunks, wait["gather"] - describe)
+        # Only the last chunk is sent when nothing is left to describe.
+        chunks = ceil(self.share / max(LEAST_SENT, ceil(self.share / MOST_CHUNKS)))
+        wait["gather"] = max(wait["gather"] / chunks, wait["gather"] - describe)
         if self.sharding.hides_reduction:
             wait["reduce"] = max(0.0, wait["reduce"] - machine.backward((replayed or kept)[-1]))
         own_parameters = self.network.trained / (self.ranks if self.sharding.optimizer else 1)

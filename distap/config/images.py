@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from distap.config.rates import Unit
 from distap.config.validation import Remote, Section, Shards, TrainShards
 from distap.data.settings import CacheSettings, PixelSettings
-from distap.engine.settings import Unit
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -23,12 +23,15 @@ from distap.config.sections import (
     StopSection,
 )
 from distap.config.validation import Section
-from distap.engine.settings import DeviceName, PrecisionName
+from distap.precision import PrecisionName
 from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
 RESOLVED_LATE: Any = {}  # the default of sections whose own defaults are names of classes
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
+
+
+DeviceName = Literal["auto", "cuda", "cpu"]
 
 
 class NetworkRecipe(Section):

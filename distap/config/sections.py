@@ -17,8 +17,9 @@ from pydantic import (
     ValidationError,
 )
 
+from distap.config.rates import GroupSettings, Unit
 from distap.config.validation import ChoosingSection, Remote, Section, StoreURL
-from distap.engine.settings import GroupSettings, PrecisionName, Unit
+from distap.precision import PrecisionName
 from distap.registry import Chosen, unknown_key
 
 
@@ -56,9 +57,6 @@ class RankSection(Section):
         None,
         ge=2**20,
         description="Bytes that ranking may use beside the descriptors, 1 MiB or more; null chooses by the device.",
-    )
-    overlap: bool = Field(
-        True, description="Gather and count descriptors while the network describes further images."
     )
 
 

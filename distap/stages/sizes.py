@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from distap.engine.base import Engine
 from distap.errors import DistapError
 from distap.stages.micro_batches import is_out_of_memory
+from distap.stages.replica import Replica
 from distap.world import World
 
 ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
@@ -31,23 +31,23 @@ logger = logging.getLogger("distap")
 class Fitting:
     """Tries micro-batches of up to `share` random images, in the same order on every rank."""
 
-    def __init__(self, engine: Engine, world: World, image_size: int, share: int) -> None:
-        if engine.lockstep:
+    def __init__(self, replica: Replica, world: World, image_size: int, share: int) -> None:
+        if replica.lockstep:
             raise DistapError(
                 "describe.size and replay.size cannot be auto with this engine: its ranks communicate in every "
                 "micro-batch, so none may run out of memory by itself"
             )
-        self._engine, self._world, self._image_size, self._share = engine, world, image_size, share
+        self._replica, self._world, self._image_size, self._share = replica, world, image_size, share
 
     def replay_size(self) -> int:
         """Return the micro-batch size with the fewest seconds per image, forward and backward."""
-        with _untouched(self._engine):
-            return self._fastest("replay", partial(_there_and_back, self._engine))
+        with _untouched(self._replica):
+            return self._fastest("replay", partial(_there_and_back, self._replica))
 
     def describe_size(self, describe: Callable[[Tensor], Tensor] | None = None) -> int:
         """Return the same for passes without a graph; `describe` replaces the engine's own."""
-        with self._engine.describing(), torch.no_grad():
-            return self._fastest("describe", describe or self._engine.describe)
+        with self._replica.describing(), torch.no_grad():
+            return self._fastest("describe", describe or self._replica.forward)
 
     def kept_graphs(self, size: int, budget: int | None = None) -> int:
         """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made.
@@ -111,11 +111,11 @@ class Fitting:
         return math.inf
 
     def _bytes_of_graph(self, size: int) -> int:
-        engine, images = self._engine, self._images(size)
-        with engine.describing():  # parameters are whole here, so their storages can be told from the graph's
-            saved = SavedBytes(engine.network)
-        with _untouched(engine):
-            _there_and_back(engine, images, saved)
+        replica, images = self._replica, self._images(size)
+        with replica.describing():  # parameters are whole here, so their storages can be told from the graph's
+            saved = SavedBytes(replica.network)
+        with _untouched(replica):
+            _there_and_back(replica, images, saved)
         return saved.bytes
 
     def _images(self, size: int) -> Tensor:
@@ -164,21 +164,21 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _there_and_back(engine: Engine, images: Tensor, during_forward: Any = None) -> None:
-    with engine.accumulating(is_last=False):
+def _there_and_back(replica: Replica, images: Tensor, during_forward: Any = None) -> None:
+    with replica.replaying():
         with during_forward or nullcontext():
-            descriptors = engine.forward(images)
-        engine.backward(descriptors, torch.zeros_like(descriptors))
+            descriptors = replica.forward(images)
+        replica.backward(descriptors, torch.zeros_like(descriptors), is_last=False)
 
 
 @contextmanager
-def _untouched(engine: Engine) -> Iterator[None]:
+def _untouched(replica: Replica) -> Iterator[None]:
     """Discard gradients and restore running statistics at the end."""
-    before = [buffer.clone() for buffer in engine.network.buffers()]
+    before = [buffer.clone() for buffer in replica.network.buffers()]
     try:
         yield
     finally:
-        engine.discard()
+        replica.discard()
         with torch.no_grad():
-            for buffer, value in zip(engine.network.buffers(), before, strict=True):
+            for buffer, value in zip(replica.network.buffers(), before, strict=True):
                 buffer.copy_(value)

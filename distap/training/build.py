@@ -14,10 +14,6 @@ from distap.config.reading import recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.share import LoadingJob, TrainingImages
-from distap.engine.base import Engine
-from distap.engine.ddp import DDPEngine
-from distap.engine.optimizer import parameter_groups
-from distap.engine.precision import describing_in
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -27,15 +23,19 @@ from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone
 from distap.model.speed.folding import fold_batchnorm
 from distap.model.trained import TrainedNetwork, read_checkpoint
+from distap.precision import computing_in
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import GivenObject
-from distap.stages.any_network import refuse_unusable
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images
+from distap.stages.replica import Replica, refuse_unusable
 from distap.stages.sizes import Fitting
-from distap.step import ThreeStageStep
+from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
+from distap.training.learner import Learner
+from distap.training.optimizer import parameter_groups
+from distap.training.training_step import TrainingStep
 from distap.world import World
 
 GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands
@@ -176,8 +176,8 @@ def evaluations_of(
     return evaluations
 
 
-def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine:
-    """Build the recipe's engine over a network, with its optimiser."""
+def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:
+    """Spread a network over the ranks by the recipe's engine, with its optimiser."""
     optimizer = recipe.optimizer
     trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}
     if optimizer.head_only and trained == {"backbone"}:
@@ -194,10 +194,10 @@ def engine_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Engine
         network.checkpoint_activations()
     if recipe.step.fold_batchnorm and not recipe.step.compile:  # the compiler would compute the folded weights slowly
         fold_batchnorm(network)
-    engine: Engine = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
+    learner: Learner = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     if recipe.ema is not None:
-        engine.keep_average(recipe.ema.decay)
-    return engine
+        learner.keep_average(recipe.ema.decay)
+    return learner
 
 
 def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:
@@ -210,48 +210,50 @@ def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, w
     return loss
 
 
-def loss_engine_of(recipe: Recipe, loss: Loss, world: World) -> Engine | None:
-    """The engine of the loss's own parameters, if it has any.
+def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
+    """Return what moves the loss's own parameters, if it has any.
 
-    Every rank holds them and gets their whole gradient from stage two, so this engine is one of a lone process.
+    Every rank holds them and gets their whole gradient from stage two, so there is nothing to reduce.
     """
     if loss.learned is None or not loss.parameters:
         return None
     groups = parameter_groups({"loss": (loss.learned, recipe.optimizer.loss)})
-    return DDPEngine(loss.learned, partial(recipe.optimizer.chosen.build, groups), World(device=world.device))
+    replica = Replica(loss.learned, World(device=world.device))
+    return Learner(replica, recipe.optimizer.chosen.build(groups))
 
 
-def fitting_of(recipe: Recipe, engine: Engine, world: World, batch: int) -> Fitting:
-    return Fitting(engine, world, recipe.data.image_size, len(world.slots(batch)))
+def fitting_of(recipe: Recipe, replica: Replica, world: World, batch: int) -> Fitting:
+    return Fitting(replica, world, recipe.data.image_size, len(world.slots(batch)))
 
 
 def step_of(
     recipe: Recipe,
-    engine: Engine,
+    learner: Learner,
     loss: Loss,
     world: World,
     batch: int,
     memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
-    loss_engine: Engine | None = None,
-) -> ThreeStageStep:
+    loss_learner: Learner | None = None,
+) -> TrainingStep:
     """Build the recipe's step for global batches of `batch` images, and measure micro-batch sizes that are `auto`."""
+    replica, network = learner.replica, learner.network
     replay, describe, precision = recipe.replay.size, recipe.describe.size, recipe.describe.precision
-    describer = None if precision in (None, recipe.precision) else describing_in(precision, engine.network)
+    describer = None if precision in (None, recipe.precision) else computing_in(precision, network)
     if replay == "auto":
-        replay = fitting_of(recipe, engine, world, batch).replay_size()
+        replay = fitting_of(recipe, replica, world, batch).replay_size()
     if describe == "auto":
-        same = mixes_images(engine.network) is not None
-        describe = None if same else fitting_of(recipe, engine, world, batch).describe_size(describer)
+        same = mixes_images(network) is not None
+        describe = None if same else fitting_of(recipe, replica, world, batch).describe_size(describer)
     keep = recipe.replay.keep
-    if isinstance(keep, str) and not engine.keeps_graphs:
+    if isinstance(keep, str) and not replica.keeps_graphs:
         logger.warning("replay.keep is %s, but this engine can hold only one graph at a time: none is kept", keep)
     if recipe.step.compile:
-        assert isinstance(engine.network, RetrievalNetwork)
+        assert isinstance(network, RetrievalNetwork)
         sizes = [min(size, len(world.slots(batch))) for size in (replay, describe or replay)]
-        compile_backbone(engine.network, [*sizes, recipe.evaluation.batch_size])
-    return ThreeStageStep(
-        engine,
+        compile_backbone(network, [*sizes, recipe.evaluation.batch_size])
+    stages = ThreeStages(
+        replica,
         loss,
         world,
         recipe.seed,
@@ -264,9 +266,8 @@ def step_of(
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         skip_below=recipe.replay.skip_below,
         describer=describer,
-        overlap=recipe.rank.overlap,
-        loss_engine=loss_engine,
     )
+    return TrainingStep(stages, learner, loss_learner)
 
 
 def trained_network(

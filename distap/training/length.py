@@ -6,10 +6,10 @@ from fractions import Fraction
 from functools import cached_property
 
 from distap.config.images import EvaluationSection
+from distap.config.rates import Unit, as_written
 from distap.config.recipe import Recipe
 from distap.config.sections import CheckpointSection
 from distap.data.shards.load_index import load_index
-from distap.engine.settings import Unit, as_written
 from distap.errors import DistapError
 
 

@@ -24,7 +24,6 @@ from distap.errors import CAUSES, DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
 from distap.model.network import RetrievalNetwork
 from distap.registry import name_of
-from distap.step import StepResult
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
@@ -33,6 +32,7 @@ from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import log_not_finite, log_start, run_log_from
 from distap.telemetry.terminal import training_progress
 from distap.training.length import Length
+from distap.training.training_step import StepResult
 from distap.world import DRIVER, World, without_gpu
 
 COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts

@@ -18,7 +18,6 @@ from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.writer import CheckpointWriter, Written
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
-from distap.engine.base import Engine, local, without_prefix
 from distap.errors import CAUSES, DistapError
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
@@ -26,6 +25,7 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.registry import by_path
 from distap.storage.files import Storage, storage_of
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
+from distap.training.learner import Learner, local, without_prefix
 from distap.world import World
 
 # Files of the run folder that go to a store together with checkpoints.
@@ -68,15 +68,15 @@ class RunState:
         recipe: Recipe,
         world: World,
         images: TrainingImages,
-        engine: Engine,
+        learner: Learner,
         memory: CrossBatchMemory,
-        loss_engine: Engine | None = None,
+        loss_learner: Learner | None = None,
     ) -> None:
-        self.recipe, self.world, self.images, self.engine = recipe, world, images, engine
+        self.recipe, self.world, self.images, self.learner = recipe, world, images, learner
         # Other parts that have a state, by the prefix of the names of their tensors.
-        self._parts: dict[str, CrossBatchMemory | TrainingImages | Engine] = {"memory": memory, "streams": images}
-        if loss_engine is not None:
-            self._parts["loss"] = loss_engine
+        self._parts: dict[str, CrossBatchMemory | TrainingImages | Learner] = {"memory": memory, "streams": images}
+        if loss_learner is not None:
+            self._parts["loss"] = loss_learner
         self._settings = recipe.model_dump(mode="json")
         # Highest validation mAP of a checkpoint, and the same without the last one, whose writing may yet fail.
         self.best = self._best_before = float("-inf")
@@ -139,7 +139,7 @@ class RunState:
         """
         recipe = self._settings
         parts = {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}
-        tensors = self.engine.state_dict() | parts
+        tensors = self.learner.state_dict() | parts
         lost = [name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())]
         if not self.world.all_agree(not lost):
             raise DistapError(
@@ -149,7 +149,7 @@ class RunState:
         # The folder is the one that the recipe's paths are relative to.
         state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd())}
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
-            state["backbone"] = built_again(self.engine.network.backbone)
+            state["backbone"] = built_again(self.learner.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
         before = self._noted(self._writer.save(step, tensors, state, about, score))
@@ -201,7 +201,7 @@ class RunState:
         try:
             for part, of in self._parts.items():
                 of.load_state_dict(without_prefix(f"{part}.", tensors))
-            self.engine.load_state_dict(tensors)
+            self.learner.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
             raise DamagedCheckpointError(checkpoint.where, f"it is of another network or loss: {error}") from error
         self.score = checkpoint.manifest.score

@@ -22,8 +22,8 @@ from benchmarks.plan.planning import cost_plan, plan_tables
 from benchmarks.plan.step_cost import Machine, NetworkLink, StepCost
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
-from distap.engine.precision import autocast
 from distap.errors import DistapError
+from distap.precision import autocast
 from distap.world import World
 
 SIZE = 64

@@ -10,17 +10,16 @@ from batches import small_network
 from images import damage, indexed_images, write_images
 from ranks import on_ranks
 from small_trainings import DESCENT, losses, train
+from steps import learning, step_with
 
 from distap.data.loading.pixels import HeldPixels
 from distap.data.loading.share import NO_SAMPLE
 from distap.data.settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
-from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStageStep
 from distap.world import World
 
 WAYS = ("memory", "spool")
@@ -119,8 +118,8 @@ def gradients(world, folder, way):
     network = small_network()
     before = [p.detach().clone() for p in network.parameters()]
     scaled = torch.nn.Sequential(Scaling(), network)
-    engine = DDPEngine(scaled, lambda: torch.optim.SGD(scaled.parameters(), lr=1.0), world)
-    step = ThreeStageStep(engine, QuantizedAP(), world, 0, MicroBatchSizes(REPLAY, DESCRIBE))
+    learner = learning(scaled, torch.optim.SGD(scaled.parameters(), lr=1.0), world)
+    step = step_with(learner, QuantizedAP(), world, 0, MicroBatchSizes(REPLAY, DESCRIBE))
     losses = [step(share, 1.0).loss for share in shares_of(folder, world, way)]
     return losses, [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
 

@@ -15,9 +15,9 @@ from launching import Program, output_of
 from nbclient import NotebookClient
 from ranks import skip_if_fast
 from small_trainings import losses, recipe
+from steps import learning, step_with
 
-from distap import MicroBatchSizes, ThreeStageStep
-from distap.engine.ddp import DDPEngine
+from distap import MicroBatchSizes
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.trainer import Trainer
 from distap.world import World
@@ -76,10 +76,8 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(run):
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.eval()
-    engine = DDPEngine(
-        Normalised(network), lambda: torch.optim.SGD(network.parameters(), lr=3.0, momentum=0.9), World()
-    )
-    step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(8))
+    learner = learning(Normalised(network), torch.optim.SGD(network.parameters(), lr=3.0, momentum=0.9), World())
+    step = step_with(learner, QuantizedAP(), World(), 0, MicroBatchSizes(8))
     expected = []
     for number in range(5):
         rows = slice(64 * number, 64 * number + 64)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from distap.engine.deepspeed.config import DeepSpeedSettings, merged_config
 from distap.errors import DistapError
+from distap.training.deepspeed_config import merged_config
 
 
 @pytest.fixture
@@ -15,20 +15,20 @@ def merged(tmp_path):
     def merge(content):
         path = tmp_path / "deepspeed.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return merged_config(DeepSpeedSettings(stage=2, config=path), 4, 1001, 0.5)
+        return merged_config(2, path, 4, 1001, 0.5)
 
     return merge
 
 
 def test_what_changes_a_training_is_said_and_not_assumed():
-    config = merged_config(DeepSpeedSettings(stage=1), 4, 1001, None)
+    config = merged_config(1, None, 4, 1001, None)
     assert config["gradient_clipping"] == 0.0
     assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (4, 1)
     assert [config[name]["enabled"] for name in ("fp16", "bf16", "torch_autocast")] == [False] * 3
 
 
 def test_all_parameters_are_one_bucket_of_even_size():
-    zero = merged_config(DeepSpeedSettings(), 4, 1001, None)["zero_optimization"]
+    zero = merged_config(2, None, 4, 1001, None)["zero_optimization"]
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 1002
 
 
@@ -89,4 +89,4 @@ def test_a_key_that_is_distaps_or_nobodys_is_refused_with_file_and_remedy(merged
 
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(DistapError, match=r"nowhere\.json: engine\.config cannot be read: No such file"):
-        merged_config(DeepSpeedSettings(config=tmp_path / "nowhere.json"), 1, 10, None)
+        merged_config(2, tmp_path / "nowhere.json", 1, 10, None)

@@ -9,9 +9,10 @@ from engine_checks import ENGINES, OPTIMIZERS, TRAININGS, is_exact
 from ranks import on_ranks
 from torch import nn
 
-from distap.engine.deepspeed.config import DeepSpeedSettings
-from distap.engine.fsdp import FSDPSettings, blocks
 from distap.errors import DistapError
+from distap.stages.fsdp import blocks
+from distap.stages.replica import Replica
+from distap.training.engines import DeepSpeedSettings
 from distap.world import World
 
 
@@ -20,7 +21,7 @@ def of(engines):
     return [name if is_exact(name) else pytest.param(name, marks=pytest.mark.slow) for name in engines]
 
 
-WHOLE_CHECKS = of(name for name in ENGINES if name != "ddp, small buckets")
+ALL = of(ENGINES)
 
 
 def alone(exact):
@@ -66,7 +67,7 @@ def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(on_
     network, groups = checks.network_and_groups(is_exact(name))
     before = {key: tensor.detach().clone() for key, tensor in network.named_parameters()}
     for rank in range(checks.RANKS):
-        checks.replay(World(rank=rank, size=checks.RANKS), checks.Plain(network))
+        checks.replay(World(rank=rank, size=checks.RANKS), Replica(network, World()))
     norm = float(nn.utils.clip_grad_norm_(network.parameters(), clip_norm or float("inf")))
     optimizer = checks.PLAIN.build(groups())
     for group in optimizer.param_groups:
@@ -124,7 +125,7 @@ def test_an_offloaded_state_changes_no_step(on_two_ranks, name):
 @pytest.mark.parametrize(
     ("name", "gathers", "reductions"),
     [
-        *(("ddp", 0, 1), ("fsdp", 1, 1), ("fsdp by blocks", 4, 4)),
+        *(("ddp", 0, 1), ("fsdp", 1, 1)),
         *(pytest.param(f"zero {stage}", stage // 3, 1, marks=pytest.mark.slow) for stage in (1, 2, 3)),
     ],
 )
@@ -138,14 +139,14 @@ def test_parameters_that_are_freed_travel_with_every_micro_batch(on_two_ranks):
         assert gathers >= 5 * 4
 
 
-@pytest.mark.parametrize("name", WHOLE_CHECKS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_step_that_was_given_up_or_failed_on_one_rank_leaves_nothing_behind(on_two_ranks, name):
     for first, *others in on_two_ranks("without damage", name):
         assert others == pytest.approx([first] * len(others), rel=1e-9 if is_exact(name) else 1e-6)
         assert len(others) == (2 if name in checks.LOCKSTEP else 3)
 
 
-@pytest.mark.parametrize("name", WHOLE_CHECKS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_gradient_that_is_not_finite_on_one_rank_moves_nothing_on_any(on_two_ranks, name):
     for precision in ("bf16", "fp16") if name in OPTIMIZERS else ("fp16",):
         first, second = on_two_ranks(precision, name)
@@ -157,7 +158,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_moves_nothing_on_any(on_two_r
         assert (first[0][0], first[0][2]) == (second[0][0], second[0][2])
 
 
-@pytest.mark.parametrize("name", WHOLE_CHECKS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_state_goes_from_one_rank_to_every_engine_and_back(on_two_ranks, saved, name):
     lone = alone(is_exact(name))
     for after, is_same in on_two_ranks("state", name):
@@ -197,7 +198,7 @@ def test_deepspeed_refuses_optimizers_that_need_whole_tensors(optimizer):
         checks.engine_of(World(), "zero 1", checks.TimmOptimizer(optimizer))
 
 
-@pytest.mark.parametrize("name", WHOLE_CHECKS)
+@pytest.mark.parametrize("name", ALL)
 def test_ranks_describe_different_numbers_of_images_and_the_engine_can_be_collected(on_two_ranks, families, name):
     for difference, norm, stays in on_two_ranks("apart", name):
         assert difference < (1e-12 if is_exact(name) else 1e-6)
@@ -208,7 +209,7 @@ def test_ranks_describe_different_numbers_of_images_and_the_engine_can_be_collec
 
 def test_fsdp_on_one_rank_shares_nothing_out():
     engine = checks.engine_of(World(), "fsdp, resharding")
-    assert not engine.lockstep and engine.keeps_graphs
+    assert not engine.replica.lockstep and engine.replica.keeps_graphs
     assert checks.three_stages(World(), engine) == checks.three_stages(World(), checks.engine_of(World(), "ddp"))
 
 
@@ -218,11 +219,6 @@ def test_blocks_are_the_members_of_module_lists():
     block, other = checks.Block(7, 0.0), checks.Block(7, 0.0)
     nested = nn.Sequential(nn.Sequential(block, nn.ModuleList([other])), nn.Linear(1, 1))
     assert blocks(nested) == [block, other]
-
-
-def test_freeing_the_whole_network_at_once_is_refused():
-    with pytest.raises(ValueError, match="units: blocks"):
-        FSDPSettings(reshard=True, units="network")
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch import nn
 from torch.optim import lr_scheduler
 
-from distap.engine.optimizer import TimmOptimizer, parameter_groups
-from distap.engine.schedule import RateSchedule
-from distap.engine.settings import GroupSettings
+from distap.config.rates import GroupSettings
 from distap.errors import DistapError
 from distap.registry import build_part
+from distap.training.optimizer import TimmOptimizer, parameter_groups
+from distap.training.schedule import RateSchedule
 
 
 def rates(schedule, steps, *epoch):

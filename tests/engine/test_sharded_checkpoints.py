@@ -9,14 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
-from distap.engine.ddp import DDPSettings
-from distap.engine.fsdp import FSDPSettings
+from distap.training.engines import DDPSettings, FSDPSettings
 from distap.world import World
 
 ENGINES = {
     "ddp": DDPSettings(),
     "fsdp": FSDPSettings(),
-    "fsdp by blocks": FSDPSettings(units="blocks"),
+    "fsdp, resharding": FSDPSettings(reshard=True),
 }
 
 
@@ -47,9 +46,10 @@ def engine_named(name, world, seed=0):
 def train(engine, world, steps):
     images, _ = small_images(6)
     for _ in range(steps):
-        with engine.accumulating(is_last=True):
-            descriptors = engine.forward(images[world.rank :: world.size])
-            engine.backward(descriptors, torch.ones_like(descriptors).cumsum(1))
+        with engine.replica.replaying():
+            descriptors = engine.replica.forward(images[world.rank :: world.size])
+            engine.replica.backward(descriptors, torch.ones_like(descriptors).cumsum(1), is_last=True)
+            engine.replica.reduce()
         assert engine.update(1e-2) < float("inf")
 
 
@@ -102,11 +102,11 @@ def saved(folder):
 @pytest.fixture(scope="module")
 def restored(saved, folder):
     """Into DDP on one rank, and into FSDP on three."""
-    on_three = on_ranks(3, restore, folder, "fsdp by blocks")[2]
-    return {"ddp": restore(World(), folder, "ddp"), "fsdp by blocks": on_three}
+    on_three = on_ranks(3, restore, folder, "fsdp, resharding")[2]
+    return {"ddp": restore(World(), folder, "ddp"), "fsdp, resharding": on_three}
 
 
-@pytest.mark.parametrize("into", ["ddp", "fsdp by blocks"])
+@pytest.mark.parametrize("into", ["ddp", "fsdp, resharding"])
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ranks(saved, restored, name, into):
     state, _ = restored[into][name]
@@ -118,12 +118,12 @@ def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ran
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines_go_on_alike_from_a_checkpoint(restored, name):
-    (_, one), (_, other) = restored["ddp"][name], restored["fsdp by blocks"][name]
+    (_, one), (_, other) = restored["ddp"][name], restored["fsdp, resharding"][name]
     for key in one:
         torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
 
 
 def test_each_rank_writes_its_own_shards(saved):
-    for name in ("fsdp", "fsdp by blocks"):
+    for name in ("fsdp", "fsdp, resharding"):
         first, second = saved[name]["bytes"]
         assert first < 1.5 * second

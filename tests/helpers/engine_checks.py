@@ -9,28 +9,25 @@ from contextlib import nullcontext
 import pytest
 import torch
 from batches import TensorBatch, small_images
+from steps import step_with
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 from torch.profiler import ProfilerActivity, profile
 
-from distap.engine.ddp import DDPSettings
-from distap.engine.deepspeed.config import DeepSpeedSettings
-from distap.engine.fsdp import FSDPSettings
-from distap.engine.optimizer import TimmOptimizer
 from distap.randomness import seed_for
 from distap.ranking.losses.smooth import SmoothAP
 from distap.ranking.rank import rank
 from distap.registry import REGISTRY
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import DROPOUT, ThreeStageStep
+from distap.step import DROPOUT
+from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings
+from distap.training.optimizer import TimmOptimizer
 
 RANKS, IMAGES, SIZE, STEPS = 2, 13, 2, 2  # shares of 7 and 6 images, so 4 and 3 micro-batches, the last of one image
 ENGINES = {
     "ddp": DDPSettings(),
-    "ddp, small buckets": DDPSettings(bucket_megabytes=0.001),
     "fsdp": FSDPSettings(),
-    "fsdp by blocks": FSDPSettings(units="blocks"),
     "fsdp, resharding": FSDPSettings(reshard=True),
     "zero 1": DeepSpeedSettings(stage=1),
     "zero 2": DeepSpeedSettings(stage=2),
@@ -40,10 +37,9 @@ ADAM, PLAIN = TimmOptimizer("adam"), TimmOptimizer("momentum", momentum=0.0)
 LOCKSTEP = ("fsdp, resharding", "zero 3")
 DECAY = 0.7  # of the average of the parameters
 # Steps of training: the engine, and how many micro-batches of a rank keep their graph.
-TRAININGS = {name: (name, 0) for name in ENGINES if name != "ddp, small buckets"} | {
+TRAININGS = {name: (name, 0) for name in ENGINES} | {
     "fsdp, one graph kept": ("fsdp", 1),
     "fsdp, all graphs kept": ("fsdp", 4),
-    "fsdp by blocks, two graphs kept": ("fsdp by blocks", 2),
     "zero 2, two graphs kept": ("zero 2", 2),
 }
 OPTIMIZERS = {name: list(REGISTRY["optimizer"]) for name in ("ddp", "fsdp")} | {
@@ -144,34 +140,28 @@ def parameters_of(engine):
     return {name: tensor for name, tensor in whole(engine).items() if name.startswith("network.")}
 
 
-def replay(world, engine, micro_batches=3, infinite=False):
-    """Give `backward` gradients that differ by rank and micro-batch."""
-    mine = images_for(engine)[0][world.rank :: world.size]
-    for number in range(micro_batches):
-        with engine.accumulating(is_last=number == micro_batches - 1):
-            descriptors = engine.forward(mine[number : number + 2])
+def replay(world, replica, micro_batches=3, infinite=False, fails=False):
+    """Give `backward` gradients that differ by rank and micro-batch; a rank that `fails` at first starts again."""
+    mine = images_for(replica)[0][world.rank :: world.size]
+    with replica.replaying():
+        if fails:
+            replica.network.failures = 1
+            descriptors = replica.forward(mine[:2])
+            with pytest.raises(torch.OutOfMemoryError):
+                replica.backward(descriptors, torch.ones_like(descriptors), is_last=False)
+            replica.discard()
+        for number in range(micro_batches):
+            descriptors = replica.forward(mine[number : number + 2])
             gradient = (1 + world.rank + number) * 1e-3 * torch.ones_like(descriptors).cumsum(1)
             if infinite and world.rank == 1 and number == 0:
                 gradient[0, 0] = torch.inf
-            engine.backward(descriptors, gradient)
-
-
-class Plain:
-    """An engine's face for plain autograd."""
-
-    def __init__(self, network):
-        self.network = self.forward = network
-
-    def accumulating(self, is_last):
-        return nullcontext()
-
-    def backward(self, descriptors, gradient):
-        descriptors.backward(gradient)
+            replica.backward(descriptors, gradient, number == micro_batches - 1)
+        replica.reduce()
 
 
 def three_stages(world, engine, steps=1, keep=0, first=0):
     """Norms of some steps of training; the network has the same descriptors in describe and in replay."""
-    step = ThreeStageStep(engine, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep))
+    step = step_with(engine, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep))
     results = [
         step(TensorBatch(*images_for(engine), world, number), learning_rate=0.02)
         for number in range(first, first + steps)
@@ -217,7 +207,7 @@ def moved(world, name, clip_norm):
     """How far one step of plain gradient descent moves each parameter, and the norm that the engine reports."""
     engine = engine_of(world, name, PLAIN, clip_norm=clip_norm)
     before = parameters_of(engine)
-    replay(world, engine)
+    replay(world, engine.replica)
     norm = engine.update(1.0)
     after = parameters_of(engine)
     return {key: before[key] - after[key] for key in before}, norm
@@ -235,7 +225,7 @@ def moved_at_own_rates(world, name):
 
     engine = ENGINES[name].build(network, build, world, None, "float32")
     before = parameters_of(engine)
-    replay(world, engine)
+    replay(world, engine.replica)
     engine.update(None)
     after = parameters_of(engine)
     return {key: before[key] - after[key] for key in before}
@@ -257,8 +247,8 @@ def averaged(world, name, engine):
     means = {key.removeprefix("ema."): tensor for key, tensor in average.items()}
     network.eval().load_state_dict(network.state_dict() | means)
     engine.network.eval()
-    with engine.averaged(), engine.describing():
-        apart = (engine.describe(images_for(engine)[0]) - network(images_for(engine)[0])).abs().max()
+    with engine.averaged(), engine.replica.describing():
+        apart = (engine.replica.forward(images_for(engine)[0]) - network(images_for(engine)[0])).abs().max()
     engine.network.train()
     other = engine_of(world, name, dropout=0.2)
     if average:
@@ -281,12 +271,12 @@ def offloaded(world, name, folder):
 def messages(world, name, micro_batches):
     """Large messages of a step with so many micro-batches: gathers of parameters, reductions of gradients."""
     engine = engine_of(world, name)
-    replay(world, engine, 1)  # the first step sets things up
+    replay(world, engine.replica, 1)  # the first step sets things up
     engine.update(0.0)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        with engine.describing():
-            engine.describe(images_for(engine)[0][:2])
-        replay(world, engine, micro_batches)
+        with engine.replica.describing():
+            engine.replica.forward(images_for(engine)[0][:2])
+        replay(world, engine.replica, micro_batches)
     events = [event for event in recorded.events() if any(size and size[0] > 30 for size in event.input_shapes)]
     names = [event.name for event in events]
     reducing = sum(name in ("gloo:all_reduce", "gloo:reduce_scatter") for name in names)
@@ -297,21 +287,18 @@ def without_damage(world, name):
     """Norms of the same step: alone, after one given up in the middle or at its end, and after a pass that failed."""
     engine = engine_of(world, name)
     norms = []
-    for given_up in ((), (False,), (False, True), "fails"):
-        if given_up == "fails":
-            if name in LOCKSTEP:
-                break
-            engine.network.failures = 1 - world.rank
-            with pytest.raises(torch.OutOfMemoryError) if world.rank == 0 else nullcontext():
-                replay(world, engine, 2) if world.rank == 0 else None
-        else:
+    for given_up in ((), (False,), (False, True)):
+        with engine.replica.replaying() if given_up else nullcontext():
             for is_last in given_up:
-                with engine.accumulating(is_last):
-                    descriptors = engine.forward(images_for(engine)[0])
-                    engine.backward(descriptors, torch.ones_like(descriptors).cumsum(1))
-        if given_up:
-            engine.discard()
-        replay(world, engine)
+                descriptors = engine.replica.forward(images_for(engine)[0])
+                engine.replica.backward(descriptors, torch.ones_like(descriptors).cumsum(1), is_last)
+            if given_up == (False, True):
+                engine.replica.reduce()
+            engine.replica.discard()
+        replay(world, engine.replica)
+        norms.append(engine.update(0.0))
+    if name not in LOCKSTEP:
+        replay(world, engine.replica, fails=world.rank == 0)
         norms.append(engine.update(0.0))
     return norms
 
@@ -322,7 +309,7 @@ def half_precision(world, name, precision):
     norms, scales, has_moved = [], [], []
     for number in range(3):
         before = parameters_of(engine)
-        replay(world, engine, infinite=number == 1)
+        replay(world, engine.replica, infinite=number == 1)
         norms.append(engine.update(0.01))
         after = whole(engine)
         scales.append(float(after.get("scaler.scale", 1.0)))
@@ -351,7 +338,7 @@ def optimized(world, name, optimizer):
         if number == 2:
             restarted.load_state_dict(whole(engine))
         for one in (engine, restarted)[: 1 + number // 2]:
-            replay(world, one)
+            replay(world, one.replica)
             one.update(1e-2)
     return whole(engine), whole(restarted)
 
@@ -363,8 +350,8 @@ def described_apart(world, name):
     """
     engine = engine_of(world, name)
     images = images_for(engine)[0]
-    with engine.describing():
-        parts = [engine.describe(images[i : i + 1]) for i in range(1 + 5 * world.rank)]
+    with engine.replica.describing():
+        parts = [engine.replica.forward(images[i : i + 1]) for i in range(1 + 5 * world.rank)]
         with torch.no_grad():
             together = engine.network(images[: len(parts)])
     norm = three_stages(world, engine)[0]
@@ -380,8 +367,6 @@ def everything(world, names, folder, state):
     for name in names:
         found["moved", name] = {clip_norm: moved(world, name, clip_norm) for clip_norm in (None, 1e-3)}
         found["own rates", name] = moved_at_own_rates(world, name)
-        if name == "ddp, small buckets":
-            continue
         found["messages", name] = messages(world, name, micro_batches=5)
         found["without damage", name] = without_damage(world, name)
         found["state", name] = there_and_back(world, name, state[is_exact(name)])

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from distap.checkpoint import writer
 from distap.stages.micro_batches import Batch
-from distap.step import Described, StepResult, ThreeStageStep
+from distap.step import Described, ThreeStages
 from distap.train import main
 from distap.trainer import Trainer
+from distap.training.learner import Learner
 from distap.training.run_state import RunState
+from distap.training.training_step import StepResult, TrainingStep
 from distap.world import World
 
 
@@ -72,12 +74,12 @@ def inject(faults: list[Fault]) -> None:
         setattr(owner, name, acting)
 
     for stage in ("describe", "rank", "replay"):
-        acting_before(ThreeStageStep, stage, stage)
+        acting_before(ThreeStages, stage, stage)
     acting_before(Trainer, "evaluate", "evaluation")
     acting_before(RunState, "resume", "start")
-    describe, update, write_tensors = ThreeStageStep.describe, ThreeStageStep.update, writer.write_tensors
+    describe, update, write_tensors = ThreeStages.describe, Learner.update, writer.write_tensors
 
-    def faulty_describe(self: ThreeStageStep, batch: Batch) -> Described:
+    def faulty_describe(self: ThreeStages, batch: Batch) -> Described:
         nonlocal at
         at = batch.step
         if "nan-descriptor" in actions(self.world, "describe"):
@@ -86,14 +88,14 @@ def inject(faults: list[Fault]) -> None:
                 once.remove()
                 return descriptors.index_fill(0, torch.tensor([0]), torch.nan)
 
-            once = self.engine.network.register_forward_hook(spoil)
+            once = self.replica.network.register_forward_hook(spoil)
         return describe(self, batch)
 
-    def faulty_update(self: ThreeStageStep, step: int, learning_rate: float) -> float:
+    def faulty_update(self: Learner, learning_rate: float | None) -> float:
         # On every rank, as a sum over ranks with one such gradient is.
         if any(fault.action == "nan-gradient" and fault.step == at for fault in faults):
-            next(p for p in self.engine.network.parameters() if p.grad is not None).grad.fill_(torch.nan)
-        return update(self, step, learning_rate)
+            next(p for p in self.network.parameters() if p.grad is not None).grad.fill_(torch.nan)
+        return update(self, learning_rate)
 
     def faulty_saving(folder: Path, *given: object) -> None:
         write_tensors(folder, *given)
@@ -101,22 +103,26 @@ def inject(faults: list[Fault]) -> None:
         if any(fault.happens(int(os.environ.get("RANK", "0")), step, "checkpoint") for fault in faults):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ThreeStageStep.describe, ThreeStageStep.update = faulty_describe, faulty_update
+    ThreeStages.describe, Learner.update = faulty_describe, faulty_update
     writer.write_tensors = faulty_saving
 
 
 def record(folder: Path) -> None:
     """Write down what each step of this rank was done with."""
-    call = ThreeStageStep.__call__
+    call = TrainingStep.__call__
 
-    def recorded(self: ThreeStageStep, batch: Batch, learning_rate: float) -> StepResult:
+    def recorded(self: TrainingStep, batch: Batch, learning_rate: float) -> StepResult:
         result = call(self, batch, learning_rate)
-        line = {"step": batch.step, "ranks": self.world.size, "samples": [int(sample) for sample in batch.samples]}
-        with (folder / f"{self.world.rank}.jsonl").open("a") as file:
+        line = {
+            "step": batch.step,
+            "ranks": self.learner.world.size,
+            "samples": [int(sample) for sample in batch.samples],
+        }
+        with (folder / f"{self.learner.world.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return result
 
-    ThreeStageStep.__call__ = recorded
+    TrainingStep.__call__ = recorded
 
 
 def recorded_batches(folder: Path) -> dict[int, set[tuple[int, ...]]]:

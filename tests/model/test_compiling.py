@@ -3,11 +3,11 @@ import copy
 import pytest
 import torch
 from networks import noise, random_network
+from steps import learning, step_with
 from torch import nn
 from torch._dynamo.utils import counters
 
 from benchmarks.contenders import SeededBatch
-from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
@@ -15,7 +15,6 @@ from distap.model.speed import compiling
 from distap.model.speed.compiling import CompiledBackbone, compile_backbone
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStageStep
 from distap.world import World
 
 # g++ takes about a second a kernel, so the network has few.
@@ -130,8 +129,8 @@ def test_steps_with_a_compiled_network_are_those_of_the_uncompiled_one(networks)
     results = []
     for network in map(copy.deepcopy, networks):
         optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
-        engine = DDPEngine(network, lambda optimizer=optimizer: optimizer, World())
-        step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5)
+        learner = learning(network, optimizer, World())
+        step = step_with(learner, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5)
         for number in range(2):
             batch = SeededBatch(15, 16, 3, World())
             batch.step = number

@@ -7,7 +7,6 @@ import torch
 from batches import small_network
 from torch import nn
 
-from distap.engine.ddp import DDPEngine
 from distap.errors import DistapError
 from distap.stages.sizes import Fitting, SavedBytes, free_memory
 from distap.world import World
@@ -18,10 +17,9 @@ import json, resource, torch
 from torch import nn
 from benchmarks.contenders import SeededBatch
 from distap.world import World
-from distap.engine.ddp import DDPEngine
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStageStep
+from steps import learning, step_with
 
 class Wide(nn.Module):
     def __init__(self):
@@ -32,14 +30,15 @@ class Wide(nn.Module):
 
 torch.manual_seed(0)
 network = Wide()
-engine = DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=0.0), World())
-step = ThreeStageStep(engine, QuantizedAP(), World(), 0, MicroBatchSizes(256))
+learner = learning(network, torch.optim.SGD(network.parameters(), lr=0.0), World())
+step = step_with(learner, QuantizedAP(), World(), 0, MicroBatchSizes(256))
 step(SeededBatch(64, 8, 8, World()), 0.1)  # what is set up once
 batch = SeededBatch(256, 64, 8, World())
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + 120 * 2**20,) * 2)
 result = step(batch, 0.1)
-print(json.dumps([result.loss, result.gradient_norm, result.replayed, step.sizes.describe, step.sizes.replay]))
+sizes = step.stages.sizes
+print(json.dumps([result.loss, result.gradient_norm, result.replayed, sizes.describe, sizes.replay]))
 """
 
 
@@ -72,27 +71,27 @@ class Uneven(nn.Module):
         return self.network(images.double())
 
 
-def engine_with(**limits):
-    return engine_of(Limited(small_network(), **limits))
+def learner_with(**limits):
+    return learner_of(Limited(small_network(), **limits))
 
 
-def engine_of(network):
-    return DDPEngine(network, lambda: torch.optim.SGD(network.parameters(), lr=1.0), World())
+def learner_of(network):
+    return learning(network, torch.optim.SGD(network.parameters(), lr=1.0), World())
 
 
 def test_sizes_are_found_that_fit_and_nothing_is_left_of_the_trials():
-    engine = engine_with(with_graph=5, without=12)
-    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-    fitting = Fitting(engine, World(), image_size=16, share=64)
+    learner = learner_with(with_graph=5, without=12)
+    before = {name: tensor.clone() for name, tensor in learner.state_dict().items()}
+    fitting = Fitting(learner.replica, World(), image_size=16, share=64)
     assert 1 <= fitting.replay_size() <= 4
     assert 1 <= fitting.describe_size() <= 8
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_dict().items())
-    assert all(parameter.grad is None for parameter in engine.network.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.state_dict().items())
+    assert all(parameter.grad is None for parameter in learner.network.parameters())
 
 
 def test_a_slow_small_size_does_not_end_the_search():
     network = Uneven(small_network())
-    assert Fitting(engine_of(network), World(), image_size=16, share=16).replay_size() > 2
+    assert Fitting(learner_of(network).replica, World(), image_size=16, share=16).replay_size() > 2
     assert max(network.counted) == 16
 
 
@@ -102,12 +101,12 @@ def test_passes_that_other_processes_disturb_do_not_end_the_search(monkeypatch):
     # As long for many images as for one, but every fourth pass takes 40 times as long.
     network = Limited(small_network(), with_graph=99, without=99)
     network.register_forward_pre_hook(lambda *_: passed.append(0.01 if len(passed) % 4 else 0.4))
-    assert Fitting(engine_of(network), World(), image_size=16, share=16).replay_size() == 16
+    assert Fitting(learner_of(network).replica, World(), image_size=16, share=16).replay_size() == 16
 
 
 def test_an_image_that_fits_nowhere_is_an_error():
     with pytest.raises(DistapError, match=r"replay: not even one image of 16 x 16 pixels fits .* data\.image_size"):
-        Fitting(engine_with(with_graph=0, without=9), World(), image_size=16, share=64).replay_size()
+        Fitting(learner_with(with_graph=0, without=9).replica, World(), image_size=16, share=64).replay_size()
 
 
 def test_the_graph_of_twice_as_many_images_takes_twice_the_memory():
@@ -123,13 +122,13 @@ def test_the_graph_of_twice_as_many_images_takes_twice_the_memory():
 
 
 def test_all_graphs_are_kept_where_there_is_room_for_them(caplog):
-    fitting = Fitting(engine_with(with_graph=99, without=99), World(), image_size=16, share=10)
+    fitting = Fitting(learner_with(with_graph=99, without=99).replica, World(), image_size=16, share=10)
     assert fitting.kept_graphs(4) == 3
     assert "3 of 3 micro-batches keep their graph" in caplog.text
     assert fitting.kept_graphs(4, budget=0) == 0
-    few = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=2)
+    few = Fitting(learner_with(with_graph=2, without=99).replica, World(), image_size=16, share=2)
     assert few.kept_graphs(64) == 1  # a micro-batch holds no more than the share
-    none = Fitting(engine_with(with_graph=2, without=99), World(), image_size=16, share=64)
+    none = Fitting(learner_with(with_graph=2, without=99).replica, World(), image_size=16, share=64)
     assert none.kept_graphs(4) == 0
     assert free_memory(torch.device("cpu")) > 2**20
 

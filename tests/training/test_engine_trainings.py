@@ -11,7 +11,7 @@ from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
 ENGINES = [
-    {"engine": {"name": "ddp", "bucket_megabytes": 5.0}},
+    {"engine": "ddp"},
     {"engine": "fsdp", "replay": {"size": 4, "keep": 2}, "step": {"fold_batchnorm": True}},
     {"engine": {"name": "fsdp", "reshard": True}},
     *({"engine": {"name": "deepspeed", "stage": stage}} for stage in (1, 2, 3)),

@@ -10,8 +10,8 @@ from streamed import SPOILT, write_by_webdataset
 
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
-from distap.step import ThreeStageStep
 from distap.trainer import Trainer
+from distap.training.training_step import TrainingStep
 from distap.world import World
 
 
@@ -34,10 +34,10 @@ def test_that_validation_classes_are_unseen_is_checked_where_there_is_an_index(t
 
 def train(world, folder, name):
     """Train by the recipe NAME.yaml, with a record of the batches."""
-    unrecorded = ThreeStageStep.__call__
+    unrecorded = TrainingStep.__call__
     record(folder / f"{name}-records")
     Trainer(load_recipe(folder / f"{name}.yaml"), world).train()
-    ThreeStageStep.__call__ = unrecorded
+    TrainingStep.__call__ = unrecorded
 
 
 def go_on(folder, name):

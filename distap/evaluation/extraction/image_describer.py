@@ -11,11 +11,10 @@ from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Sizing, batches_of_one_shape
-from distap.engine.precision import autocast
-from distap.engine.settings import PrecisionName
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
+from distap.precision import PrecisionName, autocast
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.whitening import Whitening
 from distap.stages.micro_batches import is_out_of_memory

@@ -1,15 +1,80 @@
-"""Read and write the state of DeepSpeed's optimiser by the names of the parameters, as other engines do."""
+"""A learner under DeepSpeed ZeRO, whose state has the names of other engines' states."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import timm.optim
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from distap.engine.base import without_prefix
+from distap.errors import DistapError
+from distap.stages.deepspeed import ZeroReplica
+from distap.training.learner import Learner, set_rates, without_prefix
 
+# Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of many tensors.
+WHOLE_TENSORS = (timm.optim.Lamb, timm.optim.Lars, timm.optim.Adafactor)
 PREFIX = "optimizer.state."
 Named = Mapping[str, Tensor]
+
+
+class ZeroLearner(Learner):
+    """Leaves clipping, the step and the optimiser's state to DeepSpeed."""
+
+    replica: ZeroReplica
+
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self._tell_scale()
+
+    def update(self, learning_rate: float | None) -> float:
+        engine = self.replica.engine
+        set_rates(self.replica.zero, learning_rate)
+        engine.set_gradient_accumulation_boundary(True)
+        with self.world.collective("update of the parameters"):
+            engine.step()
+            norm = float(engine.get_global_grad_norm())
+        is_finite = norm < float("inf")  # False for NaN as well
+        if is_finite:
+            self._follow()
+        self._scale.update(is_finite)
+        self._tell_scale()
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        with self.replica.describing():
+            state = {f"network.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}
+            if self.replica.lockstep:
+                state = {name: tensor.clone() for name, tensor in state.items()}
+        state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
+        with self.world.collective("gathering of the optimizer's state"):
+            state |= zero_state(self.replica.zero, self.replica.trained)
+        state = {name: one.reshape(()) if self._is_scalar(name) else one for name, one in state.items()}
+        return state | self._scale.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        with self.world.collective("distribution of the parameters"):
+            load_zero_state(self.replica.zero, self.network, self.replica.trained, state, set(self._scalars))
+        self._load_average(state)
+        self._scale.load_state_dict(state)
+        self._tell_scale()
+
+    def _tell_scale(self) -> None:
+        """Pass on the loss scale: DeepSpeed multiplies by it, and divides by it before clipping."""
+        if self._scale.precision == "fp16":
+            self.replica.zero.override_loss_scale(self._scale.scale)
+
+
+def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
+    """Raise a DistapError if ZeRO cannot hold these parameters or work with this optimiser."""
+    for name, parameter in network.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
+    if isinstance(optimizer, WHOLE_TENSORS):
+        raise DistapError(
+            f"the deepspeed engine gives the optimiser slices of the parameters, but {type(optimizer).__name__} "
+            "needs whole ones; choose another optimizer.name, or the engine ddp or fsdp"
+        )
 
 
 def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:

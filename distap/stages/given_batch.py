@@ -14,7 +14,7 @@ from distap.stages.micro_batches import Rows, as_rows
 from distap.world import World
 
 
-class AnyBatch:
+class GivenBatch:
     """One rank's images; a rank with fewer than others repeats its last one, which takes no part."""
 
     def __init__(

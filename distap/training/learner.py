@@ -1,9 +1,8 @@
-"""What the three stages ask of a network on many ranks, and what the engines that spread it share."""
+"""A network that learns: its replica on this rank, its optimiser, and the state of both."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,99 +16,38 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from distap.engine.precision import LossScale, autocast
-from distap.engine.settings import PrecisionName
-from distap.world import World
+from distap.precision import PrecisionName
+from distap.stages.replica import Replica
 
+GROWS_AFTER = 2000  # finite steps in a row, as in torch's GradScaler
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class Replica(ABC):
-    """A network on this rank as the three stages use it: it describes, and it sends gradients back."""
-
-    network: nn.Module
-    lockstep = False  # each micro-batch communicates, so all ranks must replay the same number of them
-    reduces_in_backward = True  # the last backward pass of a step communicates
-    keeps_graphs = True  # `forward` may be called several times before the backward passes
-
-    @property
-    def reduce_seconds(self) -> float:
-        """Seconds that this rank has waited for other ranks' parameters and gradients so far."""
-        return 0.0
-
-    def describing(self) -> AbstractContextManager[None]:
-        """Enclose stage one or an evaluation: parameters are whole inside, so each rank describes on its own."""
-        return nullcontext()
-
-    def describe(self, images: Any) -> Tensor:
-        """Return descriptors (n, C), float32 or wider, without a graph; call it inside `describing`."""
-        with torch.no_grad():
-            return self.forward(images)
-
-    @abstractmethod
-    def forward(self, images: Any) -> Tensor:
-        """Return descriptors (n, C), float32 or wider, with a graph.
-
-        Call it inside `accumulating`; an engine that keeps graphs also allows it inside `describing`.
-        """
-
-    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Enclose the forward and backward pass of a micro-batch, or the backward pass of a kept graph.
-
-        Ranks reduce gradients only in the last one of a step, unless they work in lockstep.
-        """
-        return nullcontext()
-
-    @abstractmethod
-    def backward(self, descriptors: Tensor, gradient: Tensor) -> None:
-        """Add the parameter gradients that follow from dL/d descriptors, `gradient` (n, C)."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Clear the gradients, because the step is skipped or its replay starts again."""
-
-
-class Engine(Replica):
-    """A network spread over the ranks, and its optimiser; subclasses add the reduction of gradients.
-
-    Parameters move along the sum over ranks of what `backward` was given, because stage two has already divided by
-    the global number of queries.
+class Learner:
+    """Moves the parameters of a replica by the gradients that the three stages have left there.
 
     Args:
-        network: on its device already; ranks take the parameters of rank 0.
-        build_optimizer: returns the optimiser over the network's parameters, which FSDP has replaced by shards then;
-            `factor` of a group multiplies its learning rate, and `part` is what `held` names.
+        optimizer: over the network's parameters, or under FSDP over this rank's shards of them; `factor` of a group
+            multiplies its learning rate, and `part` is what `held` names.
         clip_norm: greatest norm of the whole gradient; None never clips.
-        precision: dtype of the network's arithmetic.
-        settings: of the subclass; None takes the defaults.
+        precision: of the replica's arithmetic; `fp16` scales the loss.
+        scalars: names of parameters without dimensions, which FSDP and DeepSpeed hold as vectors.
     """
 
     def __init__(
         self,
-        network: nn.Module,
-        build_optimizer: Callable[[], Optimizer],
-        world: World,
+        replica: Replica,
+        optimizer: Optimizer,
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
-        *,
-        settings: Any = None,
+        scalars: Collection[str] = (),
     ) -> None:
-        self.network, self.world, self._clip_norm = network, world, clip_norm
-        self._autocast = partial(autocast, precision, world.device.type)
+        self.replica, self.network, self.world = replica, replica.network, replica.world
+        self._optimizer, self._clip_norm, self._scalars = optimizer, clip_norm, scalars
         self._scale = LossScale(precision)
-        self._reduces = False  # in the next backward pass
-        self._spread(settings)
-        self._optimizer = build_optimizer()
+        replica.scale = self._scale.scale
         self.held: Collection[str] = ()  # values of `part` in the optimiser's groups that do not move
         self._average: dict[str, Tensor] = {}  # of the trained parameters, or of this rank's shards of them
-
-    @abstractmethod
-    def _spread(self, settings: Any) -> None:
-        """Prepare the network for the ranks."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        with self._autocast():
-            return self.network(images)
 
     def update(self, learning_rate: float | None) -> float:
         """Move the parameters and clear the gradients.
@@ -129,19 +67,17 @@ class Engine(Replica):
         norm = nn.utils.get_total_norm(gradients)
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(trained, self._clip_norm, norm)
-        length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        with self.world.collective("norm of the gradient"):  # under FSDP each rank has a part of it
+            length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         set_rates(self._optimizer, learning_rate)
         is_finite = length < float("inf")  # False for NaN as well
         if is_finite:
             self._optimizer.step()
             self._follow()
-        self._scale.update(is_finite)
-        self.discard()
-        return length
-
-    def discard(self) -> None:
-        self.network.zero_grad()  # under FSDP these may be whole parameters beside the optimiser's shards
+        self.replica.scale = self._scale.update(is_finite)
+        self.replica.discard()
         self._optimizer.zero_grad()
+        return length
 
     def keep_average(self, decay: float) -> None:
         """Keep an exponential moving average of the trained parameters from now on, with weight `decay` a step."""
@@ -160,6 +96,7 @@ class Engine(Replica):
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        self.replica.release()
         for mean, present in self._pairs():
             kept = present.clone()
             present.copy_(mean)
@@ -177,7 +114,11 @@ class Engine(Replica):
         return [(local(mean), local(present[name])) for name, mean in self._average.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors `network.*`, `ema.*`, `optimizer.*` and `scaler.*`, named the same by every engine."""
+        """Return tensors `network.*`, `ema.*`, `optimizer.*` and `scaler.*`, named the same by every engine.
+
+        Under FSDP they are this rank's shards, and parameters without dimensions whole.
+        """
+        self.replica.release()
         state = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
         state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
         if self._optimizer.state:  # empty before the first update
@@ -186,10 +127,20 @@ class Engine(Replica):
                 # The other values are settings, which come from the recipe. Some optimisers count steps as int.
                 if isinstance(value, Tensor) or name.endswith(".step"):
                     state[f"optimizer.{name}"] = torch.as_tensor(value)
+        with self.world.collective("all_gather of scalars"):
+            for name, tensor in state.items():
+                if isinstance(tensor, DTensor) and self._is_scalar(name):
+                    state[name] = tensor.full_tensor().reshape(())
         return state | self._scale.state_dict()
+
+    def _is_scalar(self, entry: str) -> bool:
+        """Tell whether an entry of the state belongs to a parameter without dimensions."""
+        named = entry.removeprefix("network.").removeprefix("ema.").removeprefix("optimizer.state.")
+        return named in self._scalars or named.rpartition(".")[0] in self._scalars
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from whole tensors, the `state_dict` of any engine on any number of ranks."""
+        self.replica.release()
         present = self.network.state_dict()
         given: dict[str, Any] = {n: _like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
         self.network.load_state_dict(given)
@@ -203,7 +154,7 @@ class Engine(Replica):
             for name, parameter in self.network.named_parameters():
                 if name not in moved:  # torch has made a state for it, which it did not have
                     self._optimizer.state.pop(parameter, None)
-        self._scale.load_state_dict(state)
+        self.replica.scale = self._scale.load_state_dict(state)
 
     def _load_average(self, state: Mapping[str, Tensor]) -> None:
         """Go on with the average, or begin one at the parameters if there was none."""
@@ -216,25 +167,6 @@ def set_rates(optimizer: Any, learning_rate: float | None) -> None:
     """Set each group's rate to its factor of the learning rate; None leaves the rates alone."""
     for group in () if learning_rate is None else optimizer.param_groups:
         group["lr"] = learning_rate * group.get("factor", 1.0)
-
-
-class ReplacedForward(nn.Module):
-    """A network whose forward pass is another function, to hand to a wrapper such as DDP or DeepSpeed."""
-
-    def __init__(self, network: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.network, self._replacement = network, replacement
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self._replacement(value)
-
-
-def make_contiguous(network: nn.Module) -> set[str]:
-    """Make every parameter contiguous and at least one-dimensional; return the names of those without dimensions."""
-    scalars = {name for name, parameter in network.named_parameters() if parameter.ndim == 0}
-    for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.reshape(-1).view(1 if name in scalars else parameter.shape)
-    return scalars
 
 
 def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -255,3 +187,42 @@ def _like(present: Any, given: Tensor) -> Any:
         return given
     whole = given.reshape(present.shape) if given.ndim == 0 else given
     return distribute_tensor(whole.to(present.device), present.device_mesh, present.placements, src_data_rank=None)
+
+
+@dataclass
+class LossScale:
+    """The factor on gradients that keeps small float16 ones from vanishing; in other precisions it stays 1.
+
+    torch's GradScaler looks at the gradients of one rank. Here the norm of the whole gradient decides, so the scale
+    is the same on every rank and under every engine.
+    """
+
+    precision: PrecisionName
+    # From torch's 65536, the first steps would be skipped: gradients of descriptors are about 1e-4 long.
+    scale: float = 1024.0
+    growth: int = 0
+
+    def __post_init__(self) -> None:
+        if self.precision != "fp16":
+            self.scale = 1.0
+
+    def update(self, is_finite: bool) -> float:
+        """Halve the scale after a step that was not finite, double it after many that were; return it."""
+        if self.precision == "fp16":
+            self.growth = self.growth + 1 if is_finite else 0
+            if not is_finite:
+                self.scale /= 2
+            elif self.growth == GROWS_AFTER:
+                self.scale, self.growth = 2 * self.scale, 0
+        return self.scale
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self.precision != "fp16":
+            return {}
+        scale = torch.tensor(self.scale, dtype=torch.float64)
+        return {"scaler.scale": scale, "scaler.growth": torch.tensor(self.growth)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> float:
+        if self.precision == "fp16" and "scaler.scale" in state:  # not in a checkpoint of another precision
+            self.scale, self.growth = float(state["scaler.scale"]), int(state["scaler.growth"])
+        return self.scale

@@ -7,7 +7,7 @@ from math import cos, pi
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from distap.engine.settings import Unit, as_written
+from distap.config.rates import Unit, as_written
 
 # Name -> the options that it needs (True) or takes (False) beside `warmup` and `unit`.
 _OPTIONS = {

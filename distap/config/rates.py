@@ -1,11 +1,9 @@
-"""Settings that a recipe holds whatever the engine; importing them does not import torch."""
+"""Units of a schedule, and how the parts of a network learn."""
 
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-PrecisionName = Literal["float32", "bf16", "fp16"]
-DeviceName = Literal["auto", "cuda", "cpu"]
 Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
 
 

@@ -1,12 +1,10 @@
-"""Settings of the DeepSpeed engine, and the configuration for DeepSpeed: ours with the user's JSON merged in."""
+"""The configuration for DeepSpeed: distap's own with the user's JSON merged in."""
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from distap.engine.base import Engine
 from distap.errors import DistapError
 from distap.registry import suggestion
 
@@ -58,21 +56,11 @@ _REASONS = {
 _REFUSED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 
 
-@dataclass(frozen=True)
-class DeepSpeedSettings:
-    """DeepSpeed ZeRO."""
+def merged_config(stage: int, path: Path | None, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
+    """Return distap's configuration for DeepSpeed, with the user's JSON file merged in.
 
-    stage: Literal[1, 2, 3] = 2  # ranks share out the optimiser's state (1), gradients too (2), parameters too (3)
-    config: Path | None = None  # a DeepSpeed JSON file for options that distap does not set, such as offloading
-
-    def build(self, *parts: Any, **more: Any) -> Engine:
-        from distap.engine.deepspeed.engine import DeepSpeedEngine
-
-        return DeepSpeedEngine(*parts, **more, settings=self)
-
-
-def merged_config(settings: DeepSpeedSettings, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed; `numel` trained parameters are reduced as one bucket up to a bound."""
+    All `numel` trained parameters are reduced as one bucket, up to a bound.
+    """
     bucket = min(numel + numel % 2, GREATEST_BUCKET)
     ours: dict[str, Any] = {
         "train_batch_size": ranks,
@@ -91,14 +79,14 @@ def merged_config(settings: DeepSpeedSettings, ranks: int, numel: int, clip_norm
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": settings.stage,
+            "stage": stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "overlap_comm": False,
         },
     }
-    if settings.config is not None:
-        _merge(ours, _read(settings.config), settings.config, ())
+    if path is not None:
+        _merge(ours, _read(path), path, ())
     return ours
 
 

@@ -8,7 +8,7 @@ from timm import optim
 from torch import nn
 from torch.optim import Optimizer
 
-from distap.engine.settings import GroupSettings
+from distap.config.rates import GroupSettings
 from distap.errors import DistapError
 
 

@@ -1,1 +1,0 @@
-"""Engines turn the replayed gradients of many ranks into one update of the parameters."""

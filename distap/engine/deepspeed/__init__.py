@@ -1,1 +1,0 @@
-"""DeepSpeed ZeRO as an engine."""

@@ -1,0 +1,32 @@
+"""Mixed precision: the dtype in which a network computes, while parameters and descriptors stay float32."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PrecisionName = Literal["float32", "bf16", "fp16"]
+
+
+def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractContextManager[None]:
+    """A new region in which convolutions and matrix products have this dtype; `float32` changes nothing.
+
+    Do not enter it twice: it caches casts of weights, which are stale after the next update.
+    """
+    import torch  # here, so that recipes can be read without it
+
+    # Without a dtype a float64 network stays float64.
+    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return torch.autocast(device_type, dtype, enabled=dtype is not None)
+
+
+def computing_in(precision: PrecisionName, network: Callable[[Any], "Tensor"]) -> Callable[[Any], "Tensor"]:
+    """Return a function that describes images (n, 3, height, width) in this precision."""
+
+    def describe(images: "Tensor") -> "Tensor":
+        with autocast(precision, images.device.type):
+            return network(images)
+
+    return describe

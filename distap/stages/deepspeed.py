@@ -1,0 +1,157 @@
+"""DeepSpeed ZeRO: ranks share out the optimiser's state, the gradients and the parameters.
+
+Each rank sums its gradients over the micro-batches of a step, and the ranks reduce them once, after the last one.
+On their own, stages 2 and 3 would reduce in every backward pass.
+"""
+
+import inspect
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore
+from torch.optim import Optimizer
+
+from distap.errors import DistapError
+from distap.stages.replica import ReplacedForward, Replica
+
+
+class ZeroReplica(Replica):
+    """The network under DeepSpeed; it has to have the same parameters on every rank.
+
+    Args:
+        optimizer: over the network's parameters; DeepSpeed steps it.
+        config: for DeepSpeed; `where` is the file that it came from, for errors.
+    """
+
+    def __init__(self, *parts: Any, optimizer: Optimizer, config: dict[str, Any], where: str) -> None:
+        super().__init__(*parts)
+        stage = config["zero_optimization"]["stage"]
+        self.lockstep, self.keeps_graphs = stage == 3, stage < 3
+        self.engine, is_alone = self._initialized(optimizer, config, where)
+        self.zero = self.engine.optimizer
+        chosen = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        self.trained = {name: one for name, one in self.network.named_parameters() if one in chosen}
+        self._is_whole = False
+        weakref.finalize(self, _forget, self.engine, is_alone)
+
+    def _initialized(self, optimizer: Optimizer, config: dict[str, Any], where: str) -> tuple[Any, bool]:
+        """Return DeepSpeed's own engine, and whether a process group was made for it."""
+        # Without these DeepSpeed searches for an accelerator, and complains if it finds a CPU.
+        os.environ.setdefault("DS_ACCELERATOR", self.world.device.type)
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise DistapError(f"engine: deepspeed is missing: pip install 'distap[deepspeed]' ({error})") from error
+        if self.world.device.type == "cpu":
+            # DeepSpeed would compile collectives for inference, which takes a minute and a compiler.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        is_alone = self.world.size == 1 and not dist.is_initialized()
+        if is_alone:  # DeepSpeed does not work without a process group
+            backend = "nccl" if self.world.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        try:
+            wrapped = ReplacedForward(self.network, self._forward)
+            with self.world.collective("set-up of DeepSpeed"):
+                parts = {"model": wrapped, "optimizer": optimizer, "config": config}
+                engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)
+        except (ValueError, TypeError, AssertionError, NotImplementedError, deepspeed.DeepSpeedConfigError) as error:
+            if is_alone:
+                dist.destroy_process_group()
+            raise DistapError(
+                f"{where}: DeepSpeed {deepspeed.__version__} refuses its configuration: {error}"
+            ) from error
+        return engine, is_alone
+
+    @contextmanager
+    def describing(self) -> Iterator[None]:
+        """Enclose forward passes of one rank alone: stage 3 gathers all parameters for them."""
+        if not self.lockstep or self._is_whole:
+            yield
+            return
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(list(self.network.parameters()))
+        with self.world.collective("all_gather of the parameters"):
+            gathered.__enter__()
+        self._is_whole = True
+        # DeepSpeed's hooks would gather, release and compare notes with other ranks in every forward pass.
+        offload = self.zero.parameter_offload
+        coordinator, offload.param_coordinator = offload.param_coordinator, _NothingToFetch()
+        try:
+            yield
+        finally:
+            offload.param_coordinator = coordinator
+            self._is_whole = False
+            gathered.__exit__(None, None, None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # parameters are whole: DeepSpeed's own forward would talk to other ranks
+            return super().forward(images)
+        with self._sharing("all_gather of parameters in a forward pass"):
+            return self.engine(images)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        # These two lines are the entrance of DeepSpeed's own context. An open context would also reduce at its exit
+        # if this rank fails, when no other rank does.
+        self.engine.inside_no_sync_ctxt = self.zero._coalesce_grad_reduction = True
+        try:
+            yield
+        finally:
+            self.engine.inside_no_sync_ctxt = self.zero._coalesce_grad_reduction = False
+
+    def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
+        # DeepSpeed wants a loss, multiplies it by the scale that it was told, and averages over ranks.
+        loss = (descriptors * gradient).sum() * self.world.size
+        with self._sharing("all_gather of parameters in a backward pass"):
+            self.engine.backward(loss)
+
+    def reduce(self) -> None:
+        self.engine.inside_no_sync_ctxt = self.zero._coalesce_grad_reduction = False
+        with self.world.collective("reduction of the gradients"), self.engine.coalesce_grad_reduction():
+            pass
+
+    def discard(self) -> None:
+        for parameter in self.trained.values():
+            parameter.grad = None  # stage 3 does not clear these on a CPU
+        self.zero.zero_grad()
+        while self.zero._backward_active_depth:  # left over from a backward pass that failed
+            self.zero.exit_backward()
+        if not self.lockstep:  # otherwise an offloaded gradient would be added to the next one
+            self.zero.micro_step_id = -1
+
+    def _sharing(self, name: str) -> AbstractContextManager[None]:
+        """Enclose communication that only stage 3 has."""
+        return self.world.collective(name) if self.lockstep else nullcontext()
+
+
+class _NothingToFetch:
+    """Replaces DeepSpeed's coordinator of parameters while all of them are present."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: False
+
+
+def _forget(engine: Any, is_alone: bool) -> None:
+    """Clear DeepSpeed's global references to an engine, so that the process group and its threads can end."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+    from deepspeed.utils import groups
+
+    if dist.is_initialized():  # DeepSpeed asks for the rank
+        engine.destroy()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not engine.module]
+    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+    # An unbounded cache with coordinators and modules as its keys.
+    remembers = inspect.getclosurevars(coordinator._PartitionedParameterCoordinator__params_to_release)
+    remembers.nonlocals["func"].cache_clear()
+    groups._release_process_group_references()
+    if is_alone and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,197 @@
+"""FSDP2 (`fully_shard`): ranks share out parameters, gradients and the optimiser's state.
+
+A step gathers the parameters once, before its first description, and reduces their gradients once, in its last
+backward pass, whatever the number of micro-batches. With `reshard`, which needs less memory, every micro-batch of
+stage three gathers and reduces:
+
+                 describe                replay                          update
+    default      gather |  d  d  d  d  | d b  d b  d b  d b -> reduce  | free
+    reshard      gather |  d  d  d  d  | free, then gather d gather b -> reduce, for every micro-batch
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from distap.errors import DistapError
+from distap.stages.replica import Replica
+from distap.world import World
+
+SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth messages of its own
+
+
+class FSDPReplica(Replica):
+    """A network to which `fully_shard` was applied, by `shard` or by the caller.
+
+    Args:
+        reshard: in stage three, keep a unit's parameters only while it computes.
+        frees: free the parameters between describe and replay, in which the caller may do as they like.
+        syncs: reduce gradients in the last backward pass; otherwise FSDP keeps them for a later one.
+    """
+
+    reduces_in_backward = True
+
+    def __init__(self, *parts: Any, reshard: bool = False, frees: bool = False, syncs: bool = True) -> None:
+        super().__init__(*parts)
+        self.lockstep, self.keeps_graphs, self._syncs = reshard, not (reshard or frees), syncs
+        # FSDP gives every shard its gradient itself; an input without a meaning lets autograd call us at all.
+        self.inputs: list[Tensor] = [torch.zeros((), device=self.world.device, requires_grad=True)]
+        self.gradients: list[Tensor | None] = [None]
+        inner = [module for module in self.network.modules() if isinstance(module, FSDPModule)]
+        self._units = [*inner[1:], inner[0]]  # the last one is the whole network
+
+    @contextmanager
+    def describing(self) -> Iterator[None]:
+        """Gather the parameters; if a replay follows that need not free them, they stay until its end."""
+        self._stay_whole(True)
+        self._gather()
+        try:
+            yield
+        finally:
+            if not self.keeps_graphs:
+                self.release()
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        if not self.lockstep:
+            self._stay_whole(True)
+            self._gather()
+        try:
+            yield
+        except BaseException:
+            self.discard()  # of whole parameters too, which `release` would hide
+            raise
+        finally:
+            self.release()
+            self._units[-1].set_requires_gradient_sync(True)  # as the caller's own passes expect it
+
+    def forward(self, images: Any) -> Tensor:
+        communicates = self.lockstep and torch.is_grad_enabled()
+        with self.world.collective("forward pass") if communicates else nullcontext():
+            return super().forward(images)
+
+    def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
+        reduces = (is_last or self.lockstep) and self._syncs
+        root = self._units[-1]
+        root.set_requires_gradient_sync(reduces)
+        root.set_is_last_backward(is_last or self.lockstep)
+        with self.world.collective("reduction of the gradients") if reduces else nullcontext():
+            try:
+                super().backward(descriptors, gradient, is_last)
+            except RuntimeError:
+                if not reduces:
+                    self._leave_backward()
+                raise
+
+    def reduce(self) -> None:
+        """Do nothing: the last backward pass has reduced."""
+
+    def release(self) -> None:
+        """Keep this rank's shards alone."""
+        self._stay_whole(False)
+        for unit in self._units:
+            unit.reshard()
+
+    def _gather(self) -> None:
+        """Make sharded parameters whole; one unit travels while the one before it is copied into place."""
+        if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
+            return
+        with self.world.collective("all_gather of the parameters"):
+            arriving: list[Any] = []
+            for unit in self._units:
+                arriving.append(unit.unshard(async_op=True))
+                if len(arriving) > 1:
+                    arriving.pop(0).wait()
+            arriving.pop().wait()
+
+    def _stay_whole(self, stays: bool) -> None:
+        """Choose whether a unit stays whole after each pass; the network itself stays between its two passes."""
+        for unit in self._units:
+            unit.set_reshard_after_forward(not stays and unit is not self._units[-1], recurse=False)
+            unit.set_reshard_after_backward(not stays, recurse=False)
+            # A unit that stays whole has nothing to prefetch; by default it might prefetch one that is done.
+            unit.set_modules_to_backward_prefetch([unit] if stays else [])
+
+    def _leave_backward(self) -> None:
+        """Reset FSDP's state after a backward pass that failed, in which torch's callback does not run.
+
+        torch's own remedy, reset_iter_state, would make the other ranks wait for this one to gather.
+        """
+        state = self._units[-1]._get_fsdp_state()
+        if state._state_ctx.post_backward_final_callback_queued:
+            state._root_post_backward_final_callback()
+
+
+def shard(network: nn.Module, world: World, by_block: bool) -> set[str]:
+    """Share out a network's parameters, rank 0's; return the names of those without dimensions.
+
+    With `by_block`, the larger blocks are units of their own, which can come and go while others compute; otherwise
+    the whole network is one unit, which takes the fewest messages. Gradients are summed over the ranks.
+    """
+    trained = {parameter.dtype for parameter in network.parameters() if parameter.requires_grad}
+    if len(trained) > 1:
+        raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype")
+    scalars = make_contiguous(network)
+    with world.collective("broadcast of the parameters"):
+        for tensor in (*network.parameters(), *network.buffers()):
+            dist.broadcast(tensor.data, group=world.group, group_src=0)
+    group = world.group or dist.group.WORLD
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, world.device.type)
+    # Each unit holds the parameters which no earlier one holds.
+    for module in [*(blocks(network) if by_block else ()), network]:
+        unit = fully_shard(module, mesh=mesh)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        module.register_forward_pre_hook(_keep_layout)
+    return scalars
+
+
+def blocks(network: nn.Module) -> list[nn.Module]:
+    """The larger parts that a network calls one by one, such as residual blocks: the members of its module lists."""
+    enough = SMALLEST_UNIT * _count(network)
+    return [block for block in _members(network) if _count(block) > enough]
+
+
+def make_contiguous(network: nn.Module) -> set[str]:
+    """Make every parameter contiguous and at least one-dimensional; return the names of those without dimensions."""
+    scalars = {name for name, parameter in network.named_parameters() if parameter.ndim == 0}
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.reshape(-1).view(1 if name in scalars else parameter.shape)
+    return scalars
+
+
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    lists = (nn.Sequential, nn.ModuleList)
+    for child in module.children():
+        if isinstance(module, lists) and not isinstance(child, lists):
+            yield child
+        else:
+            yield from _members(child)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Restore the memory layout of a unit's inputs, which FSDP replaces by views in passes with a graph.
+
+    The view of a single channels-last image no longer counts as channels-last, and dropout, which draws in memory
+    order, would drop other elements than in stage one.
+    """
+
+    def kept(one: Any) -> Any:
+        if not isinstance(one, Tensor) or one.ndim != 4 or len(one) != 1 or one.stride(0) == one.numel():
+            return one
+        has_lost_it = one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
+        return one.clone(memory_format=torch.channels_last) if has_lost_it else one
+
+    return tuple(map(kept, inputs))

@@ -1,0 +1,181 @@
+"""A network on this rank, as the three stages use it. One class for each way in which ranks share a network.
+
+    Replica          a whole copy on every rank, trained in place: gradients are all-reduced once per step
+    CallersReplica   a whole copy that the caller owns: autograd gets its gradients as if the batch had been one pass
+    FSDPReplica      distap/stages/fsdp.py: every rank holds a shard of every parameter
+    ZeroReplica      distap/stages/deepspeed.py: DeepSpeed shares out gradients and parameters
+
+The contract of all: parameters move along the sum over ranks of what `backward` was given, because stage two has
+already divided by the global number of queries.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from distap.errors import DistapError
+from distap.world import World
+
+
+class Replica:
+    """A network with the same parameters on every rank; `backward` adds to their `.grad`.
+
+    Args:
+        network: on its device.
+        forward: images to descriptors (n, C), float32 or wider; None calls the network.
+        scale: multiplies every gradient that `backward` is given.
+    """
+
+    lockstep = False  # each micro-batch of replay communicates, so all ranks must replay the same number of them
+    reduces_in_backward = False  # the last backward pass of a step communicates
+    keeps_graphs = True  # `forward` may be called several times before the backward passes
+
+    def __init__(
+        self, network: nn.Module, world: World, forward: Callable[[Any], Tensor] | None = None, scale: float = 1.0
+    ) -> None:
+        self.network, self.world, self.scale = network, world, scale
+        self._forward = forward or network
+
+    def describing(self) -> AbstractContextManager[None]:
+        """Enclose stage one or an evaluation: parameters are whole inside, so each rank describes on its own."""
+        return nullcontext()
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Enclose stage three."""
+        return nullcontext()
+
+    def forward(self, images: Any) -> Tensor:
+        """Describe images, with a graph if autograd is on. Without one, call it inside `describing`."""
+        return self._forward(images)
+
+    def release(self) -> None:
+        """Leave parameters as the optimiser and the state of a checkpoint see them."""
+
+    def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
+        """Add the parameter gradients that follow from dL/d descriptors, (n, C). `is_last` of this step's passes."""
+        torch.autograd.backward(descriptors, gradient * self.scale)
+
+    def reduce(self) -> None:
+        """Sum the gradients over the ranks, after the last backward pass of a step."""
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in trained]
+        for parameter, whole in zip(trained, summed(self.world, gradients, trained), strict=True):
+            parameter.grad = whole
+
+    def discard(self) -> None:
+        """Clear the gradients, because the step is skipped or its replay starts again."""
+        self.network.zero_grad()
+
+
+class CallersReplica(Replica):
+    """The caller's network, which DistributedDataParallel may wrap.
+
+    Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper sees them, and given to
+    autograd once. With `sums`, they are summed over the ranks first; otherwise the caller's wrapper does that.
+    """
+
+    def __init__(self, *parts: Any, trained: Sequence[Tensor], sums: bool) -> None:
+        super().__init__(*parts)
+        self.inputs, self._sums = list(trained), sums
+        self.gradients: list[Tensor | None] = [None] * len(self.inputs)  # for each of `inputs`
+
+    def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
+        found = torch.autograd.grad(descriptors, self.inputs, gradient * self.scale, allow_unused=True)
+        pairs = list(zip(self.gradients, found, strict=True))
+        both = [(old, new) for old, new in pairs if old is not None and new is not None]
+        if both:
+            torch._foreach_add_([old for old, _ in both], [new for _, new in both])
+        # A copy to add to: autograd may give one tensor to several parameters, or one that repeats a number.
+        self.gradients = [new.clone() if old is None and new is not None else old for old, new in pairs]
+
+    def reduce(self) -> None:
+        if self._sums:
+            self.gradients = summed(self.world, self.gradients, self.inputs)
+
+    def discard(self) -> None:
+        self.gradients = [None] * len(self.inputs)
+
+
+class ReplacedForward(nn.Module):
+    """A network whose forward pass is another function, to hand to a wrapper such as DDP or DeepSpeed."""
+
+    def __init__(self, network: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.network, self._replacement = network, replacement
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self._replacement(value)
+
+
+def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+    """Sum over the ranks, in one message per dtype. A gradient that no rank has stays None, so nothing decays."""
+    if world.size == 1:
+        return gradients
+    result = list(gradients)
+    for dtype in dict.fromkeys(one.dtype for one in like):
+        mine = [number for number, one in enumerate(like) if one.dtype == dtype]
+        wholes = [torch.zeros_like(like[n]) if (g := gradients[n]) is None else g for n in mine]
+        # The last numbers of the message count the ranks that have each gradient.
+        have = torch.tensor([gradients[n] is not None for n in mine], dtype=dtype, device=wholes[0].device)
+        flat = world.sum(torch.cat([*(whole.flatten() for whole in wholes), have]))
+        *parts, have = flat.split([*(whole.numel() for whole in wholes), len(mine)])
+        for n, whole, part, count in zip(mine, wholes, parts, have.tolist(), strict=True):
+            # Copied back, so that the gradient keeps the memory layout of its parameter.
+            result[n] = whole.copy_(part.view_as(whole)) if count else None
+    return result
+
+
+def set_batchnorm(network: nn.Module, training: bool) -> list[nn.Module]:
+    """Put BatchNorm layers into training or evaluation mode; return those that were in the other."""
+    norms: list[nn.Module] = [one for one in network.modules() if isinstance(one, _BatchNorm)]
+    changed = [one for one in norms if one.training != training]
+    for module in changed:
+        module.training = training
+    return changed
+
+
+def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
+    """The ranks of a batch: `group`, those over which the network's wrapper averages gradients, or all."""
+    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    if not (dist.is_available() and dist.is_initialized()):
+        return World(device=device)
+    group = group or _group_of(network)
+    return World(dist.get_rank(group), dist.get_world_size(group), device=device, group=group)
+
+
+def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
+    if isinstance(network, DistributedDataParallel):
+        return network.process_group
+    sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)
+    return None if sharded is None or sharded.device_mesh.ndim > 1 else sharded.device_mesh.get_group()
+
+
+def refuse_unusable(network: nn.Module, freezes_batchnorm: bool) -> None:
+    """Raise a DistapError that names a part of an unwrapped network with which the gradient would be wrong."""
+    for name, module in network.named_modules():
+        if name and isinstance(module, FSDPModule) and not isinstance(network, FSDPModule):
+            raise DistapError(
+                f"{name} is sharded by fully_shard, but not the whole network; call fully_shard on it too"
+            )
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            raise DistapError(
+                f"{name or 'the network'} is wrapped by {type(module).__name__}; wrap the whole network by "
+                "DistributedDataParallel or fully_shard"
+            )
+        if not isinstance(module, _BatchNorm):
+            continue
+        if module.running_mean is None:
+            raise DistapError(f"{name} is a BatchNorm layer without running statistics, which mixes images")
+        if module.training and not freezes_batchnorm:
+            raise DistapError(
+                f"{name} is a BatchNorm layer in training mode, so a descriptor would depend on its micro-batch; "
+                "pass freeze_batchnorm=True, or set it to evaluation mode (module.eval())"
+            )

@@ -1,0 +1,25 @@
+"""Training steps of a network without a recipe."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from distap.ranking.loss import Loss
+from distap.stages.micro_batches import MicroBatchSizes
+from distap.step import ThreeStages
+from distap.training.engines import DDPSettings
+from distap.training.learner import Learner
+from distap.training.training_step import TrainingStep
+from distap.world import World
+
+
+def learning(network: nn.Module, optimizer: Optimizer, world: World, **more: Any) -> Learner:
+    """Let an optimiser move a network, a whole copy of which is on every rank."""
+    return DDPSettings().build(network, lambda: optimizer, world, **more)
+
+
+def step_with(
+    learner: Learner, loss: Loss, world: World, seed: int, sizes: MicroBatchSizes, *more: Any, **options: Any
+) -> TrainingStep:
+    return TrainingStep(ThreeStages(learner.replica, loss, world, seed, sizes, *more, **options), learner)
