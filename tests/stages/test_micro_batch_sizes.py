@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from batches import small_network
+from steps import learning
 from torch import nn
 
 from distap.errors import DistapError
@@ -19,7 +20,10 @@ from benchmarks.contenders import SeededBatch
 from distap.world import World
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
-from steps import learning, step_with
+from distap.stages.replica import Replica
+from distap.step import ThreeStages
+from distap.training.learner import Learner
+from distap.training.training_step import TrainingStep
 
 class Wide(nn.Module):
     def __init__(self):
@@ -30,14 +34,15 @@ class Wide(nn.Module):
 
 torch.manual_seed(0)
 network = Wide()
-learner = learning(network, torch.optim.SGD(network.parameters(), lr=0.0), World())
-step = step_with(learner, QuantizedAP(), World(), 0, MicroBatchSizes(256))
+replica = Replica(network, World())
+stages = ThreeStages(replica, QuantizedAP(), World(), 0, MicroBatchSizes(256))
+step = TrainingStep(stages, Learner(replica, torch.optim.SGD(network.parameters(), lr=0.0)))
 step(SeededBatch(64, 8, 8, World()), 0.1)  # what is set up once
 batch = SeededBatch(256, 64, 8, World())
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + 120 * 2**20,) * 2)
 result = step(batch, 0.1)
-sizes = step.stages.sizes
+sizes = stages.sizes
 print(json.dumps([result.loss, result.gradient_norm, result.replayed, sizes.describe, sizes.replay]))
 """
 
