@@ -292,9 +292,11 @@ def without_damage(world, name):
             for is_last in given_up:
                 descriptors = engine.replica.forward(images_for(engine)[0])
                 engine.replica.backward(descriptors, torch.ones_like(descriptors).cumsum(1), is_last)
-            if given_up == (False, True):
+            if given_up == (False,):
+                engine.replica.discard()
+            else:
                 engine.replica.reduce()
-            engine.replica.discard()
+        engine.replica.discard()
         replay(world, engine.replica)
         norms.append(engine.update(0.0))
     if name not in LOCKSTEP:
