@@ -33,10 +33,11 @@ class ZeroReplica(Replica):
         super().__init__(*parts)
         stage = config["zero_optimization"]["stage"]
         self.lockstep, self.keeps_graphs = stage == 3, stage < 3
-        self.engine, is_alone = self._initialized(optimizer, config, where)
-        self.zero = self.engine.optimizer
+        # Before DeepSpeed replaces the parameters of the optimiser's groups by its flat partitions.
         chosen = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         self.trained = {name: one for name, one in self.network.named_parameters() if one in chosen}
+        self.engine, is_alone = self._initialized(optimizer, config, where)
+        self.zero = self.engine.optimizer
         self._is_whole = False
         weakref.finalize(self, _forget, self.engine, is_alone)
 

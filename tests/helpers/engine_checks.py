@@ -294,9 +294,10 @@ def without_damage(world, name):
                 engine.replica.backward(descriptors, torch.ones_like(descriptors).cumsum(1), is_last)
             if given_up == (False,):
                 engine.replica.discard()
-            else:
+            elif given_up:
                 engine.replica.reduce()
-        engine.replica.discard()
+        if given_up == (False, True):
+            engine.replica.discard()
         replay(world, engine.replica)
         norms.append(engine.update(0.0))
     if name not in LOCKSTEP:
