@@ -247,7 +247,7 @@ def averaged(world, name, engine):
     means = {key.removeprefix("ema."): tensor for key, tensor in average.items()}
     network.eval().load_state_dict(network.state_dict() | means)
     engine.network.eval()
-    with engine.averaged(), engine.replica.describing():
+    with engine.averaged(), engine.replica.describing(), torch.no_grad():
         apart = (engine.replica.forward(images_for(engine)[0]) - network(images_for(engine)[0])).abs().max()
     engine.network.train()
     other = engine_of(world, name, dropout=0.2)
@@ -274,7 +274,7 @@ def messages(world, name, micro_batches):
     replay(world, engine.replica, 1)  # the first step sets things up
     engine.update(0.0)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        with engine.replica.describing():
+        with engine.replica.describing(), torch.no_grad():
             engine.replica.forward(images_for(engine)[0][:2])
         replay(world, engine.replica, micro_batches)
     events = [event for event in recorded.events() if any(size and size[0] > 30 for size in event.input_shapes)]
@@ -353,10 +353,9 @@ def described_apart(world, name):
     """
     engine = engine_of(world, name)
     images = images_for(engine)[0]
-    with engine.replica.describing():
+    with engine.replica.describing(), torch.no_grad():
         parts = [engine.replica.forward(images[i : i + 1]) for i in range(1 + 5 * world.rank)]
-        with torch.no_grad():
-            together = engine.network(images[: len(parts)])
+        together = engine.network(images[: len(parts)])
     norm = three_stages(world, engine)[0]
     network = weakref.ref(engine.network)
     del engine
