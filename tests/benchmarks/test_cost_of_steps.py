@@ -43,7 +43,6 @@ def recipe(**changes) -> Recipe:
         "sampling": {"name": "random", "batch_size": 32},
         "model": {"backbone": "resnet10t", "weights": {"name": "random"}},
         "replay": {"size": 4},
-        "rank": {"overlap": False},
     }
     return recipe_from({**settings, **changes}, "test")
 
