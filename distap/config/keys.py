@@ -1,10 +1,14 @@
 """The keys that a recipe may have: what they take, their defaults and meanings; and the same as a JSON Schema."""
 
+import ast
 import inspect
 import re
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
@@ -109,7 +113,21 @@ def _remarks(section: type) -> dict[str, str]:
             found |= dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE))
             found |= {name: told for told, name in re.findall(r"((?:^    # .*\n)+)    (\w+): ", source, re.MULTILINE)}
             found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.*)$", source, re.MULTILINE))
+            found |= _docstrings(each.__module__).get(each.__qualname__, {})
     return {name: _sentence(re.sub(r"^ *#", "", told, flags=re.MULTILINE)) for name, told in found.items()}
+
+
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Return what stands as a docstring under each field of a module's classes, by class and field."""
+    found: dict[str, dict[str, str]] = {}
+    for each in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(each, ast.ClassDef):
+            for field, below in pairwise(each.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(told))):
+                        found.setdefault(each.name, {})[name] = told
+    return found
 
 
 def _sentence(told: str) -> str:
