@@ -1,4 +1,4 @@
-"""What all commands of distap have in common: -h, -q and -v, old names of options, and results as JSON."""
+"""Common parts of all commands: -h, -q and -v, refusal of URLs where a path is due, and results as JSON."""
 
 import inspect
 import json
@@ -21,22 +21,14 @@ HIDDEN: dict[str, Any] = {  # each command takes them, and `distap --help` shows
     "quiet": Annotated[bool, typer.Option("--quiet", "-q", hidden=True)],
     "verbose": Annotated[bool, typer.Option("--verbose", "-v", hidden=True)],
 }
-RENAMED = {  # options that are still understood
-    "--check": "--dry-run",
-    "--expand": "--query-expansion",
-    "--augment": "--database-augmentation",
-    "--form": "--format",
-    "--page": "--output",
-}
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead, and nothing else to the standard output.")]
 
 
 class CommonCommand(TyperCommand):
-    """A command that understands the old names of its options, and refuses URLs in place of folders and files."""
+    """A command that refuses URLs in place of folders and files."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for option in self.get_params(ctx) for name in option.opts}
-        left = super().parse_args(ctx, [_renamed(word, known) for word in args])
+        left = super().parse_args(ctx, args)
         for value in ctx.params.values():
             if isinstance(value, Path) and re.match(r"\w{2,}:/", str(value)):
                 url = str(value).replace(":/", "://", 1)
@@ -85,9 +77,3 @@ def _with_loudness(function: Callable[..., None]) -> Callable[..., None]:
     called.__doc__ = re.sub(r"(?<=\S)\n +(?=\S)", " ", function.__doc__ or "")
     called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])  # type: ignore[attr-defined]
     return called
-
-
-def _renamed(word: str, known: set[str]) -> str:
-    name, equals, value = word.partition("=")
-    new = RENAMED.get(name, "")
-    return f"{new}{equals}{value}" if new in known and name not in known else word

@@ -181,7 +181,7 @@ def test_the_command_prints_a_table_and_writes_a_page_with_pictures(tmp_path, ga
     (queries / "<b>.png").write_bytes(upload(4))
     (queries / "damaged.png").write_bytes(upload(4)[:60])
     page = tmp_path / "page.html"
-    options = ("--checkpoint", gallery.run, "-k", 40, "--page", page)
+    options = ("--checkpoint", gallery.run, "-k", 40, "--output", page)
     assert distap(monkeypatch, "search", gallery.index, queries, *options) == 1
     printed, warned = capsys.readouterr()
     assert "similarity" in printed and "<i>apple" in printed
@@ -195,7 +195,7 @@ def test_the_command_prints_a_table_and_writes_a_page_with_pictures(tmp_path, ga
 
 def test_a_page_of_hits_looks_right_in_a_browser(tmp_path, gallery, searcher, browser, monkeypatch):
     page, key = tmp_path / "page.html", str(searcher.index.keys[0])
-    assert distap(monkeypatch, "search", gallery.index, f"key:{key}", "--page", page) == 0
+    assert distap(monkeypatch, "search", gallery.index, f"key:{key}", "--output", page) == 0
     for size in (PHONE, DESKTOP):
         browser.open(page, size)
         assert browser.sideways() <= 0 and not browser.broken_pictures() and not browser.errors()
@@ -207,7 +207,7 @@ def test_a_page_of_hits_looks_right_in_a_browser(tmp_path, gallery, searcher, br
 
 def test_the_page_of_hits_shows_whole_keys_on_demand(tmp_path, gallery, searcher, browser, monkeypatch):
     page, key = tmp_path / "page.html", "<i>apple/кот 0.png"
-    assert distap(monkeypatch, "search", gallery.index, f"key:{key}", "--page", page, "-k", 3) == 0
+    assert distap(monkeypatch, "search", gallery.index, f"key:{key}", "--output", page, "-k", 3) == 0
     browser.open(page)
     assert [each.text for each in browser.driver.find_elements("tag name", "h2")] == ["кот 0.png"]
     hit = searcher.by_key(key, 1)[0]

@@ -34,7 +34,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatc
     assert "nothing is wrong" in printed and "/run, from the start" in printed
     assert not (tmp_path / "run").exists()
     assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
-    assert distap(monkeypatch, "train", config, "--dry-run") == 0
+    assert distap(monkeypatch, "train", config, "--dry-run", "--ranks", "auto") == 0
     assert "/run, from its newest checkpoint" in capfd.readouterr().out
 
 

@@ -131,15 +131,6 @@ def test_help_has_a_short_form(monkeypatch, capfd, command):
     assert "Usage: distap" in capfd.readouterr().out
 
 
-def test_old_names_of_options_are_understood(monkeypatch, capfd, recipe):
-    assert distap(monkeypatch, "train", recipe, "--check", "--ranks", "auto") == 0
-    assert "nothing is wrong" in capfd.readouterr().out
-    old = "--expand", 2, "--augment=2", "--neighbours", 3
-    assert distap(monkeypatch, "eval", recipe, *old, "--json") == 0
-    sets = json.loads(capfd.readouterr().out)["sets"]
-    assert all("plain" not in variants for variants in sets.values())
-
-
 @pytest.mark.parametrize("ranks", ["0", "many", "-1"])
 def test_an_impossible_number_of_ranks_is_refused(monkeypatch, capfd, recipe, ranks):
     assert distap(monkeypatch, "train", recipe, f"--ranks={ranks}") == 2

@@ -363,14 +363,15 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     configuration = recipe(tmp_path / "run", training_shards)
     (tmp_path / "recipe.yaml").write_text(json.dumps(configuration.model_dump(mode="json")))
     sets = [f"--data=oxford={converted / 'roxford5k'}", f"--data=own={training_shards[1]}"]
-    options = ["--expand=2", "--compare", "--original", f"--output={tmp_path / 'out'}"]
+    expanded = "--query-expansion=2"
+    options = [expanded, "--compare", "--original", f"--output={tmp_path / 'out'}"]
     configured = ["eval", tmp_path / "recipe.yaml"]
     assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
-    assert distap(monkeypatch, *configured, *sets, "--expand=2", "--compare", f"--output={tmp_path / 'both'}") == 0
+    assert distap(monkeypatch, *configured, *sets, expanded, "--compare", f"--output={tmp_path / 'both'}") == 0
     assert distap(monkeypatch, *configured, *sets[1:], "--gap=8", f"--output={tmp_path / 'gap'}") == 0
     plain = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["plain"]
     assert 0 < plain["gap"] < 1 - plain["mAP"] + 1e-9
-    assert distap(monkeypatch, *configured, *sets[1:], "--expand=2", "--gap=8", f"--output={tmp_path / 'gap'}") == 0
+    assert distap(monkeypatch, *configured, *sets[1:], expanded, "--gap=8", f"--output={tmp_path / 'gap'}") == 0
     refined = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["query expansion"]
     assert refined["gap"] == pytest.approx(plain["gap"], abs=1e-6) and refined["mAP"] != plain["mAP"]
     assert distap(monkeypatch, *configured, *sets[:1], "--gap=8") == 2
