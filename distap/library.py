@@ -148,7 +148,7 @@ class DescriptorNetwork(
             sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
             whitening = load_whitening(Path(str(saved.folder))) if about["whitened"] else None
             most, scaled = int(about["max_pixels"]), bool(about["scaled_decoding"])
-            antialias = bool(about.get("antialias", True))  # networks that were saved earlier have none
+            antialias = bool(about["antialias"])
         except (ValueError, KeyError, TypeError) as error:
             raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
         data = {} if sizing.pixels is None else {"image_size": sizing.pixels}

@@ -79,12 +79,6 @@ class ModelSection(Section):
         alone = settings.get("name", "timm") == "timm" and not settings.get("pixels")
         return settings["architecture"] if alone else settings
 
-    @model_serializer(mode="wrap")
-    def _as_recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the keys that older versions do not have, unless they are set: a run then still goes on."""
-        settings: dict[str, Any] = handler(self)
-        return {key: value for key, value in settings.items() if value or key not in ("arguments", "layer_norm")}
-
     @property
     def architecture(self) -> str:
         """timm's name of the backbone, or the place of a class from elsewhere."""
