@@ -9,19 +9,26 @@ import copy
 import importlib
 import inspect
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.materialised import materialised_loss
+from distap.data.images.augmentation import CropFlipColour
+from distap.data.loading.indexed import IndexedSource
+from distap.data.loading.share import LoadingJob, ShareOfBatch
+from distap.data.sampling.random import RandomSampling
+from distap.data.shards.packing import pack
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
@@ -32,6 +39,7 @@ from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
 from distap.stages.replica import Replica
 from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
+from distap.storage.locations import parse_source
 from distap.training.learner import Learner
 from distap.training.training_step import StepResult, TrainingStep
 from distap.world import World
@@ -67,6 +75,43 @@ class SeededBatch:
 
     def blank(self, rows: Tensor) -> None:
         self.pixels[rows] = 0
+
+
+@contextmanager
+def loaded_shares(
+    batch: SeededBatch, image_size: int, chunk: int, world: World, stopwatch: Stopwatch
+) -> Iterator[Iterator[ShareOfBatch]]:
+    """Pack the images of a batch, without loss, and let distap's loader read them again and again, a batch per step.
+
+    Args:
+        chunk: images that a worker hands over at once.
+        stopwatch: times the waiting for the loader, as `data_wait`.
+    """
+    with tempfile.TemporaryDirectory(prefix="distap-bench-") as own:
+        folder = Path(world.gather_values(own)[0])
+        for sample, label, pixels in zip(batch.samples.tolist(), batch.labels.tolist(), batch.pixels, strict=True):
+            path = folder / "images" / f"{label:06}" / f"{sample:06}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, compress_level=1)
+        world.barrier()
+        if world.rank == 0:
+            pack(folder / "images", folder / "shards")
+        world.barrier()
+        job = LoadingJob(
+            parse_source(folder / "shards"),
+            RandomSampling(batch_size=batch.total),
+            seed=0,
+            transform=CropFlipColour(crop=1, flip=0).transform(image_size),
+            image_size=image_size,
+            chunk=chunk,
+            workers=1,
+        )
+        shares = IndexedSource().open(job, world, stopwatch).shares(range(1_000_000))
+        try:
+            yield shares
+        finally:
+            shares.close()  # the worker ends before its shards are removed
+            world.barrier()
 
 
 def seeded_network(backbone: str, weights: str, image_size: int | None = None) -> RetrievalNetwork:
@@ -152,6 +197,7 @@ class DistapStep:
         if change:
             change(self.network)
         self.optimizer = adam(self.network)
+        self.stopwatch = Stopwatch(task.world.device)  # as in training, so that its cost counts
         self._batch = task.batch
         replica = Replica(self.network, task.world, computing_in(task.precision, self.network))
         stages = ThreeStages(
@@ -161,7 +207,7 @@ class DistapStep:
             0,
             MicroBatchSizes(task.micro_batch, keep=keep),
             max_drift=float("inf"),  # bfloat16 drifts more than trainings tolerate by default
-            stopwatch=Stopwatch(task.world.device),  # as in training, so that its cost counts
+            stopwatch=self.stopwatch,
             describer=None if describe_in is None else computing_in(describe_in, self.network),
         )
         self._step = TrainingStep(stages, Learner(replica, self.optimizer, precision=task.precision))
@@ -174,10 +220,24 @@ class DistapStep:
 
     def on(self, batch: Batch) -> None:
         """Do a step on another batch of the same size."""
-        self._step.stages.stopwatch.seconds.clear()
+        self.stopwatch.seconds.clear()
         self.result = self._step(batch, 0.0)
         self.forwards = 1 + self.result.replayed / batch.total
-        self.seconds.append(dict(self._step.stages.stopwatch.seconds))
+        self.seconds.append(dict(self.stopwatch.seconds))
+
+
+class LoadedStep(DistapStep):
+    """distap's step on the shares that distap's loader hands over, as in a training."""
+
+    def __init__(self, task: Task, stack: ExitStack) -> None:
+        super().__init__(task)
+        size = task.batch.pixels.shape[-1]
+        self._shares = stack.enter_context(
+            loaded_shares(task.batch, size, task.micro_batch, task.world, self.stopwatch)
+        )
+
+    def __call__(self) -> None:
+        self.on(next(self._shares))
 
 
 class FullBatch:

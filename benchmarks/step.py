@@ -2,6 +2,7 @@
 
 import os
 import statistics
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from benchmarks.contenders import (
     Floor,
     FullBatch,
     GradCachePackage,
+    LoadedStep,
     MultistageLoop,
     SeededBatch,
     Task,
@@ -47,6 +49,7 @@ from distap.world import World
 
 BACKWARD = 2.0  # operations of a backward pass over those of a forward pass: gradients by inputs and by weights
 SHARE_OF_FREE = 0.8  # of the free memory, at most, is given to graphs
+LOADED = "distap, its loader"
 TWO_PASSES, ONE_PASS = "floor, 2f + 1b", "floor, 1f + 1b"
 SPEED = (
     "s: median and least of the rounds, of the slowest rank. x: times the floor's wall time in the same round, the "
@@ -73,7 +76,8 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 class StepBenchmark(harness.Benchmark):
     """Print time, memory and communication of a step: distap, full-batch autograd, cached gradients, and the floor.
 
-    The floor is the network's forward and backward passes alone. All take turns on the same images. Errors are those
+    The floor is the network's forward and backward passes alone. All take turns on the same images; one reads them
+    from shards by distap's loader, as a training does. Errors are those
     of the parameters' gradient, relative to autograd's. Started by torchrun, the ranks of torchrun measure.
     """
 
@@ -114,13 +118,17 @@ class StepBenchmark(harness.Benchmark):
         return None if found is None else self.report_of(found)
 
     def on_rank(self, world: World) -> harness.Row:
+        with ExitStack() as loaders:
+            return self._measured(world, loaders)
+
+    def _measured(self, world: World, loaders: ExitStack) -> harness.Row:
         precision: PrecisionName = "bf16" if self.bf16 else "float32"
         network = seeded_network(self.backbone, self.weights, self.image_size).to(world.device)
         task = self._task(self.batch, network, world, precision)
         images = task.images(task.micro_batches[0])
         with autocast(precision, world.device.type):
             forward, graph = forward_flops(network, images), graph_bytes(network, images)
-        contenders, omitted = self._contenders(task, graph)
+        contenders, omitted = self._contenders(task, graph, loaders)
         gradients = {name: gradient_of(step, step.optimizer) for name, step in contenders.items()}
         exact = next(name for name in ("full batch", "cached gradients", "distap", *self.only) if name in contenders)
         errors = {name: relative_difference(gradient, gradients[exact]) for name, gradient in gradients.items()}
@@ -153,7 +161,7 @@ class StepBenchmark(harness.Benchmark):
             )
         del contenders, step
         for batch in self.memory_batch:
-            others, _ = self._contenders(self._task(batch, network, world, precision), graph)
+            others, _ = self._contenders(self._task(batch, network, world, precision), graph, loaders)
             for other in others.values():
                 other()  # the first step makes the optimiser's state
             for name, peak in peaks_of(others, world).items():
@@ -163,13 +171,17 @@ class StepBenchmark(harness.Benchmark):
         memory["descriptors of all"] = {batch: 4.0 * network.dimensions * batch for batch in batches}
         return {"matrix_rate": rate, "figures": figures, "memory": memory, "exact": exact, "omitted": omitted}
 
-    def _contenders(self, task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
+    def _contenders(
+        self, task: Task, graph: float, loaders: ExitStack
+    ) -> tuple[dict[str, Contender], dict[str, str]]:
         possible, omitted = possible_contenders(task, graph)
         if self.savings:
             with_savings, without = contenders_with_savings(task, graph)
             possible, omitted = possible | with_savings, omitted | without
-        if unknown := set(self.only) - {*possible, *omitted}:
-            raise DistapError(f"--only {unknown.pop()!r}: expected one of {', '.join({*possible, *omitted})}")
+        if unknown := set(self.only) - {*possible, *omitted, LOADED}:
+            raise DistapError(f"--only {unknown.pop()!r}: expected one of {', '.join({*possible, *omitted, LOADED})}")
+        if not self.only or LOADED in self.only:
+            possible[LOADED] = LoadedStep(task, loaders)
         wanted = {TWO_PASSES, ONE_PASS, *(self.only or possible)}
         return {name: step for name, step in possible.items() if name in wanted}, omitted
 

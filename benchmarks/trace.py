@@ -1,83 +1,81 @@
-"""Count the files and lines of distap that one training step runs: how much a reader of the step has to read."""
+"""Count the files and lines of distap that one step of a real training runs: how much a reader has to read."""
 
+import os
 import sys
-import threading
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import normalize
 from typer import Option
 
 import distap
-from benchmarks.contenders import SeededBatch, adam
 from benchmarks.harness import Benchmark, FiguresTable, Report
-from distap.ranking.loss import build_loss
-from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replica import Replica
-from distap.step import ThreeStages
-from distap.training.learner import Learner
-from distap.training.training_step import TrainingStep
+from benchmarks.photos import jpeg, photo
+from distap.config.reading import recipe_from
+from distap.config.recipe import Recipe
+from distap.data.shards.packing import pack
+from distap.trainer import Trainer
 from distap.world import World
 
-PACKAGE = f"{distap.__path__[0]}/"
+PACKAGE = f"{distap.__path__[0]}{os.sep}"
+TRACED = 3  # steps that are done when the trace begins: what is built once does not count
+CLASSES, IMAGES_A_CLASS, SIDE = 4, 8, 48
 
 
-class TinyNetwork(nn.Module):
-    """A network without any code of distap: one convolution, a mean over the places, length 1."""
+def traced_step(loss: str = "ap_q") -> dict[str, set[int]]:
+    """Train for some steps on the CPU and return the lines of distap that one of them ran, by file.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 16, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Descriptors (n, 16) of images (n, 3, h, w) in bytes."""
-        return normalize(self.convolution(images.float() / 255).mean((2, 3)))
-
-
-def traced_step(loss: str) -> dict[str, set[int]]:
-    """Run one step of one rank on the CPU and return the lines of distap that it ran, by file.
-
-    Only `TrainingStep.__call__` is traced, and only in its second step, so that what is built once does not count.
-    File names are relative to the package. The batch has 32 images in 4 micro-batches; all of them are replayed.
+    The step is all that `Trainer.train` does from the end of one step to the end of the next: the report of the step,
+    the loader's next share, and the three stages. One rank describes 32 images in 4 micro-batches and replays them.
+    What loader workers run, which are other processes, is not counted. File names are relative to the package.
 
     Args:
         loss: name of a loss, with its defaults.
     """
-    torch.manual_seed(0)
-    world = World()
-    network = TinyNetwork()
-    optimizer = adam(network)
-    replica = Replica(network, world)
-    stages = ThreeStages(replica, build_loss(loss), world, 0, MicroBatchSizes(8))
-    step = TrainingStep(stages, Learner(replica, optimizer))
-    batch = SeededBatch(32, 32, 4, world)
-    step(batch, 1e-4)
     lines: dict[str, set[int]] = defaultdict(set)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(_recipe(Path(folder), loss), World())
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        file = frame.f_code.co_filename
-        if not file.startswith(PACKAGE):
-            return None
-        if event == "line":
-            lines[file.removeprefix(PACKAGE)].add(frame.f_lineno)
-        return trace
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            file = frame.f_code.co_filename
+            if not file.startswith(PACKAGE):
+                return None
+            if event == "line" and trainer.done == TRACED:
+                lines[file.removeprefix(PACKAGE)].add(frame.f_lineno)
+            return trace
 
-    before = sys.gettrace()
-    threading.settrace(trace)
-    sys.settrace(trace)
-    try:
-        step(batch, 1e-4)
-    finally:
-        sys.settrace(before)
-        threading.settrace(None)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            trainer.train()
+        finally:
+            sys.settrace(before)
     return dict(lines)
 
 
+def _recipe(folder: Path, loss: str) -> Recipe:
+    for number in range(CLASSES * IMAGES_A_CLASS):
+        path = folder / "images" / str(number // IMAGES_A_CLASS) / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(photo(SIDE, SIDE, number), quality=90))
+    pack(folder / "images", folder / "shards")
+    settings: dict[str, Any] = {
+        "run": folder / "run",
+        "steps": TRACED + 2,
+        "loss": loss,
+        "data": {"train": str(folder / "shards"), "image_size": SIDE, "workers": 1},
+        "sampling": {"name": "random", "batch_size": CLASSES * IMAGES_A_CLASS},
+        "model": {"backbone": "resnet10t", "weights": "random"},
+        "replay": {"size": 8},
+        "device": "cpu",
+    }
+    return recipe_from(settings, "the traced training")
+
+
 class TraceBenchmark(Benchmark):
-    """Print how many files and lines of distap one training step of one rank runs."""
+    """Print how many files and lines of distap one step of a small training runs, on one rank with its loader."""
 
     name: ClassVar[str] = "trace"
     loss: Annotated[str, Option(help="Loss to rank with, by name.")] = "ap_q"

@@ -1,7 +1,7 @@
 """Indexed reading: images by their offset in the shards, as the plan of batches asks for them."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,7 +126,7 @@ class IndexedImages:
         self._job, self._world, self._stopwatch = job, world, stopwatch
         self._reader = Reader(job.source, index, job.max_pixels, job.remote, job.cache)
 
-    def shares(self, steps: range) -> Iterator[ShareOfBatch]:
+    def shares(self, steps: range) -> Generator[ShareOfBatch]:
         job, slots = self._job, self._world.slots(self.size)
 
         def requests() -> Iterator[list[Request]]:

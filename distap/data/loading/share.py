@@ -71,7 +71,7 @@ class TrainingImages(Protocol):
     order: int  # version of the way in which batches are drawn, which a run keeps
     index: Index | None  # of the data set; None without one
 
-    def shares(self, steps: range) -> "Iterator[ShareOfBatch]":
+    def shares(self, steps: range) -> "Generator[ShareOfBatch]":
         """This rank's share of each step's global batch; use a share up before you take the next."""
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class ShareOfBatch:
 
 def shares_of(
     job: LoadingJob, world: World, stopwatch: Stopwatch, steps: range, chunks: Generator[Chunk]
-) -> Iterator[ShareOfBatch]:
+) -> Generator[ShareOfBatch]:
     """A rank's shares of the global batches of these steps; a DistapError tells at once if there is no room.
 
     `chunks` are this rank's images of all these steps.
@@ -159,7 +159,7 @@ def shares_of(
     count = len(world.slots(job.sampling.size))
     held = HeldPixels(job.pixels, count, job.image_size, pinned=world.device.type == "cuda")
 
-    def shares() -> Iterator[ShareOfBatch]:
+    def shares() -> Generator[ShareOfBatch]:
         with closing(chunks):
             for step in steps:
                 yield ShareOfBatch(step, job.sampling.size, count, held, chunks, stopwatch)

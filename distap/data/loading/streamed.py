@@ -126,7 +126,7 @@ class StreamedImages:
         except DistapError:
             return None
 
-    def shares(self, steps: range) -> Iterator[ShareOfBatch]:
+    def shares(self, steps: range) -> Generator[ShareOfBatch]:
         return shares_of(self._job, self._world, self._stopwatch, steps, self._chunks(steps.start))
 
     def state_dict(self) -> dict[str, Tensor]:
