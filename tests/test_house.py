@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ ROOT = Path(__file__).parents[1]
 MODULES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "distap").rglob("*.py"))}
 MOST_LINES, MOST_OF_A_FILE, MOST_LAYERS = 28_121, 300, 12
 MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 40, 720
+MOST_ROOMS, MOST_FLOORS = 30, 12
+# Names of constants that stand in several files with several meanings. Shorten this list; never add to it.
+AMBIGUOUS = """
+ABOUT_FILE AUTO BACKBONE BATCHES BATCH_PIXELS BLOCK BLOCK_NUMBERS BLOCK_PAIRS CHECKPOINT CHUNK CLASSES COLUMNS
+COMPARE CONFIG EXPECTED EXTRA FACTORS FAILED FEW_CLASSES FIELDS FIRST FOLDER FORMAT FORMATS GALLERY IMAGES
+IMAGES_A_CLASS INDEX INDEX_FILE KEPT KEY LEAVE_SECONDS LOOKED_AT NAMED NAMES NEIGHBOURS OUTPUT PAIRS PART PLAIN
+PLAN_FILE PLAN_VERSION POLL_SECONDS QUALITY QUERIES QUIET RECIPE REMOTE SHARDS SHOWN SHUFFLE SMALLEST SOURCE STAGES
+TOLERANCE UNKNOWN VERSION
+"""
 
 
 def test_the_package_stays_small():
@@ -31,6 +41,52 @@ def test_no_public_name_is_defined_twice():
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path))
     assert {name: where for name, where in places.items() if len(where) > 1 and name != "main"} == {}
+
+
+def constants(tree: ast.Module) -> dict[str, str]:
+    """The constants that a module defines at its top level, and the code of their values."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            targets = getattr(node.targets[0], "elts", node.targets)
+            values = node.value.elts if len(targets) > 1 and isinstance(node.value, ast.Tuple) else [node.value]
+            pairs = zip(targets, values * (1 + len(targets) - len(values)), strict=True)
+            found |= {ast.unparse(target): ast.unparse(value) for target, value in pairs}
+    return {name: value for name, value in found.items() if name.isupper()}
+
+
+def test_a_constant_has_one_meaning():
+    meanings = defaultdict(set)
+    for text in MODULES.values():
+        for name, value in constants(ast.parse(text)).items():
+            meanings[name].add(value)
+    assert {name for name, values in meanings.items() if len(values) > 1} <= set(AMBIGUOUS.split())
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """What a module imports of distap when it runs, as the names of top-level modules and folders."""
+    if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test):
+        return set()
+    names = set().union(*map(imported, ast.iter_child_nodes(tree)))
+    if isinstance(tree, ast.ImportFrom) and tree.module == "distap":
+        names |= {alias.name if not alias.name.startswith("__") else "__init__" for alias in tree.names}
+    elif isinstance(tree, ast.ImportFrom | ast.Import):
+        whole = [tree.module or ""] if isinstance(tree, ast.ImportFrom) else [alias.name for alias in tree.names]
+        names |= {name.split(".")[1] for name in whole if name.startswith("distap.")}
+    return names
+
+
+def test_rooms_are_few_and_stand_on_few_floors():
+    """A room is a folder or a module of distap; it stands one floor above the highest room that it imports."""
+    rooms = defaultdict(set)
+    for path, text in MODULES.items():
+        room = path.with_suffix("").parts[1]
+        rooms[room] |= imported(ast.parse(text)) - {room}
+    floors = {}
+    for room in TopologicalSorter(rooms).static_order():  # which raises CycleError at a circle
+        floors[room] = 1 + max((floors[below] for below in rooms[room]), default=0)
+    assert len(rooms) <= MOST_ROOMS, sorted(rooms)
+    assert max(floors.values()) <= MOST_FLOORS, sorted(floors.items(), key=lambda one: one[1])
 
 
 def test_there_are_few_layers():
