@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.fetch.rendered_sets import fetch_packages, finish, finished, is_drawn, require_sha512, write_image
-from distap.data.shards.parallel import Track, spread, untracked, usable_cores
+from distap.data.shards.parallel import Track, map_in_processes, untracked, usable_cores
 from distap.errors import DistapError
 
 VENDORS = {  # version of each npm package, and its SHA-512 in base64
@@ -74,7 +74,7 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         for vendor in vendors
         if name in vendor.drawings
     ]
-    spread(draw, jobs, usable_cores(), "drawing", track)
+    map_in_processes(draw, jobs, usable_cores(), "drawing", track)
     train = min(TRAIN_CLASSES, len(names))
     record = {
         "size": size,

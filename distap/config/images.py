@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from distap.config.rates import Unit
 from distap.config.validation import Remote, Section, Shards, TrainShards
-from distap.data.settings import CacheSettings, PixelSettings
+from distap.data.pixel_and_cache_settings import CacheSettings, PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from distap.data.images.image_sets import ImageSet
-from distap.data.shards.left_out import warn_of
+from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.extraction.parts import NOT_FINITE, Extraction, extract_descriptors

@@ -10,7 +10,7 @@ from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.image_sets import open_images
 from distap.data.loading.indexed import Reader
-from distap.data.settings import CacheSettings
+from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.protocols import (

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, parse_index
-from distap.data.shards.left_out import Skipped
 from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import read_samples
 from distap.errors import DistapError

@@ -12,7 +12,7 @@ from distap.data.images.decoding import DamagedImageError
 from distap.data.images.image_sets import open_images
 from distap.data.loading.indexed import Reader
 from distap.data.loading.streams import StreamedShards
-from distap.data.settings import CacheSettings
+from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.checking import check
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index

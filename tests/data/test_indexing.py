@@ -1,4 +1,5 @@
 import errno
+import gzip
 import io
 import itertools
 import os
@@ -21,9 +22,9 @@ from distap.data.sampling.random import RandomSampling
 from distap.data.shards import indexing
 from distap.data.shards import load_index as loading
 from distap.data.shards.image_files import ImageFile
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import COLUMNS, SharedIndex, parse_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.left_out import Skipped
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.data.shards.parallel import forking_context
@@ -125,38 +126,26 @@ def test_every_writer_s_shards_are_read_whole(sound):
         assert [crc for _, _, crc in found] == [zlib.crc32(png(30 * n)) for n in range(8)], name
 
 
-def test_every_cut_that_lost_a_sample_is_refused(sound):
-    generator = np.random.default_rng(0)
-    refused = 0
-    for data in sound.values():
-        expected = samples(data)
-        end = len(data.rstrip(b"\0"))
-        blocks = range(0, len(data), BLOCK)
-        anywhere = generator.integers(0, end + BLOCK, 20).tolist()
-        for cut in [*anywhere, *generator.choice(blocks, 20).tolist()]:
-            try:
-                assert samples(data[:cut]) == expected
-            except DistapError:
-                refused += 1
-    assert refused >= 200
-
-
-def test_every_flip_in_a_header_that_lost_or_changed_a_sample_is_refused(sound):
-    generator = np.random.default_rng(1)
-    refused = tried = 0
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_damage_to_a_shard_is_an_error_that_names_it_or_loses_nothing(sound, damage):
+    generator, refused, tried = np.random.default_rng(0), 0, 0
     for data in sound.values():
         expected, places = samples(data), headers(data)
-        for number in range(60):
+        for _ in range(2000 // len(sound) if damage == "flip" else 500 // len(sound)):
             damaged = bytearray(data)
-            place = int(generator.choice(places))
-            damaged[place] ^= 1 << int(generator.integers(8)) if number % 2 else int(generator.integers(1, 256))
+            if damage == "flip":
+                damaged[int(generator.choice(places))] ^= 1 << int(generator.integers(8))
+            else:  # half of the cuts are between two blocks
+                del damaged[int(generator.integers(len(data) // BLOCK)) * BLOCK + generator.choice([0, 200]) :]
             tried += 1
             try:
                 assert samples(bytes(damaged)) == expected
-            except DistapError:
+            except DistapError as error:
+                assert str(error).startswith("x.tar: ")
                 refused += 1
-    assert tried >= 300
-    assert refused > 0.7 * tried  # the rest is in what headers of long names say beside the name
+    # What is left are cuts in the zeros at the end, and bits that no reader needs, as in times that PAX headers add.
+    assert refused > (0.8 if damage == "flip" else 0.6) * tried
+    assert tried > (1900 if damage == "flip" else 450)
 
 
 def test_every_flip_in_a_header_without_long_names_is_refused(sound):
@@ -184,19 +173,9 @@ def test_what_tarfile_takes_for_the_end_is_refused():
     third = 2 * (BLOCK + BLOCK)  # where b begins
     for junk in (b"x" * BLOCK, bytes(BLOCK), whole[third : third + 100] + bytes(BLOCK - 100)):
         damaged = whole[:third] + junk + whole[third + BLOCK :]
-        assert "damaged tar" in refusal(damaged)
+        assert "damaged tar: after 'a.png', byte" in refusal(damaged)
     with tarfile.open(fileobj=io.BytesIO(whole[:third] + bytes(BLOCK) + whole[third + BLOCK :])) as tar:
         assert len(tar.getmembers()) == 2  # without a word
-
-
-def test_a_checksum_of_signed_bytes_is_refused():
-    info, data = member("é.cls", b"1")
-    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT, "utf-8"))
-    assert max(block) >= 128
-    signed = sum(byte - 256 if byte >= 128 else byte for byte in block[:148] + b" " * 8 + block[156:])
-    block[148:156] = b"%06o\0 " % signed
-    tarfile.TarInfo.frombuf(bytes(block), "utf-8", "strict")  # accepts it
-    assert "bad checksum" in refusal(bytes(block) + data.ljust(BLOCK, b"\0") + bytes(2 * BLOCK))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +183,7 @@ def test_a_checksum_of_signed_bytes_is_refused():
 )
 def test_links_devices_and_files_with_holes_are_refused(kind):
     evil = member("a.png", type=getattr(tarfile, kind), linkname="/etc/passwd")
-    assert "'a.png' is no plain file" in refusal(archive([evil, *sample_members("b")]))
+    assert "after 'a.png', byte 512: no plain file" in refusal(archive([evil, *sample_members("b")]))
 
 
 @pytest.mark.parametrize("size", [b"\x80" + (2**40).to_bytes(11, "big"), b"\xff" * 11 + b"\x00", b"77777777777\0"])
@@ -212,11 +191,11 @@ def test_a_size_that_cannot_be_is_refused(size):
     info, _ = member("a.png", b"x")
     block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
     block[124:136] = size
-    assert "beyond the file's" in refusal(with_checksum(block) + bytes(3 * BLOCK))
+    refusal(with_checksum(block) + bytes(3 * BLOCK))
 
 
 def pax(*records):
-    """A PAX header for the next member."""
+    """The contents of a PAX header for the next member."""
     lines = b""
     for key, value in records:
         body = b" " + key + b"=" + value + b"\n"
@@ -226,40 +205,20 @@ def pax(*records):
 
 
 @pytest.mark.parametrize(
-    ("payload", "message"),
+    "members",
     [
-        (pax((b"size", b"0")), "changes the size"),
-        (pax((b"GNU.sparse.map", b"0,1")), "changes the GNU.sparse.map"),
-        (pax((b"hdrcharset", b"BINARY")), "changes the hdrcharset"),
-        (pax((b"path", b"b.png"), (b"path", b"c.png")), "stands twice"),
-        (pax((b"path", b"b\0.png")), "zero byte"),
-        (pax((b"path", b"\xff.png")), "not UTF-8"),
-        (b"99 path=b.png\n", "another length"),
-        (b"14 path=b.png", "another length"),
-        (b"7 path\n", "without KEY=VALUE"),
-        (b"0 path=b\n", "another length"),
-        (b"\xb2 path=b\n", "another length"),
+        [member("x", pax((b"size", b"0")), type=tarfile.XHDTYPE), *sample_members("a")],
+        [member("x", pax((b"size", b"0")), type=tarfile.XGLTYPE), *sample_members("a")],
+        [member("x", pax((b"GNU.sparse.map", b"0,1")), type=tarfile.XHDTYPE), *sample_members("a")],
+        [member("x", pax((b"path", b"\xff.png")), type=tarfile.XHDTYPE), *sample_members("a")],
+        [member("L", b"b.png\0", type=tarfile.GNUTYPE_LONGNAME)],
+        [member("L", b"\xff.png\0", type=tarfile.GNUTYPE_LONGNAME), *sample_members("a")],
+        [member("folder", b"contents", type=tarfile.DIRTYPE), *sample_members("a")],
+        [member("x", pax((b"comment", b"a")), type=tarfile.XHDTYPE)] * 2000,
     ],
 )
-def test_a_pax_header_may_only_name_its_file(payload, message):
-    header = member("x", payload, type=tarfile.XHDTYPE)
-    assert message in refusal(archive([header, *sample_members("a")]))
-
-
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ([member("L", b"b.png", type=tarfile.GNUTYPE_LONGNAME), member("a.png")], "without its end"),
-        ([member("L", b"b\0c\0", type=tarfile.GNUTYPE_LONGNAME), member("a.png")], "zero byte"),
-        ([member("L", b"b.png\0", type=tarfile.GNUTYPE_LONGNAME)], "without its file"),
-        ([member("L", b"b.png\0", type=tarfile.GNUTYPE_LONGNAME)] * 2, "two long names"),
-        ([member("x", pax((b"path", b"b.png")), type=tarfile.XGLTYPE), member("a.png")], "two long names"),
-        ([member("L", bytes(2**20 + 1), type=tarfile.GNUTYPE_LONGNAME)], "more than the limit of 1048576"),
-        ([member("folder", b"contents", type=tarfile.DIRTYPE)], "has contents"),
-    ],
-)
-def test_a_long_name_belongs_to_one_file(members, message):
-    assert message in refusal(archive(members))
+def test_a_header_that_changes_more_than_a_name_or_lacks_its_file_is_refused(members):
+    assert "damaged tar: after " in refusal(archive(members))
 
 
 def test_folders_and_harmless_pax_headers_are_passed_over():
@@ -276,13 +235,11 @@ def test_folders_and_harmless_pax_headers_are_passed_over():
 
 
 def test_data_behind_the_end_is_refused():
-    assert "no proper end" in refusal(archive(sample_members("a")) + b"x" * BLOCK)
+    assert "neither a file nor the end" in refusal(archive(sample_members("a")) + b"x" * BLOCK)
 
 
-def test_data_in_the_padding_is_refused():
-    whole = bytearray(archive(sample_members("a")))
-    whole[BLOCK + 5] = 1
-    assert "where zeros are expected" in refusal(bytes(whole))
+def test_a_compressed_shard_is_told_from_a_damaged_one():
+    assert "compressed by gzip" in refusal(gzip.compress(archive(sample_members("a"))))
 
 
 EVIL = ["/tmp/distap-evil", "../../distap-evil", "a/../../distap-evil", "~/distap-evil", "C:\\distap-evil"]

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from distap.data.shards.parallel import spread
+from distap.data.shards.parallel import map_in_processes
 from distap.errors import DistapError
 
 
@@ -26,23 +26,23 @@ def die(number):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_come_in_the_order_of_the_jobs(workers):
-    assert spread(square, range(50), workers) == [number**2 for number in range(50)]
+    assert map_in_processes(square, range(50), workers) == [number**2 for number in range(50)]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_for_a_person_reaches_the_caller_as_it_is(workers):
     with pytest.raises(DistapError, match=r"^job 3: no$"):
-        spread(refuse, range(9), workers)
+        map_in_processes(refuse, range(9), workers)
 
 
 def test_a_worker_that_is_killed_is_told():
     with pytest.raises(DistapError, match="a worker process ended in the middle of its work"):
-        spread(die, range(2), 2)
+        map_in_processes(die, range(2), 2)
 
 
 SPREADER = """
     import os, signal, sys, time
-    from distap.data.shards.parallel import spread
+    from distap.data.shards.parallel import map_in_processes
 
     def work(number):
         if number:
@@ -54,7 +54,7 @@ SPREADER = """
         os.kill(os.getpid(), int(sys.argv[1]))
 
     if __name__ == "__main__":
-        spread(work, range(4), 2, track=stop_after_one)
+        map_in_processes(work, range(4), 2, track=stop_after_one)
 """
 
 

@@ -10,7 +10,7 @@ from images import wait_for_cache
 from servers import web_server
 
 from distap.data.loading.indexed import Reader
-from distap.data.settings import CacheSettings
+from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.files import LocalStorage

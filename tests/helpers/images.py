@@ -10,8 +10,8 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.shard_cache import THREAD
 from distap.data.loading.share import LoadingJob
+from distap.data.pixel_and_cache_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
-from distap.data.settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source

@@ -11,7 +11,7 @@ from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.indexed import Reader
-from distap.data.settings import CacheSettings
+from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError

@@ -13,7 +13,7 @@ from typing import Any
 from distap.data.converters import landmarks, metric_learning, revisited
 from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.left_out import Skipped
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.packing import pack
 from distap.data.shards.parallel import Track, ask_files, untracked
 from distap.errors import DistapError

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
 from distap.data.images.formats import readable_formats
 from distap.data.loading.indexed import Reader
-from distap.data.settings import CacheSettings
-from distap.data.shards.left_out import Skipped, as_line, counted, is_line, walk_images
+from distap.data.pixel_and_cache_settings import CacheSettings
+from distap.data.shards.image_folders import Skipped, as_line, counted, is_line, walk_images
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source

@@ -13,10 +13,10 @@ from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedIm
 from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
 from distap.data.map_style import DatasetRows, rows_behind
+from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.plan import VERSION, Plan
-from distap.data.settings import CacheSettings
+from distap.data.shards.image_folders import warn_of
 from distap.data.shards.index import Index
-from distap.data.shards.left_out import warn_of
 from distap.data.shards.load_index import load_index
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage, storage_of

@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from distap.data.settings import CacheSettings
+from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.storage.files import BLOCK, Storage

@@ -13,8 +13,8 @@ from distap.data.images.augmentation import Croppable, Transform, seeded
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
 from distap.data.loading.pixels import HeldPixels
 from distap.data.loading.workers import LONGEST_WAIT, handed_over
+from distap.data.pixel_and_cache_settings import CacheSettings, PixelSettings
 from distap.data.plan import Sampling
-from distap.data.settings import CacheSettings, PixelSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.randomness import seed_for

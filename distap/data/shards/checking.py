@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distap.data.images.decoding import DamagedImageError, OutOfMemoryError, decode
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
-from distap.data.shards.parallel import Track, spread, untracked
+from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, read_samples
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
@@ -63,7 +63,7 @@ def check(
     settings = remote or RemoteSettings()
     index = load_index(source, settings, compare=False)
     jobs = list(_jobs(index))
-    found = spread(partial(_check_shard, source.base, settings), jobs, workers, "checking shards", track)
+    found = map_in_processes(partial(_check_shard, source.base, settings), jobs, workers, "checking shards", track)
     return index, [damage for shard in found for damage in shard] + _not_indexed(source, settings, index)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
-from distap.data.shards.left_out import Skipped, as_line, counted, is_line, walk_images
+from distap.data.shards.image_folders import Skipped, as_line, counted, is_line, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
 from distap.data.shards.tables import CLASSES, PATHS, columns_and_rows
 from distap.errors import DistapError

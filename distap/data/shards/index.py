@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.plan import CLASS_LOOKUPS, Classes, class_columns
-from distap.data.shards.left_out import Skipped
+from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.columns import Column, mapped, read_columns

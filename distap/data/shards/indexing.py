@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index
-from distap.data.shards.left_out import Skipped
-from distap.data.shards.parallel import Track, spread, untracked
+from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
@@ -53,7 +53,7 @@ def index_shards(
     # The folder does not depend on the place of the index, which a user may choose again after a long scan.
     records = own_folder("scan", joined(source.base, source.index_name))
     scan = partial(_scan_or_recall, source.base, settings, records)
-    scans = spread(scan, names, workers, "indexing shards", track)
+    scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
         problem = f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out"

@@ -12,8 +12,8 @@ import numpy as np
 
 from distap.data.map_style import rows_behind
 from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
+from distap.data.shards.image_folders import Skipped, as_line, is_line
 from distap.data.shards.index import VERSION, Index, SharedIndex, index_place, parse_index
-from distap.data.shards.left_out import Skipped, as_line, is_line
 from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
 from distap.storage.atomic import UnwritableError

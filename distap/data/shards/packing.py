@@ -29,10 +29,10 @@ from distap.data.shards.image_files import (
     look_at_all,
     sort_classes,
 )
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, merge_scans, scan_shard
-from distap.data.shards.left_out import Skipped
-from distap.data.shards.parallel import Track, spread, untracked
+from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import BLOCK, LABEL_FIELD, DamagedShardError
 from distap.errors import DistapError
 from distap.randomness import permutation
@@ -165,7 +165,7 @@ def _pack_aside(
         write_whole(aside / SHARDS / NAMES_FILE, "".join(lines))
         jobs = list(_jobs(aside, sound, {name: number for number, name in enumerate(names)}, layout))
         try:
-            written = spread(_write_shard, jobs, workers, "packing shards", track)
+            written = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
         finally:
             for leftover in aside.glob("*/.*.tmp"):
                 leftover.unlink()

@@ -47,7 +47,7 @@ def forking_context() -> BaseContext:
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
-def spread(
+def map_in_processes(
     function: Callable[[Job], Result], jobs: Sequence[Job], workers: int, about: str = "", track: Track = untracked
 ) -> list[Result]:
     """Give the results of the jobs in order, computed by up to `workers` processes (by this one if one is enough).
