@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from benchmarks.fetch import emoji
-from benchmarks.fetch.command import fetch_command
 from distap.errors import DistapError
 
 
@@ -23,30 +22,21 @@ def test_the_set_from_the_registry_is_the_one_the_figures_are_of(tmp_path):
         emoji.download(one, tmp_path)
 
 
-def write_package(path, version="1.0.0"):
-    icons = {
-        "width": 10,
-        "height": 10,
-        "icons": {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}},
+def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
+    icons = {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}}
+    files = {
+        "package.json": {"version": "1.0.0"},
+        "info.json": {"license": {"spdx": "MIT"}},
+        "icons.json": {"width": 10, "height": 10, "icons": icons},
     }
-    files = {"package.json": {"version": version}, "info.json": {"license": {"spdx": "MIT"}}, "icons.json": icons}
-    with tarfile.open(path, "w:gz") as tar:
+    with tarfile.open(tmp_path / "x.tgz", "w:gz") as tar:
         for name, content in files.items():
-            data = json.dumps(content).encode()
-            info = tarfile.TarInfo(f"package/{name}")
+            info, data = tarfile.TarInfo(f"package/{name}"), json.dumps(content).encode()
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-def test_a_package_of_another_version_is_refused(tmp_path):
-    path = write_package(tmp_path / "x.tgz", "1.0.1")
-    with pytest.raises(DistapError, match=r"holds version 1\.0\.1 of x, expected 1\.0\.0"):
-        emoji.read_vendor(path, "x", "1.0.0")
-
-
-def test_an_icon_is_drawn_whole_on_white(tmp_path):
-    vendor = emoji.read_vendor(write_package(tmp_path / "x.tgz"), "x", "1.0.0")
+    with pytest.raises(DistapError, match=r"x.tgz holds version 1\.0\.0 of x, expected 1\.0\.1"):
+        emoji.read_vendor(tmp_path / "x.tgz", "x", "1.0.1")
+    vendor = emoji.read_vendor(tmp_path / "x.tgz", "x", "1.0.0")
     assert 'viewBox="3 0 20 10"' in vendor.drawings["wide"]
     path = tmp_path / "class" / "x.png"
     emoji.draw((vendor.drawings["dot"], 32, path))
@@ -56,12 +46,6 @@ def test_an_icon_is_drawn_whole_on_white(tmp_path):
     assert image.getpixel((16, 16)) == (0, 0, 0)
 
 
-def test_a_missing_npm_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(DistapError, match="npm was not found"):
-        fetch_command("emoji", tmp_path / "set")
-
-
 def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
     record = {"size": 64, "images": 1}
     (tmp_path / emoji.COMPLETE).write_text(json.dumps(record))
@@ -69,15 +53,5 @@ def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
     assert emoji.fetch_emoji(tmp_path, 64) == record
     with pytest.raises(DistapError, match="at 64 px, not 128"):
         emoji.fetch_emoji(tmp_path, 128)
-
-
-def test_training_and_test_classes_are_drawn_into_folders_of_their_own(tmp_path, monkeypatch):
-    drawing = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
-    names = ["ape", "bee", "cat", "dog", "eel"]
-    vendors = [emoji.Vendor(v, "MIT", dict.fromkeys(names, drawing)) for v in list(emoji.VENDORS)[:5]]
-    monkeypatch.setattr(emoji, "download", lambda *_: vendors)
-    monkeypatch.setattr(emoji, "TRAIN_CLASSES", 2)
-    record = emoji.fetch_emoji(tmp_path, 16)
-    folders = {part: sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("train", "test")}
-    assert folders == {"train": ["ape", "bee"], "test": ["cat", "dog", "eel"]}
-    assert len(list(tmp_path.rglob("*.png"))) == record["images"] == 25
+    with pytest.raises(DistapError, match="npm was not found"):
+        emoji.fetch_emoji(tmp_path / "other", 64)

@@ -124,15 +124,11 @@ def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
     [
         ({"axes": {"batch": {"a": {"sampling.classes": 4}, "b": {"sampling.classes": 5}}}, "against": None},
          r'study.yaml: equal: images differs: \[24, "images"\] of a, \[30, "images"\] of b'),
-        ({"axes": {"data.image_size": [32, 64]}, "against": None}, "equal: data differs"),
         ({"axes": {"loss": {"a": {"loss": "ap_w"}}}, "against": None}, "study.yaml: a: .*did you mean ap_t"),
         ({"against": "ap"}, "study.yaml: against: there is no 'ap'; did you mean ap_q?"),
         ({"seads": 3}, "study.yaml: seads: unknown key; did you mean seeds"),
         ({"axes": {}}, "study.yaml: axes: "),
-        ({"axes": {"loss": []}}, "study.yaml: axes.loss: "),
-        ({"search": {"optimizer.learning_rate": []}}, "study.yaml: search.optimizer.learning_rate: "),
         ({"leave_out": [{"los": "own"}]}, "study.yaml: leave_out: there is no 'los'; did you mean loss"),
-        ({"leave_out": [{"loss": "one"}]}, "study.yaml: leave_out: loss: there is no 'one'; did you mean own"),
         ({"leave_out": [{}]}, "study.yaml: leave_out leaves nothing to train"),
         ({"figures": ["tset/mAP"]}, "study.yaml: figures: ap_q is not evaluated by 'tset/mAP'.* one of validation"),
         ({"changes": {"evaluation.every": 0}}, "study.yaml: ap_q: a study needs data.validation"),
@@ -152,21 +148,8 @@ def made_results(grid, figures, before=None):
             rate, seed = job.searched["optimizer.learning_rate"], job.recipe.seed
             value = figures(str(point), rate, seed)
             reached = {"validation/mAP@R": value, "validation/R@1": value / 2}
-            results.add(
-                Result(
-                    dict(point.names),
-                    dict(job.searched),
-                    seed,
-                    job.fingerprint,
-                    reached,
-                    before or {},
-                    2,
-                    48,
-                    1,
-                    1,
-                    1,
-                )
-            )
+            names, searched = dict(point.names), dict(job.searched)
+            results.add(Result(names, searched, seed, job.fingerprint, reached, before or {}, 2, 48, 1, 1, 1))
     return results
 
 
@@ -205,10 +188,10 @@ def test_results_of_other_settings_or_without_a_figure_are_not_shown(study, tmp_
 def test_new_results_are_compared_with_the_interval_where_they_are_expected(study, tmp_path):
     grid = Grid(study(), tmp_path)
     published = made_results(grid, lambda point, rate, seed: 0.30 + 0.01 * seed)
-    near = made_results(grid, lambda point, rate, seed: 0.32)
-    far = made_results(grid, lambda point, rate, seed: 0.30 if point == "own" else 0.40)
-    assert all(", within 31.0" in line for line in comparison(near, published))
-    assert [line.split(":")[0] for line in comparison(far, published) if "NOT within" in line] == ["ap_q"]
+    found = made_results(grid, lambda point, rate, seed: 0.32 if point == "own" else 0.40)
+    (near,) = (line for line in comparison(found, published) if line.startswith("own:"))
+    assert ", within 31.0" in near
+    assert [line.split(":")[0] for line in comparison(found, published) if "NOT within" in line] == ["ap_q"]
 
 
 def test_a_line_that_was_cut_short_is_left_out_and_a_damaged_one_is_named(tmp_path):
