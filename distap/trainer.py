@@ -46,6 +46,7 @@ from distap.training.training_step import StepResult
 from distap.world import World, joined_world
 
 TRACES = "traces"
+MOST_DAMAGED_OF_BATCH = 0.25  # share of the images, such as those of a store that fails
 ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch says little
 
 
@@ -210,7 +211,7 @@ class Trainer:
         data = self.recipe.data
         for key, count, of, limit in (
             ("data.max_damaged", self.report.skipped_images, images, data.max_damaged),
-            ("data.max_damaged_in_step", damaged, self.images.size, data.max_damaged_in_step),
+            ("one batch", damaged, self.images.size, MOST_DAMAGED_OF_BATCH),
         ):
             if count > max(limit * of, ALWAYS_TOLERATED):
                 raise DistapError(

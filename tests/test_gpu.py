@@ -74,7 +74,8 @@ def test_a_step_is_exact_and_its_stages_are_timed(precision, near):
 
 
 def test_dropout_is_the_same_in_describe_and_replay_and_leaves_the_random_state_alone():
-    network, state = random_network(drop_rate=0.5, drop_path_rate=0.5).train(), torch.cuda.get_rng_state()
+    network = random_network(arguments={"drop_rate": 0.5, "drop_path_rate": 0.5}).train()
+    state = torch.cuda.get_rng_state()
     (first, moved, _), (second, again, _) = (stepped(network, DEVICE, sizes=MicroBatchSizes(8)) for _ in range(2))
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert first.replay_drift < 1e-4 and first.loss == pytest.approx(second.loss, rel=1e-5)

@@ -97,8 +97,8 @@ def test_describe_and_replay_see_the_same_descriptors(stepped, case):
 
 
 def vision_transformer():
-    options = {"drop_rate": 0.3, "drop_path_rate": 0.2, "arguments": {"proj_drop_rate": 0.2, "attn_drop_rate": 0.1}}
-    return random_network("test_vit", pooling=NamedPooling("cls"), **options).double().train()
+    rates = {"drop_rate": 0.3, "drop_path_rate": 0.2, "proj_drop_rate": 0.2, "attn_drop_rate": 0.1}
+    return random_network("test_vit", pooling=NamedPooling("cls"), arguments=rates).double().train()
 
 
 def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trains_exactly():

@@ -144,12 +144,12 @@ class Checkpoints:
                 raise UnreachableError(f"{sent}, and {found}; do all hosts write to the same place?")
         self.storage.write(f"{self.folder}/{name}/{MANIFEST_FILE}", manifest.text().encode())
 
-    def remove_old(self, newest: str, keep: int, keep_best: bool) -> None:
+    def remove_old(self, newest: str, keep: int) -> None:
         """Remove checkpoints that are neither among the `keep` up to `newest`, nor the best.
 
         Checkpoints of later steps stay: the run went back behind them, which only a person can judge.
         """
-        best = self.best()[1] if keep_best else None
+        best = self.best()[1]
         past = [name for name in self.names() if name[:STEP] <= newest[:STEP]]
         earlier = [name for name in past if name[:STEP] < newest[:STEP]]
         listed = self._listed()

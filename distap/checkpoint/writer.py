@@ -63,8 +63,7 @@ class CheckpointWriter:
 
     checkpoints: Checkpoints  # of the run; all hosts share the disk or store
     world: World
-    keep: int  # number of newest checkpoints that stay
-    keep_best: bool = True  # whether the one with the highest validation mAP stays as well
+    keep: int  # number of newest checkpoints that stay, next to the one with the highest validation mAP
     timeout_seconds: float = 600  # for the ranks' talk about a checkpoint, its writing, and a wait for it
     spool: Path = Path()  # folder on this host's disk, through which files go to a store
     beside: FilesBeside | None = None  # other files of the run, which go to the store with checkpoints
@@ -163,7 +162,7 @@ class CheckpointWriter:
             raise
         if is_first:
             try:
-                self.checkpoints.by(self._soon()).remove_old(name, self.keep, self.keep_best)
+                self.checkpoints.by(self._soon()).remove_old(name, self.keep)
             except (OSError, DistapError) as error:  # the new one is there all the same
                 logger.warning("%s: an old checkpoint cannot be removed: %s", checkpoints.storage.base, error)
         return sum(identity.bytes for identity in files.values())

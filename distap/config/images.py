@@ -55,9 +55,6 @@ class DataSection(ImagesSection):
     max_damaged: float = Field(
         0.05, ge=0, le=1, description="Stop when more than this share of images is damaged (10 are always tolerated)."
     )
-    max_damaged_in_step: float = Field(
-        0.25, ge=0, le=1, description="Stop when more than this share of one global batch is damaged."
-    )
 
     @model_validator(mode="after")
     def _one_gallery(self) -> "DataSection":

@@ -55,8 +55,6 @@ class ModelSection(Section):
         None, description="Dimensions of a linear layer, or a mapping; null for no layer."
     )
     batchnorm: Literal["frozen", "batch"] = Field("frozen", description="Normalise by fixed or by batch statistics.")
-    drop_rate: float = Field(0.0, ge=0, lt=1, description="Probability of dropout.")
-    drop_path_rate: float = Field(0.0, ge=0, lt=1, description="Greatest probability of stochastic depth.")
 
     @model_validator(mode="before")
     @classmethod

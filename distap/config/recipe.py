@@ -12,7 +12,6 @@ from distap.config.sections import (
     AverageSection,
     CheckpointSection,
     DescribeSection,
-    LoggersSection,
     LogsSection,
     MemorySection,
     MetricsSection,
@@ -79,7 +78,9 @@ class Recipe(NetworkRecipe):
     evaluation: EvaluationSection = EvaluationSection()
     metrics: MetricsSection = MetricsSection()
     logs: LogsSection = LogsSection()
-    loggers: LoggersSection = LoggersSection()
+    loggers: dict[str, Annotated[Any, Chosen("logger")]] = Field(
+        {}, description="Loggers beside Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."
+    )
 
     @field_validator("loss", mode="before")
     @classmethod
@@ -94,6 +95,16 @@ class Recipe(NetworkRecipe):
             terms.append((options.pop("weight", 1.0), {**options, "name": name}))
         return {"name": "sum", "terms": terms}
 
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _each_by_name(cls, loggers: Any) -> Any:
+        if isinstance(loggers, str):
+            return {loggers: {"name": loggers}}
+        if not isinstance(loggers, Mapping):
+            return loggers
+        given = {name: keys for name, keys in loggers.items() if keys is not None}
+        return {name: {**keys, "name": name} if isinstance(keys, Mapping) else keys for name, keys in given.items()}
+
     @property
     def loader_chunk(self) -> int:
         """Images that a loader worker hands over at once: a micro-batch, if its size is known."""
@@ -101,7 +112,8 @@ class Recipe(NetworkRecipe):
 
     @property
     def run_id(self) -> str:
-        return self.logs.run_id or self.run.resolve().name
+        """Name of the run in log lines and loggers."""
+        return self.run.resolve().name
 
     @property
     def max_drift(self) -> float:

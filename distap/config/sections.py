@@ -13,12 +13,15 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
+    model_serializer,
+    model_validator,
 )
 
 from distap.config.rates import GroupSettings, Unit
-from distap.config.validation import ChoosingSection, Remote, Section, StoreURL
+from distap.config.validation import Section, StoreURL
 from distap.precision import PrecisionName
 from distap.registry import Chosen, unknown_key
 
@@ -102,7 +105,7 @@ class StepSection(Section):
     )
 
 
-class OptimizerSection(ChoosingSection):
+class OptimizerSection(Section):
     """How the parameters move. Keys that are not listed here belong to the optimiser that `name` chooses."""
 
     learning_rate: PositiveFloat = Field(1e-4, description="The schedule multiplies it.")
@@ -119,13 +122,25 @@ class OptimizerSection(ChoosingSection):
     loss: GroupSettings = Field(GroupSettings(), description="Of a loss with parameters of its own, such as proxies.")
     chosen: Annotated[Any, Chosen("optimizer", otherwise="adam")] = "adam"
 
+    @model_validator(mode="before")
     @classmethod
-    def choice(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        for key, value in settings.items():
+    def _collect(cls, settings: Any) -> Any:
+        if isinstance(settings, str):
+            settings = {"name": settings}
+        if not isinstance(settings, Mapping):
+            raise ValueError("expected a name, or a mapping of keys to values")
+        own = {key: value for key, value in settings.items() if key in cls.model_fields}
+        further = {key: value for key, value in settings.items() if key not in own}
+        for key, value in further.items():
             if difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.8):  # a slip in one of our own keys
                 wrong = unknown_key(key, value, [name for name in cls.model_fields if name != "chosen"])
                 raise ValidationError.from_exception_data("optimizer", [wrong])
-        return settings
+        return {"chosen": further, **own}
+
+    @model_serializer(mode="wrap")
+    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings = handler(self)
+        return settings.pop("chosen") | settings
 
 
 class CheckpointSection(Section):
@@ -133,13 +148,11 @@ class CheckpointSection(Section):
 
     every: PositiveInt = Field(100, description="How often; the last step always writes one.")
     unit: Unit = Field("steps", description="Of `every`.")
-    keep: PositiveInt = Field(2, description="Keep this many of the newest checkpoints.")
-    keep_best: bool = Field(True, description="Keep the checkpoint with the highest validation mAP as well.")
+    keep: PositiveInt = Field(
+        2, description="Keep this many of the newest checkpoints, next to the best by validation mAP."
+    )
     store: StoreURL | None = Field(
         None, description="Store checkpoints at this URL, such as s3://bucket/run; hosts then need not share `run`."
-    )
-    remote: Remote | None = Field(
-        None, description="Retries, time-outs and options of the store; null takes data.remote."
     )
 
 
@@ -177,23 +190,3 @@ class LogsSection(Section):
     format: Literal["text", "json"] = Field(
         "text", description="Text for people; json, one object a line, for a log collector."
     )
-    run_id: str | None = Field(
-        None, description="Name of the run in log lines and loggers; null takes the run folder's name."
-    )
-
-
-class LoggersSection(ChoosingSection):
-    """Loggers beside Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."""
-
-    chosen: dict[str, Annotated[Any, Chosen("logger")]] = Field({}, description="Each logger's keys, by its name.")
-    lines: PositiveInt = Field(1000, description="Lose further lines when this many wait for a slow logger.")
-    close_seconds: PositiveFloat = Field(30, description="Wait this long for loggers to finish after the last step.")
-
-    @classmethod
-    def named(cls, name: str) -> dict[str, Any]:
-        return {name: {}}
-
-    @classmethod
-    def choice(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        given = {name: keys for name, keys in settings.items() if keys is not None}
-        return {name: {**keys, "name": name} if isinstance(keys, Mapping) else keys for name, keys in given.items()}

@@ -1,7 +1,6 @@
 """Base classes of a recipe's sections, and texts that are checked by parsing them."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -9,9 +8,6 @@ from pydantic import (
     ConfigDict,
     PlainSerializer,
     PlainValidator,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -24,36 +20,6 @@ class Section(BaseModel):
     """Closed to unknown keys, and frozen. Defaults are validated, since a default may be a name to look up."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class ChoosingSection(Section):
-    """A section whose further keys belong to `chosen`, the part or parts that it chooses."""
-
-    chosen: Any
-
-    @model_validator(mode="before")
-    @classmethod
-    def _collect(cls, settings: Any) -> Any:
-        if isinstance(settings, str):
-            settings = cls.named(settings)
-        if not isinstance(settings, Mapping):
-            raise ValueError("expected a name, or a mapping of keys to values")
-        own = {key: value for key, value in settings.items() if key in cls.model_fields}
-        return {"chosen": cls.choice({key: settings[key] for key in settings if key not in own}), **own}
-
-    @classmethod
-    def named(cls, name: str) -> dict[str, Any]:
-        """Return what a name alone stands for."""
-        return {"name": name}
-
-    @classmethod
-    def choice(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        return settings
-
-    @model_serializer(mode="wrap")
-    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings = handler(self)
-        return settings.pop("chosen") | settings
 
 
 def _checked_store(url: str) -> str:

@@ -29,7 +29,7 @@ SOURCES: dict[str, Callable[[str], Any]] = {
 
 # Let vision transformers take images of any size: position embeddings are resampled, borders padded to whole patches.
 ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
-OURS = ("num_classes", "global_pool", "drop_rate", "drop_path_rate", "pretrained", "features_only")
+OURS = ("num_classes", "global_pool", "pretrained", "features_only")
 UNKNOWN = "unexpected keyword argument"  # so does a TypeError name what a network does not take
 
 
@@ -42,8 +42,6 @@ class TimmBackbone:
 
     def build(
         self,
-        drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
         arguments: Mapping[str, Any] = MappingProxyType({}),
         image_size: int | None = None,
     ) -> nn.Module:
@@ -52,17 +50,14 @@ class TimmBackbone:
         Its `built_with` are the arguments with which timm builds one of the same tensors.
 
         Args:
-            drop_rate, drop_path_rate: of dropout and stochastic depth.
-            arguments: of timm.create_model.
+            arguments: of timm.create_model, such as `drop_path_rate`.
             image_size: width and height of the images, pixels, for a network that is built for one size.
         """
         name, source, saved_with = self._resolved()
         fixed: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
         fixed |= {"pretrained_cfg": source, "pretrained_cfg_overlay": self.pixels}
-        # Some architectures do not take these options, so a rate of zero is left out.
-        fixed |= {k: v for k, v in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)) if v}
         if ours := arguments.keys() & OURS:
-            raise DistapError(f"model.arguments.{min(ours)}: distap sets it; leave it out (rates are keys of model)")
+            raise DistapError(f"model.arguments.{min(ours)}: distap sets it; leave it out")
         own = {k: v for k, v in saved_with.items() if k not in OURS} | dict(arguments)
         built = self._created(name, fixed, ANY_SIZE | own, ANY_SIZE.keys() - own.keys())
         about = built.pretrained_cfg

@@ -166,20 +166,18 @@ def build_network(
     pooling: Any,
     projection: int | None = None,
     batchnorm: BatchNormMode = "frozen",
-    drop_rate: float = 0.0,
-    drop_path_rate: float = 0.0,
     layer_norm: bool = False,
     **of_timm: Any,
 ) -> RetrievalNetwork:
     """Put a network together from the parts that a recipe chooses; see RetrievalNetwork.
 
     Args:
-        backbone: its `build(drop_rate, drop_path_rate)` returns a module with `num_features`.
+        backbone: its `build()` returns a module with `num_features`.
         weights: its `load(module)` loads weights into that module or, if its `whole` is true, into the whole network.
         pooling: its `build()` returns a module.
         of_timm: further arguments of `TimmBackbone.build`.
     """
-    built, whole = backbone.build(drop_rate, drop_path_rate, **of_timm), getattr(weights, "whole", False)
+    built, whole = backbone.build(**of_timm), getattr(weights, "whole", False)
     if not whole:
         weights.load(built)
     network = RetrievalNetwork(
@@ -196,7 +194,7 @@ class GivenNetwork:
 
     given: nn.Module = field(repr=False)  # images (n, 3, height, width) to descriptors (n, C), of any length
 
-    def build(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> nn.Module:
+    def build(self) -> nn.Module:
         return self.given
 
     def load(self, backbone: nn.Module) -> None:

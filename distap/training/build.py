@@ -71,7 +71,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     model, built = recipe.model, list[RetrievalNetwork]()
 
     def build(weights: Any) -> None:
-        options: dict[str, Any] = {key: getattr(model, key) for key in ("drop_rate", "drop_path_rate", "layer_norm")}
+        options: dict[str, Any] = {"layer_norm": model.layer_norm}
         if isinstance(model.backbone, TimmBackbone):
             options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
         torch.manual_seed(recipe.seed)

@@ -57,8 +57,8 @@ class RunReport:
         self._collapsed = 0  # steps in a row whose descriptors were all alike
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
-        if recipe.loggers.chosen:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
-            on_all(world, partial(prepare_loggers, recipe.loggers.chosen), world.rank == 0)
+        if recipe.loggers:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
+            on_all(world, partial(prepare_loggers, recipe.loggers), world.rank == 0)
 
     def begins(
         self, step: int | None, length: Length, images: TrainingImages, network: RetrievalNetwork, sets: list[str]
@@ -118,10 +118,8 @@ class RunReport:
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, self.steps)
-                section = recipe.loggers
-                lost = {name: self.metrics.lost_lines.labels(name) for name in section.chosen}
-                limits = section.lines, section.close_seconds
-                loggers = opened_loggers(section.chosen, run, *limits, lambda name: lost[name].inc())
+                lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
+                loggers = opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
                 self._outlets = [log.write, stack.enter_context(loggers)]
             self._show = stack.enter_context(training_progress(self.steps, step, is_first))
             yield

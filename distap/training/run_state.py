@@ -52,7 +52,7 @@ def _storage_of(recipe: Recipe) -> Storage:
     section = recipe.checkpoint
     if section.store is None:
         return storage_of(str(recipe.run))
-    return storage_of(section.store, section.remote or recipe.data.remote, key="checkpoint.remote")
+    return storage_of(section.store, recipe.data.remote, key="data.remote")
 
 
 def _lease_of(recipe: Recipe, storage: Storage) -> Lease:
@@ -91,7 +91,6 @@ class RunState:
             self.checkpoints,
             world,
             section.keep,
-            section.keep_best,
             recipe.timeout_seconds,
             self._spool,
             self._beside,
@@ -168,7 +167,7 @@ class RunState:
 
     def is_best(self, score: float | None) -> bool:
         """Tell whether a state with this validation mAP is the best so far and is to be kept."""
-        return score is not None and self.recipe.checkpoint.keep_best and score > self.best
+        return score is not None and score > self.best
 
     def poll(self) -> Written | None:
         """Return the outcome of the last checkpoint once, as soon as it is known."""

@@ -44,7 +44,7 @@ class InOrder:
 class TwoConvolutions:
     channels: int = 8
 
-    def build(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> nn.Module:
+    def build(self) -> nn.Module:
         network = nn.Sequential(
             nn.Conv2d(3, self.channels, 3, stride=4), nn.ReLU(), nn.Conv2d(self.channels, self.channels, 3)
         )
@@ -53,7 +53,7 @@ class TwoConvolutions:
 
 
 class LostDevice(TwoConvolutions):
-    def build(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> nn.Module:
+    def build(self) -> nn.Module:
         network = super().build()
         network.register_forward_pre_hook(self.fail)
         return network

@@ -19,7 +19,7 @@ BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
 
 def storage_at(url, options=None, **settings):
     settings = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0, options=options or {}, **settings)
-    return storage_of(str(url), settings, "checkpoint.remote")
+    return storage_of(str(url), settings)
 
 
 def checkpoints_of(run, options=None):

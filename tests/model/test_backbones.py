@@ -74,11 +74,7 @@ def test_arguments_reach_timm_and_unknown_ones_are_named(tmp_path, training_shar
             96,
             r"^model\.arguments\.img_size: test_resnet does not",
         ),
-        (
-            {"backbone": "mixer_s32_224", "drop_path_rate": 0.1, "arguments": {"tokens": 3}},
-            224,
-            r"^model\.arguments\.tokens: ",
-        ),
+        ({"backbone": "mixer_s32_224", "arguments": {"tokens": 3}}, 224, r"^model\.arguments\.tokens: "),
         (
             {"backbone": "test_vit", "arguments": {"img_size": 96, "dynamic_img_size": False}},
             64,
@@ -155,7 +151,8 @@ def test_weights_of_timms_own_pooling_and_size_are_loaded(tmp_path, name):
 def test_a_run_is_evaluated_and_exported_without_the_folder_that_its_backbone_came_from(tmp_path, training_shards):
     folder, run = tmp_path / "folder", tmp_path / "run"
     saved_by_timm(folder, embed_dim=48)
-    model = {"backbone": f"local-dir:{folder}", "pooling": "cls_mean", "layer_norm": True, "drop_path_rate": 0.1}
+    model = {"backbone": f"local-dir:{folder}", "pooling": "cls_mean", "layer_norm": True}
+    model["arguments"] = {"drop_path_rate": 0.1}
     train(World(), run, training_shards, steps=1, model=model, data__validation=str(training_shards[1]))
     shutil.rmtree(folder)
     _, network = trained_network(run, World())

@@ -72,7 +72,8 @@ def test_every_parameter_gets_the_gradient_of_the_network(backbone):
 
 
 def test_a_folded_network_drops_what_the_network_drops():
-    network = trained_a_little(random_network("mobilenetv3_small_050", drop_rate=0.3, drop_path_rate=0.5)).train()
+    rates = {"drop_rate": 0.3, "drop_path_rate": 0.5}
+    network = trained_a_little(random_network("mobilenetv3_small_050", arguments=rates)).train()
     other, _ = folded(network)
     assert largest_difference(network, other) < 1e-5
     assert (other(noise()) - other(noise())).abs().max() > 1e-3

@@ -137,7 +137,7 @@ def gradients_and_saved_bytes(network):
 
 @pytest.mark.parametrize("backbone", ["resnet10t", "mobilenetv3_small_050", "convnext_atto"])
 def test_checkpointed_activations_give_the_same_gradients_and_take_less_memory(backbone):
-    network = random_network(backbone, drop_rate=0.2, drop_path_rate=0.2).train()
+    network = random_network(backbone, arguments={"drop_rate": 0.2, "drop_path_rate": 0.2}).train()
     thrifty = copy.deepcopy(network)
     thrifty.checkpoint_activations()
     expected, saved = gradients_and_saved_bytes(network)

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from ranks import on_ranks
-from small_trainings import train
+from small_trainings import recipe, train
 
-from distap.config.sections import LoggersSection
 from distap.errors import MISTAKE, DistapError
 from distap.registry import REGISTRY, build_part
 from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
@@ -155,7 +154,7 @@ def logged_run(folder: Path, step: int = 0, steps: int = 3, **recipe: object) ->
 def log_steps(chosen, run, steps, lines=100, close_seconds=30.0) -> list[str]:
     """Log steps; the loggers of lost lines."""
     lost: list[str] = []
-    with opened_loggers(chosen, run, lines, close_seconds, lost.append) as log:
+    with opened_loggers(chosen, run, lost.append, lines, close_seconds) as log:
         for step in steps:
             log({"step": step, "time": 1000.0 + step, "loss": 1 / step})
     return lost
@@ -248,7 +247,7 @@ def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path,
 def test_beyond_what_may_wait_for_a_slow_logger_lines_are_lost_and_another_logger_gets_all(tmp_path, caplog):
     slow, quick = Recorder(may_log=threading.Event()), Recorder()
     lost: list[str] = []
-    with opened_loggers({"slow": slow, "quick": quick}, logged_run(tmp_path), 3, 30.0, lost.append) as log:
+    with opened_loggers({"slow": slow, "quick": quick}, logged_run(tmp_path), lost.append, 3) as log:
         for step in range(1, 11):
             log({"step": step, "time": 0.0})
             assert quick.taken.acquire(timeout=60)
@@ -256,7 +255,7 @@ def test_beyond_what_may_wait_for_a_slow_logger_lines_are_lost_and_another_logge
     assert quick.steps == list(range(1, 11))
     assert slow.steps[:3] == [1, 2, 3] and len(slow.steps) in (3, 4)  # one may be in hand while three wait
     assert lost == ["slow"] * (10 - len(slow.steps))
-    assert "3 lines wait for it (loggers.lines)" in caplog.text
+    assert "3 lines wait for it" in caplog.text
 
 
 @pytest.fixture
@@ -269,14 +268,13 @@ def silent_server() -> Iterator[str]:
 
 
 def test_a_server_that_does_not_answer_costs_its_lines_and_keeps_no_training_from_ending(
-    tmp_path, silent_server, training_shards, caplog
+    tmp_path, silent_server, caplog
 ):
     caplog.set_level(logging.WARNING)
-    settings = {"mlflow": {"tracking_uri": silent_server}, "close_seconds": 0.1}
-    train(World(), tmp_path / "run", training_shards, steps=2, loggers=settings)
-    assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "loss" in entry] == [1, 2]
-    assert "loggers.mlflow: figures are lost: it does not come to an end (loggers.close_seconds)" in caplog.text
-    assert "loggers.mlflow: 3 lines were lost" in caplog.text  # two steps and a checkpoint
+    chosen = {"mlflow": MLflow(silent_server)}
+    assert log_steps(chosen, logged_run(tmp_path), [1, 2, 3], close_seconds=0.1) == ["mlflow"] * 3
+    assert "loggers.mlflow: figures are lost: it does not come to an end" in caplog.text
+    assert "loggers.mlflow: 3 lines were lost" in caplog.text
 
 
 def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path, monkeypatch, caplog):
@@ -285,7 +283,7 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
         free.bind(("127.0.0.1", 0))  # and nobody listens
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:password@127.0.0.1:{free.getsockname()[1]}")
         chosen = {"mlflow": MLflow()}
-        with opened_loggers(chosen, LoggedRun(tmp_path, "mine", {}, 0, 1), 10, 60, lambda name: None) as log:
+        with opened_loggers(chosen, LoggedRun(tmp_path, "mine", {}, 0, 1), lambda name: None, 10, 60) as log:
             log({"step": 1, "time": 0.0, "loss": 0.5})
     assert "loggers.mlflow: figures are lost: it cannot be opened: MlflowException" in caplog.text
     assert "http://127.0.0.1" in caplog.text and "password" not in caplog.text
@@ -300,7 +298,7 @@ HANGING = """
     chosen = {"wandb": WeightsAndBiases()}
     prepare_loggers(chosen)
     try:
-        with opened_loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), 10, 0.5, print) as log:
+        with opened_loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), print, 10, 0.5) as log:
             log({"step": 1, "time": 0.0, "loss": 0.5})
         sys.exit(75)
     finally:
@@ -362,7 +360,6 @@ def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, m
         prepare_loggers({"wandb": WeightsAndBiases(mode="online")})
 
 
-def test_the_recipe_can_choose_every_logger():
-    section = LoggersSection.model_validate({name: {} for name in REGISTRY["logger"]})
-    assert section.chosen == {name: build_part("logger", name) for name in REGISTRY["logger"]}
-    assert LoggersSection().chosen == {}
+def test_the_recipe_can_choose_every_logger(tmp_path, training_shards):
+    read = recipe(tmp_path, training_shards, loggers={name: {} for name in REGISTRY["logger"]})
+    assert read.loggers == {name: build_part("logger", name) for name in REGISTRY["logger"]}

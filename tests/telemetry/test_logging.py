@@ -70,7 +70,7 @@ def test_each_line_says_when_how_bad_which_run_rank_and_step(lines):
         "message": "before the first step",
     }
     assert [line["step"] for line in lines] == [None] + [3] * (len(lines) - 1)
-    assert {line["run"] for line in lines} == {"mine"}
+    assert {line["run"] for line in lines} == {"run"}
 
 
 def test_a_step_is_told_with_its_figures_and_one_that_is_not_finite_is_null(lines):
@@ -176,14 +176,14 @@ def test_a_recipe_that_cannot_be_read_is_told_in_the_format_that_the_command_ask
 @pytest.mark.slow
 def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(tmp_path, training_shards):
     config: Path = tmp_path / "recipe.json"
-    settings = {"steps": 10_000, "logs": {"format": "json", "run_id": "mine"}}
+    settings = {"steps": 10_000, "logs": {"format": "json"}}
     config.write_text(json.dumps(recipe(tmp_path / "run", training_shards, **settings).model_dump(mode="json")))
     with started(Program((*LAUNCHER, "--nproc-per-node=2", str(config))), tmp_path) as job:
         job.wait_until(lambda: "step 3/10000" in job.said, 120)
         job.process.send_signal(signal.SIGTERM)
         assert job.status(120) == RESTART, job.said
         lines = [json.loads(line) for line in job.said.splitlines()]
-    assert {line["run"] for line in lines} == {"mine"}
+    assert {line["run"] for line in lines} == {"run"}
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     assert {line["rank"] for line in lines if line["level"] == "info"} == {0}

@@ -21,7 +21,7 @@ SETTINGS = {
     "checkpoint": {"every": 1},
     "evaluation": {"every": 3, "batch_size": 8},
     "optimizer": {"learning_rate": 1e-3, "clip_norm": 1.0, "eps": 1e-2},
-    "model": {"backbone": "test_resnet", "weights": {"name": "random"}, "drop_rate": 0.1},
+    "model": {"backbone": "test_resnet", "weights": {"name": "random"}, "arguments": {"drop_rate": 0.1}},
     "sampling": {"name": "random", "batch_size": 25},
 }
 

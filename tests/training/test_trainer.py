@@ -326,7 +326,7 @@ def test_too_much_damage_stops_the_training_and_names_it(tmp_path, training_shar
 def test_too_much_damage_in_one_step_stops_the_training(tmp_path, training_shards):
     shutil.copytree(training_shards[0], tmp_path / "spoilt")
     spoil(tmp_path / "spoilt", list(range(24)))
-    with pytest.raises(DistapError, match=r"of 25 images are damaged, more than data\.max_damaged_in_step \(0\.25\)"):
+    with pytest.raises(DistapError, match=r"of 25 images are damaged, more than one batch \(0\.25\)"):
         train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=1.0)
 
 

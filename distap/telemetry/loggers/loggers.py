@@ -26,8 +26,10 @@ from distap.storage.atomic import write_whole
 from distap.storage.redact import without_secrets
 
 Outcome = Literal["finished", "stopped", "failed"]
+CLOSE_SECONDS = 30.0  # for loggers to finish after the last step
 FAILED_SECONDS = 3.0  # to close after a failure, which the other ranks notice only when this one leaves
 OPEN_AGAIN_SECONDS = 60.0
+LINES = 1000  # that may wait for a slow logger
 logger = logging.getLogger("distap")
 left_hanging = threading.Event()  # a logger's thread did not end
 
@@ -87,9 +89,9 @@ def prepare_loggers(chosen: Mapping[str, LoggerSettings]) -> None:
 def opened_loggers(
     chosen: Mapping[str, LoggerSettings],
     run: LoggedRun,
-    lines: int,
-    close_seconds: float,
     count_lost: Callable[[str], None],
+    lines: int = LINES,
+    close_seconds: float = CLOSE_SECONDS,
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Open a run's loggers; yield a function that hands a line of the run's log, with `step` and `time`, to each.
 
@@ -149,7 +151,7 @@ class Outlet:
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Put a line into the queue, or lose it if too many wait."""
         if self._queue.qsize() >= self._lines:
-            self._lose(f"{self._lines} lines wait for it (loggers.lines)")
+            self._lose(f"{self._lines} lines wait for it")
         else:
             self._handed += 1
             self._queue.put((step, time, figures))
@@ -165,7 +167,7 @@ class Outlet:
         self._thread.join(seconds)
         if self._thread.is_alive():
             left_hanging.set()
-            self._lose("it does not come to an end (loggers.close_seconds)", self._handed - self._done)
+            self._lose("it does not come to an end", self._handed - self._done)
         if self.lost:
             logger.warning("loggers.%s: %d lines were lost; they are in the run folder's log", self.name, self.lost)
 

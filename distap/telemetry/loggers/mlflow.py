@@ -23,16 +23,14 @@ STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "fail
 class MLflow:
     """Keys of `loggers.mlflow`; credentials come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD.
 
+    The experiment is MLFLOW_EXPERIMENT_NAME, or `distap`. The id of the run stays in RUN/loggers/mlflow; if that file
+    is lost, a run that goes on from a checkpoint is found by its tag `distap.run`.
+
     Args:
         tracking_uri: the server; None takes MLFLOW_TRACKING_URI.
-        experiment: the run's experiment; created if it is missing.
-        id: the run to go on with; None creates one and keeps its id in RUN/loggers/mlflow. If that file is lost, a
-            run that goes on from a checkpoint is found by its tag `distap.run`.
     """
 
     tracking_uri: str | None = None
-    experiment: str = "distap"
-    id: str | None = None
 
     def __post_init__(self) -> None:
         if self.tracking_uri is not None and without_secrets(self.tracking_uri) != self.tracking_uri:
@@ -54,8 +52,9 @@ class _Run:
     def __init__(self, settings: MLflow, run: LoggedRun) -> None:
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = client = importlib.import_module("mlflow.tracking").MlflowClient(settings.tracking_uri)
-        found = client.get_experiment_by_name(settings.experiment)
-        experiment = client.create_experiment(settings.experiment) if found is None else found.experiment_id
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "distap")
+        found = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if found is None else found.experiment_id
 
         def found_or_created() -> str:
             # Before the first step, a run with this name is of another training.
@@ -64,7 +63,7 @@ class _Run:
             one = runs[0] if runs else client.create_run(experiment, tags={RUN_TAG: run.id}, run_name=run.id)
             return str(one.info.run_id)
 
-        self._id = settings.id or run.kept_id("mlflow", found_or_created)
+        self._id = run.kept_id("mlflow", found_or_created)
         client.update_run(self._id, status="RUNNING")
         known = client.get_run(self._id).data.params  # which MLflow cannot change
         texts = {

@@ -18,19 +18,16 @@ NO_KEY = "loggers.wandb: no key: set WANDB_API_KEY in the environment, or logger
 class WeightsAndBiases:
     """Keys of `loggers.wandb`; the API key comes from WANDB_API_KEY, another server from WANDB_BASE_URL.
 
+    W&B reads the user or team from WANDB_ENTITY and the group of runs from WANDB_RUN_GROUP. The id of the run stays
+    in RUN/loggers/wandb.
+
     Args:
         project: project of the run.
-        entity: user or team; None takes the API key's.
-        group: group of runs.
         mode: `offline` writes files to RUN/wandb for `wandb sync`; None takes WANDB_MODE, or `online`.
-        id: the run to begin or go on with; None creates one and keeps its id in RUN/loggers/wandb.
     """
 
     project: str = "distap"
-    entity: str | None = None
-    group: str | None = None
     mode: Literal["online", "offline"] | None = None
-    id: str | None = None
 
     def prepare(self) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
@@ -59,10 +56,8 @@ class _Run:
         )
         self._run = wandb.init(
             project=settings.project,
-            entity=settings.entity,
-            group=settings.group,
             name=run.id,
-            id=settings.id or run.kept_id("wandb", lambda: secrets.token_hex(4)),
+            id=run.kept_id("wandb", lambda: secrets.token_hex(4)),
             resume="allow",
             mode="offline" if settings.is_offline else "online",
             dir=str(run.folder),
