@@ -46,7 +46,6 @@ from distap.model.speed.compiling import compile_backbone
 from distap.precision import PrecisionName
 from distap.ranking import compiling
 from distap.ranking.gather import gather
-from distap.ranking.histogram import passes
 from distap.ranking.loss import SizedLoss, build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
@@ -186,7 +185,7 @@ class GPUBenchmark(harness.Benchmark):
         return harness.Report({"counts": counts, "failed": failed}, [], [f"tests marked gpu: {last}", *failed])
 
     def _ranking(self, world: World) -> harness.Report:
-        """AP_Q as compiled, eager and by hand, beside one dense product and the least that it has to do."""
+        """AP_Q compiled and eager, next to one dense product and the least that it has to do."""
         rows, bandwidth = [], memory_rate(world.device)
         rate = matrix_rate(world.device, torch.float32, may_use_tf32=False)
         for batch in self._sized([4096, 16_384, 65_536] if self.device == "cuda" else [1024, 4096], [512]):
@@ -196,7 +195,7 @@ class GPUBenchmark(harness.Benchmark):
             descriptors = normalize(normalize(centres).to(world.device)[labels] + normalize(own).to(world.device))
             gathered = gather(descriptors, labels, torch.ones_like(labels, dtype=torch.bool), world, batch)
             ways: dict[str, harness.Turns] = {}
-            for way in ("eager", "compiled", "by hand") if self.device == "cuda" else ("eager", "compiled"):
+            for way in ("eager", "compiled"):
                 candidates: dict[str, Callable[[], object]] = {
                     way: partial(rank_descriptors, QuantizedAP(), gathered),
                     "dense": dense_product(gathered),
@@ -370,19 +369,9 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def _counting(way: str) -> Iterator[None]:
-    """Count pairs eager, compiled or by hand inside, whatever would be chosen."""
-
-    def by_hand(function: Any, kernel: Any, _: object) -> Any:
-        return kernel or torch.compile(function, dynamic=True)
-
-    compiling.compiled.cache_clear()
-    with (
-        patch.object(compiling, "PAYS_FROM_PAIRS", float("inf") if way == "eager" else 0),
-        patch.object(compiling, "_choice", by_hand if way == "by hand" else compiling._choice),
-        patch.object(passes, "_counts_by_hand", passes._counts_by_hand if way == "by hand" else lambda _: None),
-    ):
+    """Count pairs eager or compiled inside, whatever their number."""
+    with patch.object(compiling, "PAYS_FROM_PAIRS", float("inf") if way == "eager" else 0):
         yield
-    compiling.compiled.cache_clear()
 
 
 def _photographs(folder: Path, settings: StepBenchmark) -> Path:

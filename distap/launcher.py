@@ -40,7 +40,7 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     set_up_early_logging(overrides, rank=None)
     recipe = load_recipe(config, overrides, data_at_hand=True)
     import_module("distap.trainer")  # for the ranks, which are forks
-    from distap.training.checks import check_start
+    from distap.training.start_checks import check_start
 
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank=None)
     arguments, seconds = [str(config), *overrides], (recipe.stop.grace_seconds, recipe.timeout_seconds)

@@ -14,12 +14,12 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from distap.errors import DistapError
-from distap.ranking.checks import check_arguments, label_problem
 from distap.ranking.listwise import KnownGradient
 from distap.ranking.loss import AnyLoss, Gathered, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode
+from distap.ranking.rankable import check_arguments, label_problem
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, are_alike, cut_along_rows, rows_of
 from distap.stages.micro_batches import MicroBatchSizes

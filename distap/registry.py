@@ -68,7 +68,6 @@ REGISTRY: dict[str, dict[str, str]] = {
         "file": "distap.model.backbone:FileWeights",
         "package": "distap.model.backbone:PackageWeights",
         "run": "distap.model.trained:RunWeights",
-        "hub": "distap.model.trained:HubWeights",
     },
     "pooling": {
         "gem": "distap.model.pooling:GeMPooling",

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import torch
 
-from distap.checkpoint.agreement import first_on_rank_0, on_all
+from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError
@@ -37,11 +37,11 @@ from distap.training.build import (
     loss_of,
     step_of,
 )
-from distap.training.checks import checked_data, checked_network, require_same_data
-from distap.training.length import Length
 from distap.training.projection import whiten_projection
-from distap.training.report import RunReport, logger
+from distap.training.run_report import RunReport, logger
 from distap.training.run_state import RunState, is_begun
+from distap.training.start_checks import checked_data, checked_network, require_same_data
+from distap.training.steps_and_epochs import Length
 from distap.training.training_step import StepResult
 from distap.world import World, joined_world
 
@@ -129,7 +129,6 @@ class Trainer:
             if self.done >= self.length.steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.length.steps)
                 return FINISHED
-            on_all(self.world, self.state.lease.require_held, mine=self.world.rank == 0)
             self.startup.reached("checkpoint")
             self.report.begins(self.done, self.length, self.images, self.network, list(self.evaluations))
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
@@ -203,8 +202,9 @@ class Trainer:
         mine = [len(share.failures), stop.requested, wanted, wanted > 0, self.state.lease.problem != ""]
         damaged, stopping, steps, asked, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
         if lost:
-            self.state.lease.require_held()
-            raise DistapError("another training has taken this run over; rank 0 says which one")
+            raise DistapError(
+                self.state.lease.problem or "another training has taken this run over; rank 0 says which one"
+            )
         if asked:
             self.tracer.agreed(round(steps / asked))
         self.report.skipped_images += damaged

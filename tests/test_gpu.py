@@ -20,7 +20,6 @@ from torch.nn.functional import normalize
 
 from distap.device_copies import DeviceCopies, ToHost
 from distap.ranking.gather import gather
-from distap.ranking.histogram.passes import soft_counts
 from distap.ranking.loss import Budget, build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
@@ -151,15 +150,6 @@ def test_every_loss_is_near_to_float64_on_the_cpu(name):
 def test_ranking_takes_a_share_of_the_free_memory():
     free, whole = free_memory(DEVICE), torch.cuda.get_device_properties(DEVICE).total_memory
     assert 0 < Budget(torch.device("cuda", torch.cuda.current_device())).half <= whole // 8 and 0 < free < whole
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (7, 129), (300, 1000)])
-def test_the_kernel_counts_as_its_twin(shape):
-    triton_counts = pytest.importorskip("distap.ranking.histogram.triton_counts")
-    similarities = torch.rand(shape, device=DEVICE) * 2 - 1
-    similarities[0, 0] = -torch.inf
-    found = triton_counts.soft_counts_by_hand(similarities, 1.0, 0.1, 20)
-    torch.testing.assert_close(found, soft_counts(similarities, 1.0, 0.1, 20), rtol=1e-5, atol=1e-4)
 
 
 def test_ddp_sums_its_bucket_over_nccl(monkeypatch):

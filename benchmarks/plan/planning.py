@@ -13,7 +13,7 @@ from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.registry import name_of
 from distap.telemetry.terminal import text_table
-from distap.training.length import planned_steps
+from distap.training.steps_and_epochs import planned_steps
 from distap.world import joined_world
 
 ROUNDS = 5  # of a measurement

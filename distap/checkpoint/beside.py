@@ -20,7 +20,6 @@ class FilesBeside:
     storage: Storage
     run: Path
     patterns: tuple[str, ...]
-    merged: str = ""  # a log of which this host may have lines that the store does not have
     _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of each file, as sent
 
     def by(self, deadline: float) -> "FilesBeside":
@@ -49,14 +48,8 @@ class FilesBeside:
         for name in (name for pattern in self.patterns for name in self.storage.names(pattern)):
             if ".." in name.split("/"):
                 continue
-            data, path = self.storage.read_whole(name), self.run / name
-            if name == self.merged and path.exists():
-                there = set(data.splitlines())
-                mine = [line + b"\n" for line in path.read_bytes().splitlines() if line not in there]
-                write_whole(path, data + b"".join(mine))
-            else:
-                write_whole(path, data)
-                self._sent[name] = _version(path)
+            write_whole(self.run / name, self.storage.read_whole(name))
+            self._sent[name] = _version(self.run / name)
 
 
 def _version(file: Path) -> tuple[int, int]:

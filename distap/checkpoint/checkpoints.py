@@ -30,7 +30,6 @@ from distap.storage.remotes import MissingFileError, UnreachableError
 FOLDER = "checkpoints"  # within the folder of a run
 NAME = pattern(r"step-\d{8}(\.\d+)?")
 STEP = len("step-00000000")  # characters of a name that tell the step
-DAMAGED_MANIFEST = "damaged-manifest.json"  # name of the manifest of a checkpoint that was found damaged
 DOWNLOADS = 4  # files at once
 
 
@@ -109,13 +108,13 @@ class Checkpoints:
         return max(scores) if scores else (None, None)
 
     def begin(self, step: int) -> str:
-        """Remove what interrupted writing has left, and return the name of a new checkpoint."""
+        """Remove what interrupted or failed writing has left, and return the name of a new checkpoint."""
         listed = self._listed()
         for name, files in listed.items():
-            if not files & {MANIFEST_FILE, DAMAGED_MANIFEST}:
+            if MANIFEST_FILE not in files:
                 self._remove(name, files)
         names = (f"step-{step:08d}{ending}" for ending in ("", *(f".{again}" for again in range(1, 1000))))
-        return next(name for name in names if not listed.get(name, set()) & {MANIFEST_FILE, DAMAGED_MANIFEST})
+        return next(name for name in names if MANIFEST_FILE not in listed.get(name, ()))
 
     @contextmanager
     def place(self, name: str, spool: Path) -> Iterator[Path]:
@@ -156,17 +155,6 @@ class Checkpoints:
         for name in set(past) - {newest, best, *earlier[::-1][: keep - 1]}:
             self._remove(name, listed[name])
 
-    def discard(self, name: str) -> None:
-        """Remove what was written of a checkpoint that failed."""
-        self._remove(name, self._listed().get(name, set()))
-
-    def set_aside(self, name: str) -> None:
-        """Rename the manifest of a damaged checkpoint, so that it is listed no more."""
-        folder = f"{self.folder}/{name}"
-        with suppress(MissingFileError):
-            self.storage.write(f"{folder}/{DAMAGED_MANIFEST}", self.storage.read_whole(f"{folder}/{MANIFEST_FILE}"))
-        self.storage.remove(f"{folder}/{MANIFEST_FILE}")
-
     def fetch(self, name: str, files: Iterable[str], folder: Path) -> None:
         """Download files of a checkpoint from a store into an existing folder."""
 
@@ -190,5 +178,5 @@ class Checkpoints:
 
     def _remove(self, name: str, files: Iterable[str]) -> None:
         # The manifest first, since half a checkpoint must not be taken for a whole one.
-        for file in sorted(files, key=lambda file: (file not in (MANIFEST_FILE, DAMAGED_MANIFEST), file)):
+        for file in sorted(files, key=lambda file: (file != MANIFEST_FILE, file)):
             self.storage.remove(f"{self.folder}/{name}/{file}")

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from distap.checkpoint.agreement import on_all
@@ -24,14 +23,6 @@ KEY = "checkpoint.store"  # of the recipe, for messages
 PROBES = ".probes"
 LISTING_SECONDS = 60.0  # during which a network file system may still show an old listing of a folder
 logger = logging.getLogger("distap")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from, the same on every rank."""
-
-    checkpoint: Checkpoint
-    passed_over: list[str]  # names of newer ones that are damaged
 
 
 @contextmanager
@@ -66,14 +57,14 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
         if is_named or best:
             checkpoint = _verified(checkpoints, names[0], download, World())
         else:
-            checkpoint = _newest(checkpoints, names, download, World()).checkpoint
+            checkpoint = _newest(checkpoints, names, download, World())
         if not checkpoints.is_on_disk:
             FilesBeside(checkpoints.storage, Path(temporary), beside).fetch()
         yield checkpoint
 
 
 @contextmanager
-def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> Iterator[Found | None]:
+def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> Iterator[Checkpoint | None]:
     """Find the newest checkpoint of a run that all ranks see undamaged; None if the run has no checkpoint.
 
     All ranks share the verification of a checkpoint on disk. Of one in a store, the first rank of each host downloads
@@ -82,7 +73,7 @@ def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> It
     Raises:
         DistapError: all checkpoints are damaged, or the ranks see different ones.
     """
-    names = _seen_by_all(checkpoints, world)
+    names = names_seen_by_all(checkpoints, world)
     if not names:
         yield None
         return
@@ -97,11 +88,6 @@ def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> It
             shutil.rmtree(download, ignore_errors=True)
 
 
-def has_checkpoints(checkpoints: Checkpoints, world: World) -> bool:
-    """Tell whether there is a checkpoint, good or damaged, that `newest_checkpoint` would look at."""
-    return bool(_seen_by_all(checkpoints, world))
-
-
 def probe(store: Storage, world: World) -> None:
     """Check that every rank can write to the store, see the files of the others, and remove its own."""
     attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
@@ -113,13 +99,9 @@ def probe(store: Storage, world: World) -> None:
         if missing:
             raise DistapError(f"a file that rank {', '.join(missing)} wrote there is not seen: hosts need one store")
 
-    def tidy() -> None:
-        others = store.sizes(PROBES).keys() - names if world.rank == 0 else ()
-        for name in (names[world.rank], *sorted(others)):
-            store.remove(name)
-
+    own = names[world.rank]
     try:
-        for work in (lambda: store.write(names[world.rank], b"distap"), see, tidy):
+        for work in (lambda: store.write(own, b"distap"), see, lambda: store.remove(own)):
             on_all(world, work)
     except DistapError as error:
         is_missing = isinstance(error.__cause__, MissingFileError)
@@ -127,11 +109,11 @@ def probe(store: Storage, world: World) -> None:
         raise type(error)(f"{KEY}: {store.base}: {problem}: {error}") from error
 
 
-def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: World) -> Found:
+def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: World) -> Checkpoint:
     problems: list[str] = []
     for name in reversed(names):
         try:
-            return Found(_verified(checkpoints, name, download, world), names[len(names) - len(problems) :])
+            return _verified(checkpoints, name, download, world)
         except DamagedCheckpointError as error:
             problems.append(str(error))
         if world.rank == 0:
@@ -140,7 +122,8 @@ def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: W
     raise DistapError(f"{checkpoints.storage.base}: {reason}. To train anew, remove them")
 
 
-def _seen_by_all(checkpoints: Checkpoints, world: World) -> list[str]:
+def names_seen_by_all(checkpoints: Checkpoints, world: World) -> list[str]:
+    """Return the checkpoints, good or damaged, oldest first; a DistapError if the ranks see different ones."""
     # Hosts that share nothing would each begin a run of their own, so all ranks list the checkpoints.
     deadline = time.monotonic() + LISTING_SECONDS
     while True:
@@ -179,15 +162,12 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
 
 
 def _downloaded(checkpoints: Checkpoints, name: str, folder: Path) -> dict[str, str]:
-    # Download a checkpoint and return its damage; what arrives damaged is downloaded a second time.
+    # Download a checkpoint and return its damage.
     manifest = checkpoints.manifest(name)
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        wanted, damage = list(manifest.files), dict[str, str]()
-        for _ in range(2):
-            checkpoints.fetch(name, wanted, folder)
-            wanted = list(damage := damaged_files(folder, manifest, wanted))
-        return damage
+        checkpoints.fetch(name, manifest.files, folder)
+        return damaged_files(folder, manifest, manifest.files)
     except OSError as error:
         raise DistapError(f"{folder}: a checkpoint cannot be downloaded to there: {error}; see run") from error

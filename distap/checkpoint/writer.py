@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -149,20 +148,15 @@ class CheckpointWriter:
         # The main thread may be waiting for this one with the same time-out, so leave it some.
         checkpoints = self.checkpoints.by(time.monotonic() + WRITE_SHARE * self.timeout_seconds)
         name = str(on_all(ranks, lambda: checkpoints.begin(job.manifest.step), mine=is_first)[0])
-        try:
-            with checkpoints.place(name, self.spool) as folder:
-                write_tensors(folder, job.tensors, ranks.group)
-                shares = on_all(ranks, lambda: self._send(checkpoints, name, folder, job))
-            files = {file: FileIdentity(**identity) for share in shares for file, identity in share.items()}
-            on_all(ranks, lambda: checkpoints.publish(name, replace(job.manifest, files=files)), mine=is_first)
-        except Exception:
-            if is_first:  # make room
-                with suppress(OSError, DistapError):
-                    self.checkpoints.by(self._soon()).discard(name)
-            raise
+        with checkpoints.place(name, self.spool) as folder:
+            write_tensors(folder, job.tensors, ranks.group)
+            shares = on_all(ranks, lambda: self._send(checkpoints, name, folder, job))
+        files = {file: FileIdentity(**identity) for share in shares for file, identity in share.items()}
+        on_all(ranks, lambda: checkpoints.publish(name, replace(job.manifest, files=files)), mine=is_first)
         if is_first:
             try:
-                self.checkpoints.by(self._soon()).remove_old(name, self.keep)
+                soon = time.monotonic() + TIDY_SHARE * self.timeout_seconds
+                self.checkpoints.by(soon).remove_old(name, self.keep)
             except (OSError, DistapError) as error:  # the new one is there all the same
                 logger.warning("%s: an old checkpoint cannot be removed: %s", checkpoints.storage.base, error)
         return sum(identity.bytes for identity in files.values())
@@ -179,6 +173,3 @@ class CheckpointWriter:
         if self.world.rank == 0 and self.beside is not None:
             self.beside.send()
         return identities
-
-    def _soon(self) -> float:
-        return time.monotonic() + TIDY_SHARE * self.timeout_seconds

@@ -91,7 +91,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     from distap.config.reading import load_recipe
     from distap.telemetry.terminal import print_result, set_up_logging
     from distap.trainer import Trainer
-    from distap.training.checks import check_start
+    from distap.training.start_checks import check_start
     from distap.world import joined_world
 
     set_up_logging(0, as_results=True)

@@ -75,27 +75,24 @@ class TrainedNetwork:
 
 @dataclass(frozen=True)
 class RunWeights:
-    """A whole trained network to begin from: its backbone, pooling and projection."""
+    """A whole trained network to begin from: its backbone, pooling and projection.
 
-    path: str  # a run, one of its checkpoints, the URL of either, or a folder that an export or save_pretrained wrote
+    Args:
+        path: a run, one of its checkpoints, the URL of either, a folder that an export or save_pretrained wrote, or
+            `hf-hub:NAME`.
+    """
+
+    path: str
     best: bool = False  # of a run, the checkpoint with the highest validation mAP instead of the newest
 
     whole: ClassVar[bool] = True
 
     def load(self, network: RetrievalNetwork) -> None:
-        _begin(network, self.path, self.best)
-
-
-@dataclass(frozen=True)
-class HubWeights:
-    """A whole trained network to begin from, out of the Hugging Face hub."""
-
-    path: str  # its name there, or a folder that save_pretrained wrote
-
-    whole: ClassVar[bool] = True
-
-    def load(self, network: RetrievalNetwork) -> None:
-        _begin(network, self.path if is_saved(self.path) else f"{HUB}{self.path.removeprefix(HUB)}")
+        try:
+            is_elsewhere = is_saved(self.path)
+            (read_saved(self.path) if is_elsewhere else read_checkpoint(self.path, self.best)).load(network)
+        except DistapError as error:
+            raise type(error)(f"model.weights: {error}") from error
 
 
 def is_saved(source: str) -> bool:
@@ -131,19 +128,7 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
         }
     # What a hub or folder said of the backbone was recorded, so that neither is asked again.
     model = {**state["recipe"]["model"], **state.get("backbone", {})}
-    return TrainedNetwork(
-        checkpoint.where,
-        {**state["recipe"], "model": model},
-        tensors,
-        state.get("folder"),
-    )
-
-
-def _begin(network: RetrievalNetwork, source: str, best: bool = False) -> None:
-    try:
-        (read_saved(source) if is_saved(source) else read_checkpoint(source, best)).load(network)
-    except DistapError as error:
-        raise type(error)(f"model.weights: {error}") from error
+    return TrainedNetwork(checkpoint.where, {**state["recipe"], "model": model}, tensors, state.get("folder"))
 
 
 def _of_pixels(network: RetrievalNetwork) -> Tensor:

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,36 +11,35 @@ from torch import Tensor
 
 # From about this many pairs a rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
 PAYS_FROM_PAIRS = 2**22
-TRIALS = 5
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 
 
 @functools.cache
-def compiled(function: Function, by_hand: Function | None = None) -> Function:
-    """A function of tensors and numbers as torch.compile makes it, or as it is if that fails.
-
-    `by_hand` does the same and is used if it is faster. The choice is made for the arguments of the first call.
-    """
-    chosen: list[Function] = []
+def compiled(function: Function) -> Function:
+    """Return a function of tensors and numbers as torch.compile makes it, or as it is if that fails."""
+    chosen = torch.compile(function, dynamic=True)
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
+    logger.info("ranking: %s is compiled", function.__name__)
 
     def call(*arguments: Any) -> Any:
+        nonlocal chosen
         kind = tuple((one.shape, one.dtype, one.device) if isinstance(one, Tensor) else one for one in arguments)
         try:
+            # Changing torch's settings takes as long as a small tile, so only a new kind of arguments changes them.
             if kind in seen:
-                return chosen[0](*arguments)
+                return chosen(*arguments)
             with _one_graph_for_all_sizes():
-                if not chosen:
-                    chosen.append(_choice(function, by_hand, arguments))
-                result = chosen[0](*arguments)
+                result = chosen(*arguments)
             seen.add(kind)
             return result
         except Exception as error:
             result = function(*arguments)  # if the arguments are at fault, this raises the error that they deserve
-            _say_failed(function, error)
-            chosen[:] = [function]
+            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+            told = "ranking: %s failed when compiled, so it runs slower without: %s"
+            logger.warning(told, function.__name__, first_line)
+            chosen = function
             return result
 
     return call
@@ -57,32 +55,3 @@ def _one_graph_for_all_sizes() -> Iterator[None]:
     shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
     with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
         yield
-
-
-def _choice(function: Function, by_hand: Function | None, arguments: tuple[Any, ...]) -> Function:
-    by_torch = torch.compile(function, dynamic=True)
-    if by_hand is None:
-        logger.info("ranking: %s is compiled", function.__name__)
-        return by_torch
-    seconds = [_seconds(candidate, function, arguments) for candidate in (by_hand, by_torch)]
-    chosen, name = (by_hand, "a kernel written by hand") if seconds[0] < seconds[1] else (by_torch, "compiled")
-    times = f"{1000 * seconds[0]:.2f} ms by hand, {1000 * seconds[1]:.2f} ms compiled"
-    logger.info("ranking: %s is %s (%s)", function.__name__, name, times)
-    return chosen
-
-
-def _seconds(candidate: Function, function: Function, arguments: tuple[Any, ...]) -> float:
-    """Seconds of a call, or infinity if it fails."""
-    from torch.utils.benchmark import Timer
-
-    try:
-        candidate(*arguments)
-        return Timer("call(*arguments)", globals={"call": candidate, "arguments": arguments}).timeit(TRIALS).median
-    except Exception as error:
-        _say_failed(function, error)
-        return math.inf
-
-
-def _say_failed(function: Function, error: Exception) -> None:
-    first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-    logger.warning("ranking: %s failed when compiled, so it runs slower without: %s", function.__name__, first_line)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distap.errors import DistapError
-from distap.ranking.checks import check_arguments
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.loss import (
     AnyLoss,
@@ -23,6 +22,7 @@ from distap.ranking.loss import (
     rank_on_rank_zero,
 )
 from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rankable import check_arguments
 from distap.registry import suggestion
 from distap.world import World
 

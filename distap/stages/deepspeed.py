@@ -26,22 +26,22 @@ class ZeroReplica(Replica):
 
     Args:
         optimizer: over the network's parameters; DeepSpeed steps it.
-        config: for DeepSpeed; `where` is the file that it came from, for errors.
+        config: for DeepSpeed.
     """
 
-    def __init__(self, *parts: Any, optimizer: Optimizer, config: dict[str, Any], where: str) -> None:
+    def __init__(self, *parts: Any, optimizer: Optimizer, config: dict[str, Any]) -> None:
         super().__init__(*parts)
         stage = config["zero_optimization"]["stage"]
         self.lockstep, self.keeps_graphs = stage == 3, stage < 3
         # Before DeepSpeed replaces the parameters of the optimiser's groups by its flat partitions.
         chosen = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         self.trained = {name: one for name, one in self.network.named_parameters() if one in chosen}
-        self.engine, is_alone = self._initialized(optimizer, config, where)
+        self.engine, is_alone = self._initialized(optimizer, config)
         self.zero = self.engine.optimizer
         self._is_whole = False
         weakref.finalize(self, _forget, self.engine, is_alone)
 
-    def _initialized(self, optimizer: Optimizer, config: dict[str, Any], where: str) -> tuple[Any, bool]:
+    def _initialized(self, optimizer: Optimizer, config: dict[str, Any]) -> tuple[Any, bool]:
         """Return DeepSpeed's own engine, and whether a process group was made for it."""
         # Without these DeepSpeed searches for an accelerator, and complains if it finds a CPU.
         os.environ.setdefault("DS_ACCELERATOR", self.world.device.type)
@@ -57,17 +57,9 @@ class ZeroReplica(Replica):
         if is_alone:  # DeepSpeed does not work without a process group
             backend = "nccl" if self.world.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        try:
-            wrapped = ReplacedForward(self.network, self._forward)
-            with self.world.collective("set-up of DeepSpeed"):
-                parts = {"model": wrapped, "optimizer": optimizer, "config": config}
-                engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)
-        except (ValueError, TypeError, AssertionError, NotImplementedError, deepspeed.DeepSpeedConfigError) as error:
-            if is_alone:
-                dist.destroy_process_group()
-            raise DistapError(
-                f"{where}: DeepSpeed {deepspeed.__version__} refuses its configuration: {error}"
-            ) from error
+        parts = {"model": ReplacedForward(self.network, self._forward), "optimizer": optimizer, "config": config}
+        with self.world.collective("set-up of DeepSpeed"):
+            engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)
         return engine, is_alone
 
     @contextmanager

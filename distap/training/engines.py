@@ -2,10 +2,9 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,10 +12,10 @@ from torch.optim import Optimizer
 from distap.precision import PrecisionName, computing_in
 from distap.stages.fsdp import FSDPReplica, make_contiguous, shard
 from distap.stages.replica import Replica
-from distap.training.deepspeed_config import merged_config
 from distap.training.learner import Learner
 from distap.world import World
 
+GREATEST_BUCKET = 500_000_000  # parameters in one message of DeepSpeed
 logger = logging.getLogger("distap")
 BuildOptimizer = Callable[[], Optimizer]  # over the network's parameters, which FSDP has replaced by shards then
 
@@ -34,41 +33,35 @@ class DDPSettings:
         precision: PrecisionName = "float32",
     ) -> Learner:
         """Return a learner of the network, which is on its device with the same parameters on every rank."""
-        replica = Replica(network, world, computing_in(precision, network))
-        return Learner(replica, build_optimizer(), clip_norm, precision)
+        replica, scalars = self._replica(network, world, precision)
+        return Learner(replica, build_optimizer(), clip_norm, precision, scalars)
+
+    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> tuple[Replica, Collection[str]]:
+        return Replica(network, world, computing_in(precision, network)), ()
 
 
 @dataclass(frozen=True)
-class FSDPSettings:
+class FSDPSettings(DDPSettings):
     """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it is."""
 
     reshard: bool = False
     """Keep a block's parameters only while it computes in stage three, to save memory."""
 
-    def build(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        clip_norm: float | None = None,
-        precision: PrecisionName = "float32",
-    ) -> Learner:
-        """Return a learner of the network; ranks take the parameters of rank 0."""
+    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> tuple[Replica, Collection[str]]:
         if world.size == 1:
-            return DDPSettings().build(network, build_optimizer, world, clip_norm, precision)
+            return super()._replica(network, world, precision)
         scalars = shard(network, world, by_block=self.reshard)
-        replica = FSDPReplica(network, world, computing_in(precision, network), reshard=self.reshard)
-        return Learner(replica, build_optimizer(), clip_norm, precision, scalars)
+        return FSDPReplica(network, world, computing_in(precision, network), reshard=self.reshard), scalars
 
 
 @dataclass(frozen=True)
-class DeepSpeedSettings:
+class DeepSpeedSettings(DDPSettings):
     """DeepSpeed ZeRO."""
 
     stage: Literal[1, 2, 3] = 2
     """Ranks share out the optimiser's state (1), gradients too (2), parameters too (3)."""
-    config: Path | None = None
-    """DeepSpeed JSON file for options that distap does not set, such as offloading."""
+    offload: bool = False
+    """Keep the optimiser's state in the host's memory, and let the CPU take the step."""
 
     def build(
         self,
@@ -78,26 +71,43 @@ class DeepSpeedSettings:
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
     ) -> Learner:
-        """Return a learner of the network, which has the same float32 parameters on every rank."""
         from distap.stages.deepspeed import ZeroReplica
         from distap.training.zero import ZeroLearner, check_for_zero
 
         optimizer = build_optimizer()
         check_for_zero(network, optimizer)
         scalars = make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numel = sum(parameter.numel() for parameter in trained)
-        config = merged_config(self.stage, self.config, world.size, numel, clip_norm)
-        replica = ZeroReplica(
-            network,
-            world,
-            computing_in(precision, network),
-            optimizer=optimizer,
-            config=config,
-            where=str(self.config or "engine"),
-        )
+        numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        config = self.config(world.size, numel, clip_norm)
+        replica = ZeroReplica(network, world, computing_in(precision, network), optimizer=optimizer, config=config)
         if world.rank == 0:
             zero = replica.engine._config.zero_config.model_dump(mode="json", exclude_none=True, by_alias=True)
-            told = json.dumps(config | {"zero_optimization": zero}, sort_keys=True)
-            logger.info("DeepSpeed: %s", told)
+            logger.info("DeepSpeed: %s", json.dumps(config | {"zero_optimization": zero}, sort_keys=True))
         return ZeroLearner(replica, optimizer, clip_norm, precision, scalars)
+
+    def config(self, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
+        """Return DeepSpeed's configuration: the three stages and `Learner` do what it leaves out."""
+        bucket = min(numel + numel % 2, GREATEST_BUCKET)  # all trained parameters, in one message
+        return {
+            "train_batch_size": ranks,
+            "train_micro_batch_size_per_gpu": 1,
+            # It would divide gradients by the number of accumulation steps, so it is told of one.
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": True,
+            "gradient_clipping": clip_norm or 0.0,  # since 0.19 an absent key means 1.0
+            "gradient_allreduce_op": "mean",
+            "prescale_gradients": False,
+            "gradient_predivide_factor": 1.0,
+            "communication_data_type": "fp32",
+            # Gradients are summed in float32; `precision` says in which dtype the network computes.
+            **{name: {"enabled": False} for name in ("fp16", "bf16", "torch_autocast")},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                "overlap_comm": False,
+                **({"offload_optimizer": {"device": "cpu"}} if self.offload else {}),
+            },
+        }

@@ -11,8 +11,8 @@ from typing import Any
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.beside import FilesBeside
-from distap.checkpoint.checkpoints import DAMAGED_MANIFEST, FOLDER, Checkpoint, Checkpoints
-from distap.checkpoint.finding import Found, has_checkpoints, newest_checkpoint, probe
+from distap.checkpoint.checkpoints import FOLDER, Checkpoint, Checkpoints
+from distap.checkpoint.finding import names_seen_by_all, newest_checkpoint, probe
 from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.writer import CheckpointWriter, Written
@@ -32,6 +32,11 @@ from distap.world import World
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
+CHANGES_FIGURES = (
+    *("steps", "epochs", "schedule", "ema", "precision", "memory", "evaluation"),
+    *(f"optimizer.{key}" for key in MAY_CHANGE),
+    *(f"data.{key}" for key in ("validation", "gallery", "image_size", "augmentation", "scaled_decoding")),
+)
 logger = logging.getLogger("distap")
 
 
@@ -44,7 +49,7 @@ def is_begun(recipe: Recipe, world: World) -> bool:
     if recipe.checkpoint.store is not None:
         probe(storage, world)
     on_all(world, _lease_of(recipe, storage).require_free, mine=world.rank == 0)
-    return has_checkpoints(Checkpoints(storage), world)
+    return bool(names_seen_by_all(Checkpoints(storage), world))
 
 
 def _storage_of(recipe: Recipe) -> Storage:
@@ -56,8 +61,9 @@ def _storage_of(recipe: Recipe) -> Storage:
 
 
 def _lease_of(recipe: Recipe, storage: Storage) -> Lease:
-    is_in_store = recipe.checkpoint.store is not None
-    return Lease({"run": storage_of(str(recipe.run))} | ({"checkpoint.store": storage} if is_in_store else {}))
+    run = storage_of(str(recipe.run))
+    is_elsewhere = Path(storage.where("").removeprefix("file://")) != Path(run.where(""))
+    return Lease({"run": run} | ({"checkpoint.store": storage} if is_elsewhere else {}))
 
 
 class RunState:
@@ -86,7 +92,7 @@ class RunState:
         self.lease = _lease_of(recipe, storage)
         self.checkpoints, self._spool = Checkpoints(storage), recipe.run / FOLDER
         # Hosts that use a store need not share the run's folder.
-        self._beside = FilesBeside(storage, recipe.run, BESIDE, NOT_FINITE_LOG) if section.store is not None else None
+        self._beside = FilesBeside(storage, recipe.run, BESIDE) if section.store is not None else None
         self._writer = CheckpointWriter(
             self.checkpoints,
             world,
@@ -112,21 +118,14 @@ class RunState:
         with newest_checkpoint(self.checkpoints, self._spool, self.world) as found:
             if found is None:
                 return 0
-            self._take_over(found.checkpoint)
+            self._take_over(found)
             # Later scores are compared with rank 0's, so that the ranks agree on which one is better.
-            score = on_all(self.world, lambda: self._tidy(found), mine=self.world.rank == 0)[0]
+            score = on_all(self.world, self._fetch_beside, mine=self.world.rank == 0)[0]
             self.best = float("-inf") if score is None else score
-        return found.checkpoint.step
+        return found.step
 
-    def _tidy(self, found: Found) -> float | None:
-        """Set damaged checkpoints aside, bring the files next to them from a store, and return the best score."""
-        for name in found.passed_over:
-            try:
-                self.checkpoints.set_aside(name)
-                told = f"its manifest is {DAMAGED_MANIFEST} now; you may remove it"
-            except (OSError, DistapError) as error:  # the next start passes over it again
-                told = f"it cannot be set aside: {error}"
-            logger.warning("%s is damaged; %s", self.checkpoints.where(name), told)
+    def _fetch_beside(self) -> float | None:
+        """Bring the files next to checkpoints from a store; return the best score of a checkpoint."""
         if self._beside is not None:
             self._beside.fetch()
         return self.checkpoints.best()[0]
@@ -223,18 +222,8 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
 
 def _may_change(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that may change within a run; a change is logged, since figures may not compare."""
-    optimizer, data = recipe["optimizer"], recipe["data"]
-    return {
-        **{
-            name: recipe.get(name)
-            for name in ("steps", "epochs", "schedule", "ema", "precision", "memory", "evaluation")
-        },
-        **{f"optimizer.{key}": optimizer.get(key) for key in MAY_CHANGE},
-        **{
-            f"data.{name}": data.get(name)
-            for name in ("validation", "gallery", "image_size", "augmentation", "scaled_decoding")
-        },
-    }
+    parts = ((key, *key.rpartition(".")) for key in CHANGES_FIGURES)
+    return {key: (recipe[section] if section else recipe).get(name) for key, section, _, name in parts}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -40,11 +40,11 @@ def save(checkpoints, spool, *steps, scores=(), tensors=TENSORS, world=None, kee
 
 
 def newest(checkpoints, spool, world=None):
-    """Step, tensors and state of what a run would go on from, and what it passes over."""
+    """Step, tensors and state of what a run would go on from."""
     with newest_checkpoint(checkpoints, spool, world or World()) as found:
         if found is None:
             return None
-        return found.checkpoint.step, found.checkpoint.tensors(), found.checkpoint.state(), found.passed_over
+        return found.step, found.tensors(), found.state()
 
 
 def same(first, second):
@@ -71,13 +71,12 @@ def test_what_one_host_saves_another_loads(tmp_path, kind):
         assert newest(store, tmp_path / "first") is None
         assert save(store, tmp_path / "first", 2, 3, tensors=TENSORS | large).error is None
         assert store.names() == ["step-00000002", "step-00000003"]
-        step, tensors, state, passed_over = newest(checkpoints_of(url, options), tmp_path / "second")
-        assert (step, state, passed_over) == (3, STATE, [])
+        step, tensors, state = newest(checkpoints_of(url, options), tmp_path / "second")
+        assert (step, state) == (3, STATE)
         assert same(tensors, TENSORS | large)
         for file in (SHARD.format(1), "state.json", "manifest.json"):
             flip(store, "step-00000003", file)
-            step, *_, passed_over = newest(store, tmp_path / "second")
-            assert (step, passed_over) == (2, ["step-00000003"])
+            assert newest(store, tmp_path / "second")[0] == 2
             flip(store, "step-00000003", file)
         store.storage.remove("checkpoints/step-00000003/state.json")
         assert newest(store, tmp_path / "second")[0] == 2
@@ -86,21 +85,6 @@ def test_what_one_host_saves_another_loads(tmp_path, kind):
         with pytest.raises(DistapError, match=rf"{url}: none of the 2 .*step-00000003.*state\.json"):
             newest(store, tmp_path / "second")
     assert not [path for host in ("first", "second") for path in (tmp_path / host).glob("*")]
-
-
-def test_what_arrives_damaged_is_downloaded_once_more(tmp_path, store, monkeypatch):
-    save(store, tmp_path, 1)
-    download, broken = Storage.download, [SHARD.format(1)]
-
-    def break_once(storage, name, path):
-        download(storage, name, path)
-        if path.name in broken:
-            broken.remove(path.name)
-            path.write_bytes(path.read_bytes()[:-1])
-
-    monkeypatch.setattr(Storage, "download", break_once)
-    assert newest(store, tmp_path)[0] == 1
-    assert broken == []
 
 
 def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(tmp_path, store, monkeypatch):
@@ -167,10 +151,8 @@ def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch, store):
     assert [Path(name).name for name in removed] == ["manifest.json", SHARD.format(1), "state.json"]
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_later_ones_do_not_push_new_ones_out(tmp_path, store):
+def test_checkpoints_of_later_steps_stay_and_do_not_push_new_ones_out(tmp_path, store):
     save(store, tmp_path, 4, 9, keep=2)
-    store.set_aside("step-00000004")
-    assert store.names() == ["step-00000009"]
     save(store, tmp_path, 2, 4, keep=1)
     assert store.names() == ["step-00000004.1", "step-00000009"]
 
@@ -196,7 +178,7 @@ def _two_hosts(world, folder, options):
     probe(store.storage, world)
     tensors = {f"network.{name}": torch.full((100, 100), float(name)) for name in range(8)}
     assert save(store, spool, 1, 2, tensors=tensors, world=world).error is None
-    step, loaded, _, _ = newest(store, spool, world)
+    step, loaded, _ = newest(store, spool, world)
     assert step == 2
     assert same(loaded, tensors)
     if world.rank == 0:
@@ -210,12 +192,12 @@ def _two_hosts(world, folder, options):
     # Rank 1's store is elsewhere: half of the checkpoint is missing, and it must not count on either.
     elsewhere = checkpoints_of(f"file://{folder}/store-{world.rank}")
     failed = save(elsewhere, spool, 5, tensors=tensors, world=world)
-    return found[0], found[3], failed, elsewhere.names(), list(spool.iterdir())
+    return found[0], failed, elsewhere.names(), list(spool.iterdir())
 
 
 def test_two_hosts_share_nothing_but_the_store(tmp_path, s3):
-    for step, passed_over, failed, names, left in on_ranks(2, _two_hosts, tmp_path, s3):
-        assert (step, passed_over, names, left) == (1, ["step-00000002"], [], [])
+    for step, failed, names, left in on_ranks(2, _two_hosts, tmp_path, s3):
+        assert (step, names, left) == (1, [], [])
         assert f"{SHARD.format(2)} was written" in failed.error
         assert "and is not there; do all hosts write to the same place?" in failed.error
         assert failed.may_pass
@@ -253,16 +235,12 @@ def test_files_next_to_checkpoints_go_there_and_come_back(tmp_path, store):
     for name, text in (("metrics.jsonl", "1\n2\n"), ("evaluations/step-00000001/result.json", "{}"), ("other", "x")):
         (first / name).parent.mkdir(parents=True, exist_ok=True)
         (first / name).write_text(text)
-    (first / "not_finite.jsonl").write_text("a\nb\n")
     sent = beside(store.storage, first)
     save(store, tmp_path, 1, beside=sent)
-    # This host's own: lines of a log that go on there, and of one that only it has.
     second.mkdir()
-    (second / "metrics.jsonl").write_text("1\n9\n")
-    (second / "not_finite.jsonl").write_text("b\nc\n")
+    (second / "metrics.jsonl").write_text("1\n9\n")  # this host's own
     beside(store.storage, second).fetch()
     assert (second / "metrics.jsonl").read_text() == "1\n2\n"
-    assert (second / "not_finite.jsonl").read_text() == "a\nb\nc\n"
     assert (second / "evaluations/step-00000001/result.json").read_text() == "{}"
     assert not (second / "other").exists()
     (first / "evaluations/step-00000001/result.json").unlink()

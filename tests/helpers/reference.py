@@ -77,15 +77,14 @@ def listwise_gradient(
 
 
 def soft_histograms(
-    positives: Tensor, negatives: Tensor, bins: int, low: float, high: float, bins_of: str
+    positives: Tensor, negatives: Tensor, bins: int, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """Soft number of positives, and of all images, in each bin (Revaud et al. 2019, eq. 7 to 9)."""
     width = (high - low) / (bins - 1)
     centres = high - width * torch.arange(bins, dtype=positives.dtype)
     histograms = []
     for similarities in (positives, torch.cat([positives, negatives])):
-        binned = 1 - torch.sqrt(2.001 - 2 * similarities) if bins_of == "distance" else similarities
-        inside = binned.clamp(low, high)
+        inside = similarities.clamp(low, high)
         histograms.append((1 - (inside[None] - centres[:, None]).abs() / width).clamp(min=0).sum(1))
     return histograms[0], histograms[1]
 
@@ -96,10 +95,9 @@ def ap_q(
     bins: int = 20,
     low: float = -1.0,
     high: float = 1.0,
-    bins_of: str = "similarity",
 ) -> Tensor:
     """Revaud et al. 2019, eq. 10 to 12."""
-    right, everything = soft_histograms(positives, negatives, bins, low, high, bins_of)
+    right, everything = soft_histograms(positives, negatives, bins, low, high)
     seen = everything.cumsum(0)
     precision = right.cumsum(0) / torch.where(seen > 0, seen, 1)
     return 1 - (precision * right).sum() / right.sum()
@@ -112,10 +110,9 @@ def ap_t(
     low: float = -1.0,
     high: float = 1.0,
     form: str = "simplified",
-    bins_of: str = "similarity",
 ) -> Tensor:
     """Revaud et al. 2019, eq. 13, or the integral of He et al. 2018, with the bounds of the published code."""
-    right, everything = soft_histograms(positives, negatives, bins, low, high, bins_of)
+    right, everything = soft_histograms(positives, negatives, bins, low, high)
     total = right.new_zeros(())
     right_before, before = right.new_zeros(()), right.new_zeros(())
     for r, n in zip(right, everything, strict=True):

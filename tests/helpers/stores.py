@@ -28,7 +28,7 @@ def checkpoints_of(run, options=None):
 
 
 def beside(storage, run):
-    return FilesBeside(storage, run, BESIDE, "not_finite.jsonl")
+    return FilesBeside(storage, run, BESIDE)
 
 
 def writer_to(run, world=None, keep=99, spool=Path(), **settings):
@@ -42,9 +42,9 @@ def list_checkpoints(folder):
 
 
 def newest_on_disk(run, world=None):
-    """The newest good checkpoint of a run, and the names of those that were passed over."""
+    """The newest good checkpoint of a run."""
     with newest_checkpoint(checkpoints_of(run), Path(), world or World()) as found:
-        return found.checkpoint, found.passed_over
+        return found
 
 
 def found_checkpoint(path, best=False):

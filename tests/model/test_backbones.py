@@ -19,7 +19,7 @@ from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights
 from distap.model.network import build_network, fingerprint
 from distap.model.pooling import GeMPooling, NamedPooling
 from distap.training.build import trained_network
-from distap.training.checks import checked_network
+from distap.training.start_checks import checked_network
 from distap.world import World
 
 WEIGHTS = "model.safetensors"

@@ -19,12 +19,6 @@ def always(monkeypatch):
     monkeypatch.setattr(compiling, "PAYS_FROM_PAIRS", 0)
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """torch.compile gives the function as it is."""
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-
-
 def run(code, **environment):
     """Run code in a process of its own, without the checks of shapes that pytest puts around every function."""
     environment = os.environ | {"PYTHONPATH": str(HELPERS)} | environment
@@ -106,44 +100,3 @@ def test_a_small_batch_is_not_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", None)
     for name in ("ap_q", "smooth_ap"):
         assert rank_raw(*problem(3, 30, 5), name)[0].is_finite
-
-
-def slow(values):
-    torch.full((500, 500), 2.0) @ torch.full((500, 500), 2.0)
-    return values + 1
-
-
-def quick(values):
-    return values + 1
-
-
-def failing(values):
-    raise RuntimeError("out of registers")
-
-
-@pytest.mark.parametrize(
-    ("kernel", "said"), [(quick, "slow is a kernel written by hand ("), (failing, "slow is compiled (")]
-)
-def test_a_kernel_is_used_if_it_is_faster_and_works(kernel, said, uncompiled, caplog):
-    with caplog.at_level(logging.INFO):
-        chosen = compiling.compiled(slow, kernel)
-        for _ in range(2):
-            assert chosen(torch.ones(3)).tolist() == [2.0] * 3
-    assert caplog.text.count(said) == 1
-
-
-CHECK_OF_KERNEL = """
-import torch
-from distap.ranking.histogram.passes import soft_counts
-from distap.ranking.histogram.triton_counts import soft_counts_by_hand
-for rows, columns, bins, low in ((5, 300, 20, -1.0), (7, 129, 25, 0.0), (2, 64, 2, -1.0), (3, 500, 100, -1.0)):
-    similarities = 2 * torch.rand(rows, columns) - 1
-    similarities[0, 3], similarities[1, 5] = -torch.inf, 1.0
-    arguments = similarities, 1.0, (1 - low) / (bins - 1), bins
-    torch.testing.assert_close(soft_counts_by_hand(*arguments), soft_counts(*arguments), rtol=1e-5, atol=1e-4)
-"""
-
-
-def test_the_kernel_of_counts_gives_what_the_plain_function_gives_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    run(CHECK_OF_KERNEL, TRITON_INTERPRET="1")

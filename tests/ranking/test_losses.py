@@ -25,9 +25,8 @@ def hundredths(low, high):
 ALPHA = hundredths(0, 0.99)
 BINS = {"bins": st.integers(2, 100), "low": st.sampled_from([-1.0, 0.0])}
 OPTIONS = {
-    "ap_q": BINS | {"bins_of": st.sampled_from(["similarity", "distance"])},
-    "ap_t": BINS
-    | {"bins_of": st.sampled_from(["similarity", "distance"]), "form": st.sampled_from(["simplified", "full"])},
+    "ap_q": BINS,
+    "ap_t": BINS | {"form": st.sampled_from(["simplified", "full"])},
     "fast_ap": BINS,
     "smooth_ap": {"tau": st.sampled_from([0.01, 0.1])},
     "sup_ap": {

@@ -220,7 +220,7 @@ def test_on_a_full_disk_the_run_goes_on_and_the_good_checkpoint_stays(small_disk
     assert "step-00000004: the checkpoint cannot be written" in output
     assert re.search(r"ERROR run=run .*step-00000008: the last checkpoint cannot be written.*MB are free", output)
     assert len(losses(run.folder)) == STEPS
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
     subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
     status, output = run.go(2)
     assert status == 0, output

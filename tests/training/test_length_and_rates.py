@@ -18,8 +18,8 @@ from distap.errors import DistapError
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
-from distap.training.length import Length, planned_steps
 from distap.training.schedule import RateSchedule
+from distap.training.steps_and_epochs import Length, planned_steps
 from distap.world import World
 
 # 54 images in batches of 25: an epoch is 2.16 steps, and three of them are 6.48.

@@ -88,7 +88,7 @@ def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(tmp_path, training
         trained_network("s3://shards/nothing", World())
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_trained_again(tmp_path, training_shards, caplog):
+def test_a_damaged_checkpoint_is_passed_over_and_trained_again(tmp_path, training_shards, caplog):
     store = tmp_path / "store"
     changes = {**STEPS, "checkpoint__store": f"file://{store}"}
     train(World(), tmp_path / "first", training_shards, **changes)
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_trained_again(tmp_path, training_
     with pytest.raises(DistapError, match=f"{newest.name}: damaged checkpoint: shard-00001"):
         trained_network(f"file://{newest}", World())
     train(World(), tmp_path / "second", training_shards, **changes)
-    assert f"{newest.name} is damaged; its manifest is damaged-manifest.json now" in caplog.text
+    assert f"{newest.name}: damaged checkpoint: {damaged.name} is not the file that was written" in caplog.text
     assert "going on from file://" in caplog.text
     assert same(at(f"file://{store}"), undisturbed)
     assert losses(tmp_path / "second") == losses(tmp_path / "first")

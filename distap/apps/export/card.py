@@ -31,7 +31,7 @@ from distap.telemetry.runlog import read_run_log
 BEGAN_WITH = {
     "file": "a file of weights",
     "package": "the weights of a package",
-    **dict.fromkeys(("run", "hub"), "a trained network"),
+    "run": "a trained network",
 }
 
 

@@ -16,9 +16,9 @@ needs no product.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
@@ -38,8 +38,6 @@ class HistogramLoss(Loss):
     """
 
     bins: int = 20  # number of bin centres M, 2 to 128
-    # Bins of the similarity s, or of 1 - √(2.001 - 2 s), one less the distance, as in dirtorch's APLoss_dist.
-    bins_of: Literal["similarity", "distance"] = "similarity"
     low: float = -1.0  # the last bin centre, of that value; the end bins are flat outside
     high: float = 1.0  # the first bin centre
     self_pair: bool = True  # a query counts itself among its positives, like in the papers' code
@@ -126,7 +124,7 @@ class Passes:
             yield from rectangle(earlier, rest, self.budget, mirrored=False)  # d
 
     def _count(self, tile: Tile) -> None:
-        similarities, codes = self._binned(tile.similarities()), None
+        similarities, codes = tile.similarities(), None
         if self._kept_bytes + similarities.numel() <= self.budget.half:
             codes = self._codes(tile, similarities)
             self._kept_bytes += similarities.numel()
@@ -137,14 +135,9 @@ class Passes:
         if mirror is not None:
             self._add_counts(tile.mirror(), mirror)
 
-    def _binned(self, similarities: Float[Tensor, "r c"]) -> Float[Tensor, "r c"]:
-        return similarities if self.loss.bins_of == "similarity" else 1 - (2.001 - 2 * similarities).sqrt()
-
     def _add_counts(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> None:
         """Add the counts of a tile's rows; overwrites the similarities."""
-        counted = soft_counts
-        if self.compiles:
-            counted = compiling.compiled(soft_counts, _counts_by_hand(similarities))
+        counted = compiling.compiled(soft_counts) if self.compiles else soft_counts
         negatives, positives = self._counts[:, tile.counts]
         same_class = tile.same_class()
         if same_class is not None:
@@ -208,11 +201,9 @@ class Passes:
         gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
         of_pairs = compiling.compiled(slope_of_pairs) if self.compiles else slope_of_pairs
         for tile, kept in self._tiles:
-            codes = self._codes(tile, self._binned(tile.similarities())) if kept is None else kept
+            codes = self._codes(tile, tile.similarities()) if kept is None else kept
             by_row = slopes[:, tile.queries.positions[tile.rows]].t().contiguous()
             by_similarity = of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
-            if self.loss.bins_of == "distance":
-                by_similarity /= 1 - self._binned(tile.similarities())  # the derivative of 1 - √(2.001 - 2 s) by s
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
             if tile.mirrored:
                 gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
@@ -260,13 +251,3 @@ def slope_of_pairs(
     """The loss's derivative by each similarity: the slope of the row's query and that of the column's."""
     index = codes.long()
     return by_row.gather(1, index) + by_column.gather(0, index)
-
-
-def _counts_by_hand(like: Tensor) -> Callable[..., Tensor] | None:
-    if not like.is_cuda or like.dtype != torch.float32:
-        return None
-    try:
-        from distap.ranking.histogram import triton_counts  # only PyTorch's builds for GPUs can import it
-    except ImportError:
-        return None
-    return triton_counts.soft_counts_by_hand

@@ -173,36 +173,28 @@ class SimilarityLoss(Loss):
 class DescriptorLoss(Loss):
     """A loss of the descriptors of the whole batch; rank 0 computes it, and autograd differentiates it.
 
-    It takes as much memory as `loss` takes. Query weights do not apply. The parameters of `learned` are trained, if a
-    subclass has such a module.
+    It takes as much memory as `loss` takes, and ranks against no memory of earlier descriptors. Query weights do not
+    apply. The parameters of `learned` are trained, if a subclass has such a module.
     """
 
     @abstractmethod
-    def loss(
-        self,
-        descriptors: Float[Tensor, "B C"],
-        labels: Int64[Tensor, " B"],
-        gallery: Float[Tensor, "N C"],
-        gallery_labels: Int64[Tensor, " N"],
-    ) -> Float[Tensor, ""]:
+    def loss(self, descriptors: Float[Tensor, "B C"], labels: Int64[Tensor, " B"]) -> Float[Tensor, ""]:
         """The loss of the batch, differentiable by its descriptors.
 
         Random numbers drawn here depend on the batch alone, so that a run that was interrupted draws them again.
-
-        Args:
-            gallery: the batch, and behind it what a cross-batch memory remembers; `gallery_labels` are their labels.
         """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        if len(gathered.gallery) > len(gathered.images):
+            kind = f"{type(self).__name__} is a loss of the batch's descriptors"
+            raise DistapError(f"{kind}, so it cannot rank against a memory of earlier ones")
         if gathered.world.size > 1:
             return rank_on_rank_zero(self, gathered, budget)
         devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             torch.manual_seed(int(gathered.labels.sum()))
             descriptors = gathered.descriptors.clone().requires_grad_()
-            labels, remembered = gathered.gallery_labels.clone(), gathered.gallery[len(descriptors) :].clone()
-            gallery = torch.cat([descriptors, remembered]) if len(remembered) else descriptors
-            value = self.loss(descriptors, labels[: len(descriptors)], gallery, labels)
+            value = self.loss(descriptors, gathered.labels.clone())
             gradient, *others = gradients(value, descriptors, *self.parameters)
         return LossValue(value.detach().double(), None, gradient, tuple(others))
 

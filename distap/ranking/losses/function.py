@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from distap.errors import DistapError
 from distap.ranking.loss import Loss
 from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
 
@@ -53,10 +52,7 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
 class _OfDescriptors(DescriptorLoss):
     function: Any
 
-    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
-        if len(gallery) > len(descriptors):
-            name = getattr(self.function, "__name__", type(self.function).__name__)
-            raise DistapError(f"{name} takes (descriptors, labels), so it cannot rank against a memory")
+    def loss(self, descriptors: Tensor, labels: Tensor) -> Tensor:
         value: Tensor = self.function(descriptors, labels, **_settings(self))
         return value
 

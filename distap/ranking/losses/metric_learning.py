@@ -51,32 +51,14 @@ class MetricLearning(DescriptorLoss, SizedLoss):
     def learned(self) -> nn.Module | None:
         return self._parts[0]
 
-    def loss(self, descriptors: Tensor, labels: Tensor, gallery: Tensor, gallery_labels: Tensor) -> Tensor:
-        """The loss of the batch; what a memory remembers serves as references."""
+    def loss(self, descriptors: Tensor, labels: Tensor) -> Tensor:
         function, miner = self._parts
-        if len(gallery) == len(descriptors) or self.parameters:  # proxies are all the references they need
-            return function(descriptors, labels, None if miner is None else miner(descriptors, labels))
-        package = _package()
-        supported = package.losses.CrossBatchMemory.supported_losses()
-        if self.function not in supported:
-            raise DistapError(f"loss {self.function} cannot rank against a memory; {', '.join(supported)} can")
-        if miner is None:
-            pairs = package.utils.loss_and_miner_utils.get_all_pairs_indices(labels, gallery_labels)
-        else:
-            pairs = miner(descriptors, labels, gallery, gallery_labels)
-        return function(descriptors, labels, _without_self(pairs), gallery, gallery_labels)
-
-
-def _without_self(pairs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The pairs or triplets in which no image is its own positive; anchor and positive come first in both."""
-    other = pairs[0] != pairs[1]
-    kept = 2 if len(pairs) == 4 else 3
-    return (*(part[other] for part in pairs[:kept]), *pairs[kept:])
+        return function(descriptors, labels, None if miner is None else miner(descriptors, labels))
 
 
 def _package() -> ModuleType:
     try:
-        for part in ("losses", "miners", "utils.loss_and_miner_utils"):
+        for part in ("losses", "miners"):
             import_module(f"pytorch_metric_learning.{part}")
         return import_module("pytorch_metric_learning")
     except ImportError as error:

@@ -16,10 +16,7 @@ class QuantizedAP(HistogramLoss):
     """AP_Q (Revaud et al. 2019, eq. 7 to 12)."""
 
     # naver/deep-image-retrieval, dirtorch/loss.py at commit 11171a8; it counts an image alone in its class as AP 1.
-    presets: ClassVar[Presets] = {
-        "dirtorch": {"bins": 25, "low": 0.0, "high": 1.0},
-        "dirtorch_dist": {"bins": 25, "low": 0.0, "high": 1.0, "bins_of": "distance"},
-    }
+    presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0}}
 
     def average_precision(
         self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
@@ -50,10 +47,7 @@ class TieAwareAP(HistogramLoss):
     # `simplified` (Revaud et al. 2019, eq. 13), or `full`, the integral over a bin, with the bounds of their code for
     # bins of less than one image.
     form: Literal["simplified", "full"] = "simplified"
-    presets: ClassVar[Presets] = {
-        "dirtorch": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full"},
-        "dirtorch_dist": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full", "bins_of": "distance"},
-    }
+    presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full"}}
 
     def average_precision(
         self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]

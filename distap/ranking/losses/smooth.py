@@ -129,11 +129,8 @@ class SupAP(SmoothAP):
     delta: NonNegativeFloat | None = None  # where the line begins; None takes tau ln 99, where the sigmoid is 0.99
     offset: float | None = None  # the line is rho t + offset; None continues the step at delta without a jump
     start: NonNegativeFloat = 0.5  # what is added above t = 0
-    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022, and had
-    # rho t + 1.44 when it appeared (until then at commit 5010e15).
-    presets: ClassVar[Presets] = {
-        name: {"offset": offset, "delta": 0.05} for name, offset in (("released", -3.56), ("first_release", 1.44))
-    }
+    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
+    presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
     step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)
 
     def negative_step(self) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import log_not_finite, log_start, run_log_from
 from distap.telemetry.terminal import training_progress
-from distap.training.length import Length
+from distap.training.steps_and_epochs import Length
 from distap.training.training_step import StepResult
 from distap.world import DRIVER, World, without_gpu
 
