@@ -56,6 +56,7 @@ class Gathering:
         facts = queued(torch.stack([labels, known, taking_part.long()], dim=1), descriptors.device)
         # NaN and infinity times 0 are NaN, and a sum is ten times as fast as a look at each value.
         facts[:, 2] *= (descriptors * 0).sum(dim=1) == 0
+        # Facts travel as bits: as numbers, float32 would round labels beyond 2^24.
         rows = torch.cat([facts.view(descriptors.dtype), descriptors], dim=1)
         if self._packed is None:
             self._packed = rows.new_zeros(self._share, rows.shape[1])
@@ -68,7 +69,8 @@ class Gathering:
         self._take_in(waits=False)
 
     def _take_in(self, waits: bool) -> None:
-        """Take the chunks that are here, or wait for all; the facts of a chunk follow it to the CPU."""
+        # A chunk passes two queues: on the way from the other ranks, then landed on the device while its facts, from
+        # which the host learns how many rows take part, are on their way to the CPU. The network waits for neither.
         while self._on_the_way and (waits or self._on_the_way[0].is_here()):
             rows = self._on_the_way.popleft().rows()
             width = FACTS_BYTES // rows.element_size()
@@ -79,7 +81,8 @@ class Gathering:
             self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
 
     def _receive(self, rows: Float[Tensor, "n C"], facts: Int64[Tensor, "m 3"]) -> None:
-        """Add a chunk of m slots to the gallery, and count it if there is enough to count."""
+        # Rows that take no part are dropped here, so that everything behind sees B rows without gaps, in the order of
+        # slots, which is the same on every rank and whatever their number.
         arrived = rows[queued(facts[:, 2].nonzero().flatten(), rows.device)]
         self._facts[self.arrived : self.arrived + len(facts)] = facts
         self._gallery[self._in_gallery : self._in_gallery + len(arrived)] = arrived
@@ -87,6 +90,7 @@ class Gathering:
         self._in_gallery += len(arrived)
         is_last = self.arrived == self.slots
         if self.counter is not None and (is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size):
+            # Tiles of few rows are slow, so chunks are counted together.
             facts = self._facts[self._counted : self.arrived]
             takes_part = facts[:, 2].bool()
             is_own = torch.arange(self._counted, self.arrived) % self.world.size == self.world.rank

@@ -70,6 +70,7 @@ class ListwiseLoss(nn.Module):
                 memory_bytes=self.memory_bytes,
             )
             value = ranking.loss.to(descriptors.dtype)
+            # Descriptors have this rank's gradient; the loss's parameters have all ranks', and each takes a share.
             ranks = 1 if self.group is None else dist.get_world_size(self.group)
 
             def gradients(upstream: Tensor) -> Sequence[Tensor]:

@@ -55,6 +55,7 @@ class Gathered:
     @cached_property
     def class_sizes(self) -> Int64[Tensor, " N"]:
         """The number of gallery images of each image's class."""
+        # Of the gallery, not of the batch: a remembered image makes a lone one of the batch a query.
         _, classes, counts = torch.unique(self.gallery_labels, return_inverse=True, return_counts=True)
         return counts[classes]
 
@@ -83,6 +84,7 @@ class Gathered:
         """Sum the ranks' tables and return this rank's rows of the sum."""
         if self.world.size == 1:
             return rows[self.own]
+        # Slots, unlike the B rows, are shared out evenly, so that ranks need not tell each other how many they have.
         full = rows.new_zeros(len(self.taking_part), rows.shape[1])
         full[self.taking_part] = rows
         return self.world.reduce_rows(full)[self.local]
@@ -250,6 +252,7 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     failure, outcome = None, 0  # 1: the loss is not by query; 2: it failed
     if world.rank == 0:
         own = torch.arange(batch, device=value.device)
+        # To the loss it looks like a single process whose own rows are all rows.
         whole = replace(gathered, own=own, world=World(device=world.device))
         try:
             value, by_query, rows, by_parameters = loss.value_and_gradient(whole, budget)
@@ -261,6 +264,7 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     worst = world.maximum(outcome)
     if worst == 2:
         raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
+    # The gradient of each slot goes to the rank that holds it; slots that take no part have zeros.
     received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))[gathered.local]
     value, per_query = world.broadcast(value), world.broadcast(per_query)
     pairs = zip(by_parameters, loss.parameters, strict=True)
@@ -282,6 +286,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 def strips(start: int, stop: int, width: int) -> Iterator[slice]:
     """Cut a range into parts of about the same size, none wider than `width`."""
+    # Even parts: a narrow rest would be a tile of its own, and slower.
     parts = -(-(stop - start) // width)
     cuts = [start + part * (stop - start) // max(parts, 1) for part in range(parts + 1)]
     yield from map(slice, cuts[:-1], cuts[1:])

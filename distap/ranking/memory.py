@@ -48,7 +48,8 @@ class CrossBatchMemory:
         self.descriptors, self.labels, self.images = (rows[-self.size :].detach().clone() for rows in kept)
 
     def _of_other_images(self, gathered: Gathered) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is remembered of images that are not in the batch, on the batch's device."""
+        # Without the images of the batch, on its device: an image would be its own easiest positive, and the batch
+        # has its newer descriptor. Images without a number (-1) are never the same.
         assert self.descriptors is not None
         images = self.images.to(gathered.images.device)
         other = ~(torch.isin(images, gathered.images) & (images >= 0))

@@ -152,6 +152,7 @@ def rank_descriptors(
             f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class, {int(gathered.labels[0])}: "
             "every ranking of them is right, so there is nothing to learn; a batch needs two classes at least"
         )
+    # A counter has seen the pairs already; otherwise each rank ranks its own queries now, or rank 0 those of all.
     world, budget = gathered.world, Budget(gathered.gallery.device, memory_bytes)
     with full_precision(budget.device):
         if counter is not None:

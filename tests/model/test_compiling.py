@@ -11,7 +11,6 @@ from benchmarks.contenders import SeededBatch
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
-from distap.model.speed import compiling
 from distap.model.speed.compiling import CompiledBackbone, compile_backbone
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
@@ -146,13 +145,6 @@ def test_micro_batches_are_padded_to_full_ones_and_their_halves():
     assert {n: compiled.padded_size(n) for n in (1, 2, 5, 7, 9, 13, 16, 17, 24, 30)} == {
         1: 1, 2: 2, 5: 6, 7: 8, 9: 12, 13: 16, 16: 16, 17: 24, 24: 24, 30: 30,
     }  # fmt: skip
-
-
-def test_the_number_of_graphs_is_bounded(monkeypatch):
-    monkeypatch.setattr(compiling, "MOST_GRAPHS", 0)
-    compiled = CompiledBackbone([1])
-    with pytest.raises(DistapError, match=r"compiled 0 times.*give all images one size"):
-        compiled(Small(), torch.zeros(1, 3, 16, 16))
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):

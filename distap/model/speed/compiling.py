@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 
-MOST_GRAPHS = 64
 _NO_LIMIT = 2**16  # torch counts the graphs of all networks in a process together
 
 
@@ -60,42 +59,31 @@ class CompiledBackbone:
             # Repeat real images, because made-up ones might overflow.
             pixels = pixels[torch.arange(padded, device=pixels.device) % n]
         kind = _kind(pixels, backbone.training)
-        features = (self._run if kind in self._warm else self._compile)(backbone, pixels)
+        # A graph that is needed again has to be there: torch would compile it anew, or silently run uncompiled.
+        stance = "fail_on_recompile" if kind in self._warm else "default"
+        try:
+            with (
+                torch.compiler.set_stance(stance),
+                torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT),
+            ):
+                features = self._function(backbone, pixels)
+        except RuntimeError as error:
+            if "fail_on_recompile" in str(error):
+                why = str(error).partition("guard failure(s):")[2].strip() or error
+                raise DistapError(
+                    f"the backbone would have to be compiled again for micro-batches of {tuple(pixels.shape)}, which "
+                    f"it has seen before; set step.compile to false. What changed since: {why}"
+                ) from error
+            if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                first = str(error).strip().partition("\n")[0]
+                raise DistapError(f"the backbone cannot be compiled, set step.compile to false: {first}") from error
+            raise
         self._warm.add(kind)
         return features[:n]
 
     def padded_size(self, images: int) -> int:
         """Return the number of images that a micro-batch is padded to."""
         return next((size for size in self._sizes if size >= images), images)
-
-    def _run(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
-        try:
-            # Otherwise torch would compile, or silently run uncompiled.
-            with torch.compiler.set_stance("fail_on_recompile"):
-                return self._function(backbone, pixels)
-        except RuntimeError as error:
-            if "fail_on_recompile" not in str(error):
-                raise
-            why = str(error).partition("guard failure(s):")[2].strip() or error
-            raise DistapError(
-                f"the backbone would have to be compiled again for micro-batches of {tuple(pixels.shape)}, which it "
-                f"has seen before; set step.compile to false. What changed since: {why}"
-            ) from error
-
-    def _compile(self, backbone: nn.Module, pixels: Tensor) -> Tensor:
-        if len(self._warm) >= MOST_GRAPHS:
-            raise DistapError(
-                f"the backbone has been compiled {MOST_GRAPHS} times, and {tuple(pixels.shape)} needs another graph; "
-                "set step.compile to false, or give all images one size"
-            )
-        try:
-            with torch._dynamo.config.patch(
-                recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT, fail_on_recompile_limit_hit=True
-            ):
-                return self._function(backbone, pixels)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            first = str(error).strip().partition("\n")[0]
-            raise DistapError(f"the backbone cannot be compiled, set step.compile to false: {first}") from error
 
 
 def _kind(pixels: Tensor, training: bool) -> tuple[Any, ...]:

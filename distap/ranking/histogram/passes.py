@@ -109,12 +109,11 @@ class Passes:
         self.seen += len(labels)
 
     def _new_tiles(self, own: Images, rest: Images) -> Iterator[Tile]:
-        """The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
-
-                      earlier own   earlier rest   new own    new rest
-        earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
-        new own            b             c            a           c
-        """
+        # The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
+        #
+        #               earlier own   earlier rest   new own    new rest
+        # earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
+        # new own            b             c            a           c
         yield from triangle(own, self.budget)  # a
         for earlier in self._own:
             yield from rectangle(own, earlier, self.budget, mirrored=True)  # b
@@ -125,6 +124,8 @@ class Passes:
 
     def _count(self, tile: Tile) -> None:
         similarities, codes = tile.similarities(), None
+        # One byte a pair, while the budget lasts, saves pass two the product of descriptors: B² bytes for B² C
+        # multiplications.
         if self._kept_bytes + similarities.numel() <= self.budget.half:
             codes = self._codes(tile, similarities)
             self._kept_bytes += similarities.numel()
@@ -136,7 +137,8 @@ class Passes:
             self._add_counts(tile.mirror(), mirror)
 
     def _add_counts(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> None:
-        """Add the counts of a tile's rows; overwrites the similarities."""
+        # A tile is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
+        # places, which lies beyond the last bin and counts nowhere. This overwrites the similarities.
         counted = compiling.compiled(soft_counts) if self.compiles else soft_counts
         negatives, positives = self._counts[:, tile.counts]
         same_class = tile.same_class()
@@ -153,7 +155,10 @@ class Passes:
         negatives += counted(similarities, *self.bins)
 
     def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
-        """The place of each pair's slope in the table of `_slopes_by_code`; M - 1 is a zero."""
+        # The place of each pair's slope in the table of `_slopes_by_code`, for M bin centres:
+        #
+        #     0 ... M - 2      a negative in this bin          M ... 2 M - 2    a positive in bin code - M
+        #     M - 1            a negative outside: slope 0     2 M - 1          a positive outside: slope 0
         coded = compiling.compiled(bin_codes) if self.compiles else bin_codes
         codes: Tensor = coded(similarities, *self.bins)
         same_class = tile.same_class()
@@ -165,7 +170,7 @@ class Passes:
         return codes
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        # What a memory remembers is not in the counts yet.
+        # What a memory remembers is not in the counts yet. It is no query, so that it only adds columns.
         remembered, labels = gathered.gallery[self.seen :], gathered.gallery_labels[self.seen :].cpu()
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
@@ -173,6 +178,7 @@ class Passes:
         order = positions.argsort()  # part by part and by class, to the order of `gathered.own`
         sizes = gathered.class_sizes[gathered.own].double()
         totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
+        # The last bin holds all pairs, whose number is known: it need not be counted.
         tables = torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)
         weight = gathered.query_weights(self.loss.weights)[gathered.own]
         precision, by_count = self._precision_and_slopes(tables, weight)
@@ -184,7 +190,9 @@ class Passes:
     def _precision_and_slopes(
         self, counts: Float64[Tensor, "2 b M"], weight: Float64[Tensor, " b"]
     ) -> tuple[Float64[Tensor, " b"], Float64[Tensor, "b two_slopes"]]:
-        """AP of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins."""
+        # AP of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In bin m a
+        # pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the others, so
+        # the slope by s is that by this count over the width. Autograd goes through (b, M) tables, never pairs.
         with torch.inference_mode(False), torch.enable_grad():
             tables = [table.clone().requires_grad_() for table in counts]
             precision = self.loss.average_precision(*tables)
@@ -193,11 +201,12 @@ class Passes:
         return precision.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)
 
     def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
-        """Pass two: dL/dd_i = sum over j of (slope of i for the pair + slope of j for the pair) d_j.
-
-        The second slope is j's own as a query, so every part of a descriptor's gradient comes from its own row, and
-        nothing has to be reduced over ranks.
-        """
+        # Pass two. The similarity of i and j moves the counts of both as queries:
+        #
+        #     dL/dd_i = sum over j of ( slope of query i for the pair + slope of query j for the pair ) d_j
+        #
+        # Both slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every part of a
+        # descriptor's gradient comes from its own row of pairs, and no B x C values have to be reduced over ranks.
         gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
         of_pairs = compiling.compiled(slope_of_pairs) if self.compiles else slope_of_pairs
         for tile, kept in self._tiles:
@@ -205,7 +214,7 @@ class Passes:
             by_row = slopes[:, tile.queries.positions[tile.rows]].t().contiguous()
             by_similarity = of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
-            if tile.mirrored:
+            if tile.mirrored:  # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
                 gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
         self._tiles, self._own, self._rest = [], [], []  # their memory is free from now on
         return gradient
@@ -213,6 +222,7 @@ class Passes:
 
 def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) -> Float[Tensor, "codes N"]:
     """Slopes of all ranks by code and column: those of negatives by bin, 0, those of positives by bin, 0."""
+    # By code first: neighbours in a row are neighbouring columns of a tile, so that lookups on a GPU coalesce.
     shared = gathered.share(slopes.to(gathered.gallery.dtype))
     bins = shared.shape[1] // 2
     table = shared.new_zeros(2 * bins + 2, len(gathered.gallery))  # a remembered image is no query: its slopes are 0
@@ -231,6 +241,12 @@ def soft_counts(
     similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
     """Cumulative soft counts of each row in all bins but the last (Revaud et al. 2019, eq. 9); none for -inf."""
+    # With t = (high - s) / width, a pair adds clamp(m + 1 - t, 0, 1) to bin m, and from_high is -t:
+    #
+    #     1 |‾‾‾‾‾‾‾‾\
+    #       |         \            of bin m, over t
+    #     0 |__________\_____
+    #           t = m   m + 1
     from_high = (similarities - high) / width
     counts, soft = from_high.new_empty(bins - 1, len(from_high)), torch.empty_like(from_high)
     # A bin at a time, in place: uncompiled this stays in cache, and compiled all bins come from one reading.
@@ -242,6 +258,7 @@ def soft_counts(
 def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bins: int) -> UInt8[Tensor, "r c"]:
     """The bin of each pair, 0 to bins - 2; bins - 1 if its similarity lies outside the range."""
     t = (high - similarities) / width
+    # Beyond the ends the counts are flat, and so is the loss: such a pair has slope 0.
     return torch.where(t < 0, bins - 1, t.clamp(0, bins - 1)).to(torch.uint8)
 
 

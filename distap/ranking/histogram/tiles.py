@@ -71,9 +71,16 @@ class Tile:
 
         Padding repeats a column. None if no pair of the tile is of one class.
         """
+        # Both sides are sorted by class, so a row's positives are one run of columns:
+        #
+        #     labels        2 2 3 5 5 5       begin  size
+        #     row of 2      + + . . . .         0     2
+        #     row of 4      . . . . . .         3     0
+        #     row of 5      . . . + + +         3     3
         mine, theirs = self.queries.labels[self.rows], self.others.labels[self.columns]
         begin = torch.searchsorted(theirs, mine)
         size = torch.searchsorted(theirs, mine, right=True) - begin
+        # Labels are on the CPU, so this waits for no device.
         if not (most := int(size.max())):
             return None
         device = self.queries.descriptors.device
@@ -83,13 +90,11 @@ class Tile:
 
 
 def triangle(own: Images, budget: Budget) -> Iterator[Tile]:
-    """Images against themselves. Similarities are symmetric, so a tile right of the diagonal is computed once.
-
-    D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
-      D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
-        D d
-          D
-    """
+    """Images against themselves, each pair once."""
+    # D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
+    #   D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
+    #     D d
+    #       D     Half of the products of a whole square, since similarities are symmetric.
     for rows in strips(0, len(own.labels), _height(own, budget)):
         yield Tile(own, rows, own, rows, mirrored=False)
         for columns in strips(rows.stop, len(own.labels), _width(rows, own, budget)):

@@ -76,9 +76,7 @@ class SimilarityLoss(Loss):
     """A mean over queries, from each query's similarities to the whole gallery.
 
     A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with a derivative by
-    hand that takes less memory. The queries are ranked a block at a time, each rank its own. With G the derivative by
-    a block's similarities, (r, N), and D the gallery, the gradient of the block's own descriptors is G D, and that of
-    the gallery is the transpose of G times the block's descriptors, summed over blocks and ranks.
+    hand that takes less memory. The queries are ranked a block at a time, each rank its own.
 
     Args:
         self_pair: a query counts itself among its positives.
@@ -130,6 +128,12 @@ class SimilarityLoss(Loss):
             for _, rows in self._blocks(gathered, weights, budget):
                 totals += self.totals(rows)
             gathered.world.sum(totals)
+        # With Q a block's own descriptors, D the gallery and G = dL/d(Q Dᵀ), (r, N):
+        #
+        #     dL/dQ = G D      rows of this rank, block by block
+        #     dL/dD = Gᵀ Q     all rows, summed over blocks and then over ranks, each of which keeps its own
+        #
+        # An image gets both: as a query, and as one that others rank.
         descriptors = gathered.descriptors
         of_gallery = torch.zeros_like(descriptors)  # what this rank's queries want of every image of the batch
         of_queries = torch.zeros_like(descriptors[: len(gathered.own)])
@@ -139,6 +143,7 @@ class SimilarityLoss(Loss):
             # An image's similarity to itself is constant: its slope would only change the descriptor's length.
             slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
             of_queries[which] = slopes @ gathered.gallery
+            # What a memory remembers, behind the batch in the gallery, gets no gradient.
             of_gallery.addmm_(slopes[:, : len(descriptors)].t(), descriptors[rows.queries])
         own_weights = weights[gathered.own]
         loss = gathered.world.sum((own_weights * per_query).sum())
@@ -148,7 +153,8 @@ class SimilarityLoss(Loss):
     def _blocks(
         self, gathered: Gathered, weights: Float64[Tensor, " B"], budget: Budget
     ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
-        """This rank's queries, some at a time and by the size of their class, and which of `own` they are."""
+        # This rank's queries in blocks, with their row numbers in `own`. They are ordered by the size of their class:
+        # `same_class` has as many columns as the largest class of a block, so that one large class pads few others.
         gallery, labels, own = gathered.gallery, gathered.gallery_labels, gathered.own
         by_class = labels.argsort(stable=True)
         first = torch.searchsorted(labels[by_class], labels[own])
@@ -159,6 +165,7 @@ class SimilarityLoss(Loss):
             if not len(which):
                 return
             queries = own[which]
+            # `by_class` has the gallery sorted by class: that of a query is the run of `size` from `first`.
             place = torch.arange(int(size[which].max()), device=which.device)
             is_positive = place < size[which, None]
             same_class = by_class[(first[which, None] + place).clamp(max=len(gallery) - 1)]

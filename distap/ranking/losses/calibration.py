@@ -49,6 +49,7 @@ class Calibration(SimilarityLoss):
         elif self.form == "all":
             positives = 1 / rows.positive_count
             negatives = 1 / (~rows.negatives.isinf()).sum(1, keepdim=True).clamp(min=1).to(pull.dtype)
+        # Both parts are linear where they violate: the slope is the factor of the mean, or 0.
         value = (pull * positives).sum(1) + (push * negatives).sum(1)
         weight = rows.weights[:, None]
         by_positive = -weight * positives * (pull > 0)
@@ -56,7 +57,8 @@ class Calibration(SimilarityLoss):
         return value.double(), rows.with_positives(by_negative, by_positive)
 
     def _violations(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """How far positives (r, P) and negatives (r, N) are on the wrong side."""
+        # How far positives (r, P) and negatives (r, N) are on the wrong side; images of the class are -inf among the
+        # negatives, and so never are.
         pull = (self.alpha - rows.positives).clamp(min=0) * rows.is_positive
         return pull, (rows.negatives - self.beta).clamp(min=0)
 

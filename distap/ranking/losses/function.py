@@ -79,7 +79,8 @@ class _OfSimilarities(SimilarityLoss):
     function: ClassVar[Callable[..., Tensor]]
 
     def loss(self, similarities: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        others = positive | negative  # all columns but the query's own
+        # A user's function need not know of the query's own column: each row has one less than the gallery.
+        others = positive | negative
         columns = (each[others].view(len(each), -1) for each in (similarities, positive))
         return self.function(*columns, **_settings(self))
 

@@ -33,6 +33,7 @@ class MetricLearning(DescriptorLoss, SizedLoss):
 
     def _built(self, classes: int | None, dimensions: int | None) -> tuple[nn.Module, nn.Module | None]:
         package, sizes = _package(), {"num_classes": classes, "embedding_size": dimensions}
+        # Proxies are drawn in the constructor: the same on every rank, and without moving the caller's random state.
         with torch.random.fork_rng([]):
             torch.manual_seed(self.seed or 0)
             function = _instance(package.losses, "loss", self.function, self.options, sizes)

@@ -105,13 +105,14 @@ def _hardest(
 
 def _next_below(similarities: Float[Tensor, "r N"], negative: Bool[Tensor, "r N"]) -> Float[Tensor, "r N"]:
     """For each similarity the greatest one of a negative below it, or -inf."""
+    # Sorting a row once finds it for all positives, in the place of a comparison of each with each negative.
     ordered = similarities.masked_fill(~negative, -torch.inf).sort(1).values
     below = torch.searchsorted(ordered.detach(), similarities.detach().contiguous())
     return ordered.gather(1, below - 1)  # the query's own column is -inf, so there is always one
 
 
 def _one_and_sum(exponents: Float[Tensor, "r N"], taken: Bool[Tensor, "r N"]) -> Float[Tensor, " r"]:
-    """log(1 + sum over those taken of e^x)."""
+    # log(1 + sum of e^x over those taken): a column of zeros stands for the 1, so that no e^x overflows.
     of_one = torch.zeros_like(exponents[:, :1])
     return torch.cat([of_one, exponents.masked_fill(~taken, -torch.inf)], dim=1).logsumexp(1)
 

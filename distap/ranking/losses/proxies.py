@@ -20,9 +20,7 @@ from distap.ranking.losses.base import gradients
 class ProxyLoss(SizedLoss):
     """A mean over images, from each one's similarities to the K proxies, which are trained with the network.
 
-    Each rank takes its own images, a block at a time. With G the derivative by a block's similarities, (r, K), the
-    gradient of its descriptors is G times the proxies, and that of the proxies the transpose of G times the
-    descriptors, summed over blocks and ranks. A memory of earlier descriptors changes nothing.
+    Each rank takes its own images, a block at a time. A memory of earlier descriptors changes nothing.
 
     Args:
         weights: `uniform`, or `class` so that each class of the batch weighs the same.
@@ -61,6 +59,8 @@ class ProxyLoss(SizedLoss):
         with torch.inference_mode(False), torch.enable_grad():
             proxies = normalize(parameter.to(descriptors))
         weights = gathered.query_weights(self.weights, smallest=1)[own]
+        # With Q a block's descriptors, P the proxies and G = dL/d(Q Pᵀ), (r, K): dL/dQ = G P, and dL/dP = Gᵀ Q summed
+        # over blocks and ranks. Autograd differentiates a block's loss, and at the end the proxies' normalisation.
         per_query, of_images = torch.zeros_like(weights), torch.zeros_like(descriptors[: len(own)])
         of_proxies, fixed = torch.zeros_like(proxies), proxies.detach()
         for rows in strips(0, len(own), max(1, budget.pairs(descriptors.element_size()) // len(proxies))):

@@ -73,6 +73,7 @@ class SmoothAP(SimilarityLoss):
         count, slopes = self.step_functions
         if rows.pairs >= compiling.PAYS_FROM_PAIRS:
             count, slopes = map(compiling.compiled, self.step_functions)
+        # One positive at a time, (r, N) each: all P at once would take P times the memory.
         columns = range(rows.positives.shape[1])
         before = torch.stack([count(negatives, rows.positives[:, k, None], *step) for k in columns], dim=1)
         rank = self.positive_ranks(rows)
@@ -98,7 +99,7 @@ class SmoothAP(SimilarityLoss):
         """R⁺ of each positive: 1 + the sum of sigmoids over the other positives."""
         others = rows.counted_positives
         ranks = [sigmoid_counts(others, others[:, k, None], self.tau) for k in range(others.shape[1])]
-        # The sum counts k itself with 0.5; for padding it is not a number, and not used.
+        # The sum counts k itself with 0.5, so 0.5 more makes it 1; for padding it is not a number, and not used.
         return torch.where(rows.is_positive, torch.stack(ranks, dim=1) + 0.5, 1)
 
     def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
