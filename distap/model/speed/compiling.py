@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._dynamo
@@ -60,7 +60,7 @@ class CompiledBackbone:
             pixels = pixels[torch.arange(padded, device=pixels.device) % n]
         kind = _kind(pixels, backbone.training)
         # A graph that is needed again has to be there: torch would compile it anew, or silently run uncompiled.
-        stance = "fail_on_recompile" if kind in self._warm else "default"
+        stance: Literal["fail_on_recompile", "default"] = "fail_on_recompile" if kind in self._warm else "default"
         try:
             with (
                 torch.compiler.set_stance(stance),

@@ -190,8 +190,8 @@ class Passes:
     def _precision_and_slopes(
         self, counts: Float64[Tensor, "2 b M"], weight: Float64[Tensor, " b"]
     ) -> tuple[Float64[Tensor, " b"], Float64[Tensor, "b two_slopes"]]:
-        # AP of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In bin m a
-        # pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the others, so
+        # AP of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In bin m
+        # a pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the others:
         # the slope by s is that by this count over the width. Autograd goes through (b, M) tables, never pairs.
         with torch.inference_mode(False), torch.enable_grad():
             tables = [table.clone().requires_grad_() for table in counts]
