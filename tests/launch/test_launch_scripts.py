@@ -23,10 +23,18 @@ def again(tmp_path, statuses, *options, program="") -> subprocess.CompletedProce
 
 def told(script, *arguments, **environment) -> list[str]:
     """What the script would start: its interpreter is `echo`."""
-    known = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "VIRTUAL_ENV")}
+    unset = {"OMP_NUM_THREADS": None, "VIRTUAL_ENV": None}
+    environment = os.environ | unset | {"PYTHON": "echo", "CUDA_VISIBLE_DEVICES": ""} | environment
+    environment = {name: value for name, value in environment.items() if value is not None}
     command = [LAUNCH / script, *arguments, "recipe.yaml", "steps=3"]
-    environment = known | {"PYTHON": "echo", "CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split()
+
+
+def script_in(folder, name, text) -> Path:
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
 
 
 @pytest.mark.parametrize(
@@ -62,8 +70,7 @@ def test_pauses_between_failures_double(tmp_path):
 def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(tmp_path, statuses, left):
     """With stand-ins for the commands of Slurm; tests/launch/test_slurm.py has a real one."""
     for name in ("scontrol", "srun"):
-        (tmp_path / name).write_text(f'#!/bin/sh\n[ {name} = scontrol ] || exit "$STATUS"\n')
-        (tmp_path / name).chmod(0o755)
+        script_in(tmp_path, name, f'[ {name} = scontrol ] || exit "$STATUS"')
     known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
     known |= os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
     seen = []
@@ -75,34 +82,32 @@ def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(t
     assert seen == left, (tmp_path / "log").read_text()
 
 
+HEARING = "trap 'echo heard >> heard; exit 75' TERM INT; trap 'touch traced' USR1; touch ready; "
+
+
+@pytest.fixture
+def hearing(tmp_path):
+    """A command that `again` has started and that hears signals."""
+    program = f"cd {tmp_path}; {HEARING} while true; do read -t 0.1 <> <(:); done"
+    with started([str(LAUNCH / "again"), "bash", "-c", program], tmp_path) as job:
+        job.wait_until((tmp_path / "ready").exists)
+        yield job
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_the_command_once_and_it_is_not_started_again(tmp_path, number):
-    program = "trap 'echo heard >> heard; exit 75' TERM INT; touch ready; while true; do read -t 0.1 <> <(:); done"
-    with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
-        job.wait_until((tmp_path / "ready").exists)
-        job.process.send_signal(number)
-        assert job.status(20) == 75
-        assert (tmp_path / "heard").read_text() == "heard\n"
-        job.wait_until_none_is_left()
+def test_a_signal_reaches_the_command_once_and_it_is_not_started_again(hearing, tmp_path, number):
+    hearing.process.send_signal(signal.SIGUSR1)  # a request for a trace ends nothing
+    hearing.wait_until((tmp_path / "traced").exists)
+    hearing.process.send_signal(number)
+    assert hearing.status(20) == 75
+    assert (tmp_path / "heard").read_text() == "heard\n"
+    hearing.wait_until_none_is_left()
 
 
-def test_a_request_for_a_trace_is_passed_on_and_ends_nothing(tmp_path):
-    program = "trap 'touch traced' USR1; trap 'exit 75' TERM; touch ready; while true; do read -t 0.1 <> <(:); done"
-    with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
-        job.wait_until((tmp_path / "ready").exists)
-        job.process.send_signal(signal.SIGUSR1)
-        job.wait_until((tmp_path / "traced").exists)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.status(20) == 75
-
-
-def test_the_command_is_told_when_the_script_is_killed(tmp_path):
-    program = "trap 'touch heard; exit 75' TERM; touch ready; while true; do read -t 0.1 <> <(:); done"
-    with started([str(LAUNCH / "again"), "bash", "-c", f"cd {tmp_path}; {program}"], tmp_path) as job:
-        job.wait_until((tmp_path / "ready").exists)
-        job.process.kill()
-        job.process.wait()
-        job.wait_until_none_is_left()
+def test_the_command_is_told_when_the_script_is_killed(hearing, tmp_path):
+    hearing.process.kill()
+    hearing.process.wait()
+    hearing.wait_until_none_is_left()
     assert (tmp_path / "heard").exists()
 
 
@@ -110,28 +115,15 @@ def test_one_rank_a_gpu_that_may_be_used(tmp_path):
     assert "--nproc-per-node=1" in told("train-one-node")
     assert "--nproc-per-node=3" in told("train-one-node", CUDA_VISIBLE_DEVICES="0,2,5")
     assert "--nproc-per-node=4" in told("train-one-node", "--ranks", "4", CUDA_VISIBLE_DEVICES="0,2,5")
-
-
-def test_what_nvidia_smi_lists_counts(tmp_path):
-    listing = tmp_path / "nvidia-smi"
-    listing.write_text("#!/bin/sh\necho 'GPU 0: one'; echo '  MIG 1g: part'; echo 'GPU 1: two'\n")
-    listing.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [LAUNCH / "train-one-node", "recipe.yaml"]
-    known = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    said = subprocess.run(
-        command, env=known | environment | {"PYTHON": "echo"}, capture_output=True, text=True
-    ).stdout
-    assert "--nproc-per-node=2" in said
+    listing = script_in(tmp_path, "nvidia-smi", "echo 'GPU 0: one'; echo '  MIG 1g: part'; echo 'GPU 1: two'")
+    path = f"{listing.parent}:{os.environ['PATH']}"
+    assert "--nproc-per-node=2" in told("train-one-node", PATH=path, CUDA_VISIBLE_DEVICES=None)
 
 
 def test_ranks_share_the_cores_unless_they_were_told(tmp_path):
-    interpreter = tmp_path / "python"
-    interpreter.write_text('#!/bin/sh\necho "$OMP_NUM_THREADS"\n')
-    interpreter.chmod(0o755)
-    cores = len(os.sched_getaffinity(0))
-    assert told("train-one-node", "--ranks", "2", PYTHON=str(interpreter)) == [str(max(cores // 2, 1))]
-    assert told("train-one-node", PYTHON=str(interpreter), OMP_NUM_THREADS="7") == ["7"]
+    python, cores = str(script_in(tmp_path, "python", 'echo "$OMP_NUM_THREADS"')), len(os.sched_getaffinity(0))
+    assert told("train-one-node", "--ranks", "2", PYTHON=python) == [str(max(cores // 2, 1))]
+    assert told("train-one-node", PYTHON=python, OMP_NUM_THREADS="7") == ["7"]
 
 
 def test_several_hosts_meet_where_they_are_told_to():
@@ -144,11 +136,8 @@ def test_several_hosts_meet_where_they_are_told_to():
     own = told("train-multi-node", "--nodes", "2", "--host", "node-that-nobody-knows", "--is-host", "yes")
     assert "--rdzv-endpoint=node-that-nobody-knows:29400" in own
     assert "--rdzv-conf=join_timeout=600,is_host=1" in own
-
-
-def test_the_address_of_a_host_may_be_a_name():
-    line = told("train-multi-node", "--nodes", "2", "--host", "127.0.0.1", "--address", "localhost", "--ranks", "1")
-    assert {"--local-addr=127.0.0.1", "--local-addr=::1"} & set(line)
+    named = told("train-multi-node", "--nodes", "2", "--host", "127.0.0.1", "--address", "localhost", "--ranks", "1")
+    assert {"--local-addr=127.0.0.1", "--local-addr=::1"} & set(named)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +151,7 @@ def test_the_address_of_a_host_may_be_a_name():
         ("train-multi-node", ["--nodes", "2", "recipe.yaml"], "--host: at which host"),
         ("train-multi-node", ["--nodes", "2-4", "--host", "h", "recipe.yaml"], "--nodes 2-4: N or MIN:MAX"),
         ("train-multi-node", ["--nodes", "2", "--host", "h", "--is-host", "1", "r"], "--is-host 1: yes or no"),
-        (
-            "train-multi-node",
-            ["--nodes", "2", "--host", "h", "--address", "a.invalid", "r"],
-            "--address a.invalid: this",
-        ),
+        ("train-multi-node", ["--nodes", "2", "--host", "h", "--address", "a.invalid", "r"], "a.invalid: this"),
         ("train-multi-node", ["--nodes", "2", "--host", "h", "--address", "localhost", "r"], "no other host reaches"),
         ("train-multi-node", ["--nodes", "3:2", "--host", "h", "r"], "--nodes 3:2: MIN:MAX is expected"),
         ("train-multi-node", ["--nodes", "2", "--host", "h:abc", "r"], "--host h:abc: the port is no number"),

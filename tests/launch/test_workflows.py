@@ -45,44 +45,17 @@ def test_files_that_workflows_name_are_there():
     assert len(names) > 8 and [name for name in names if not (ROOT / name).exists()] == []
     scripts = named(r"\./(launch/[\w-]+)")
     assert all((ROOT / name).stat().st_mode & 0o100 for name in scripts)
-    (build,) = (step for step in JOBS["image.yml", "image"]["steps"] if step.get("id") == "build")
-    known = re.findall(r"^ARG (\w+)", (ROOT / "launch/container/Dockerfile").read_text(), re.MULTILINE)
-    assert {line.split("=")[0] for line in build["with"]["build-args"].splitlines()} < set(known)
-    assert build["with"]["sbom"] is True and build["with"]["provenance"] == "mode=max"
 
 
-def test_every_action_is_pinned_by_its_commit_and_one_action_by_one():
+def test_every_action_is_pinned_by_its_commit_and_no_job_may_write_what_is_not_listed_here():
     pins = named(r"uses: (\S+)")
     assert len(pins) == len(named(r"uses: [\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+\n")) > 10
-    assert len(set(pins)) == len({pin.split("@")[0] for pin in pins})
-
-
-@pytest.mark.parametrize("key", JOBS, ids="/".join)
-def test_a_job_may_do_what_it_has_to_and_no_more(key):
-    writing = {
-        ("publish.yml", "publish"): {"id-token"},
-        ("image.yml", "image"): {"packages", "id-token", "attestations"},
-    }
-    workflow, job = WORKFLOWS[key[0]], JOBS[key]
-    assert workflow["permissions"] in ({}, {"contents": "read"})
-    may = job.get("permissions", {})
-    assert {name for name, access in may.items() if access == "write"} == writing.get(key, set())
-    assert "timeout-minutes" in job
-    checkouts = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
-    assert all(step["with"] == {"persist-credentials": False} for step in checkouts)
-
-
-def test_publishing_runs_no_code_of_ours_and_keeps_no_token():
-    workflow, job = WORKFLOWS["publish.yml"], JOBS["publish.yml", "publish"]
-    assert workflow["on"] == {"push": {"tags": ["v*"]}}
-    assert job["needs"] == "build" and job["environment"] == "pypi"
-    assert [step["uses"].split("@")[0] for step in job["steps"]] == [
-        "actions/download-artifact",
-        "pypa/gh-action-pypi-publish",
+    assert len(set(pins)) == len({pin.split("@")[0] for pin in pins})  # one version of each action
+    assert all(workflow["permissions"] in ({}, {"contents": "read"}) for workflow in WORKFLOWS.values())
+    given = [access for job in JOBS.values() for access in job.get("permissions", {}).items()]
+    assert sorted(name for name, access in given if access == "write") == [
+        *("attestations", "id-token", "id-token", "packages")
     ]
-    assert "secrets." not in FILES["publish.yml"].read_text()
-    first = JOBS["publish.yml", "build"]["steps"][1]
-    assert first["run"] == './launch/check-release "$GITHUB_REF_NAME"'
 
 
 @pytest.fixture
@@ -106,15 +79,12 @@ def check_release(folder, tag):
     return subprocess.run([folder / "launch/check-release", tag], capture_output=True, text=True)
 
 
-def test_a_release_goes_through_whose_tag_is_the_version_everywhere(release):
+def test_a_tag_that_is_the_version_everywhere_is_released_and_no_other(release):
     done = check_release(release, "v9.8.7")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("tag", ["v9.8.8", "9.8.7", "v9.8.7rc1", f"v{distap.__version__}"])
-def test_a_tag_that_is_not_the_version_is_refused(release, tag):
-    done = check_release(release, tag)
-    assert done.returncode == 1 and "distap/__init__.py: 9.8.7" in done.stderr
+    for tag in ("v9.8.8", "9.8.7", "v9.8.7rc1", f"v{distap.__version__}"):
+        done = check_release(release, tag)
+        assert done.returncode == 1 and "distap/__init__.py: 9.8.7" in done.stderr
 
 
 @pytest.mark.parametrize("name", RELEASED[:3])
