@@ -14,6 +14,7 @@ import pytest
 import typer
 import yaml
 from kubeflow_trainer_api import models
+from monitors import leaves
 from torch.distributed.run import get_args_parser
 
 from distap.cli import app
@@ -77,11 +78,6 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 def quantity(text: str) -> int:
     return int(text[:-2]) * BYTES[text[-2:]]
-
-
-def leaves(value: Any, path: str = "") -> set[tuple[str, str]]:
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return set().union(*(leaves(one, f"{path}.{key}") for key, one in entries)) if entries else {(path, repr(value))}
 
 
 def check_schemas(objects: dict[str, Any]) -> None:
