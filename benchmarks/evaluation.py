@@ -22,10 +22,12 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.measuring import peak_bytes
 from distap.errors import DistapError
+from distap.library import evaluate
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.ground_truth_metrics import GradedQuery, evaluate_graded
-from distap.retrieval.metrics import evaluate_labelled_set
+from distap.retrieval.evaluate import evaluate_descriptors
+from distap.retrieval.figures import REVISITED
 from distap.retrieval.nearest import bounded_threads
+from distap.retrieval.truth import ListedTruth
 from distap.world import World
 
 LEAST_OF_A_CLASS, MOST_OF_A_CLASS = 2, 9  # 5.5 on average; Stanford Online Products has 5.3
@@ -68,8 +70,8 @@ class EvaluationBenchmark(harness.Benchmark):
         images, dimensions = descriptors.shape
         found: dict[str, dict[str, float]] = {}
         candidates: dict[str, Callable[[], None]] = {}
-        for name, evaluate in _evaluations(descriptors, labels).items():
-            candidates[name] = lambda name=name, evaluate=evaluate: found.update({name: evaluate()})  # type: ignore[misc]
+        for name, way in _evaluations(descriptors, labels).items():
+            candidates[name] = lambda name=name, way=way: found.update({name: way()})  # type: ignore[misc]
         peaks = {name: peak_bytes(candidate, CPU) for name, candidate in candidates.items()}
         turns = harness.take_turns(candidates, self.rounds, World(), "evaluations")
         names = list(dict.fromkeys(name for of in found.values() for name in of if not name.startswith("mP")))
@@ -97,7 +99,9 @@ class EvaluationBenchmark(harness.Benchmark):
             described = np.load(path, mmap_mode="r")
             figures: dict[str, Any] = {}
             started = time.perf_counter()
-            peak = peak_bytes(lambda: figures.update(evaluate_graded(queries, described, truth).summary), CPU)
+            peak = peak_bytes(
+                lambda: figures.update(evaluate_descriptors(queries, described, truth, REVISITED).summary()), CPU
+            )
             seconds = time.perf_counter() - started
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
         rows = [
@@ -115,7 +119,7 @@ class EvaluationBenchmark(harness.Benchmark):
 
 def _evaluations(descriptors: Tensor, labels: Tensor) -> dict[str, Callable[[], dict[str, float]]]:
     evaluations: dict[str, Callable[[], dict[str, float]]] = {
-        "distap": lambda: evaluate_labelled_set(descriptors, labels, 0).summary(),
+        "distap": lambda: evaluate(descriptors, labels),
     }
     try:
         from pytorch_metric_learning.utils.accuracy_calculator import (  # type: ignore[import-untyped]
@@ -145,22 +149,23 @@ def labelled_set(images: int, dimensions: int) -> tuple[Tensor, Tensor]:
     return normalize((1 - NOISE) * centres[labels] + NOISE * own), labels
 
 
-def write_gallery(path: Path, gallery: int, dimensions: int) -> tuple[Tensor, list[GradedQuery]]:
+def write_gallery(path: Path, gallery: int, dimensions: int) -> tuple[Tensor, ListedTruth]:
     """Write a gallery of which the first descriptors are relevant to some query and the others are distractors.
 
     Returns:
-        The queries' descriptors, and the rows that are easy, hard and junk to each.
+        The queries' descriptors, and what they are to retrieve.
     """
     generator = torch.Generator().manual_seed(0)
     queries = normalize(torch.randn(QUERIES, dimensions, generator=generator))
-    truth, near = [], torch.zeros(LABELLED_IMAGES, dimensions)
+    positives, of_junk, near = [], [], torch.zeros(LABELLED_IMAGES, dimensions)
     for query in queries:
         rows = torch.randperm(LABELLED_IMAGES, generator=generator)[: EASY + HARD + JUNK]
         easy, hard, junk = rows.split((EASY, HARD, JUNK))
         near[easy] += 0.2 * query
         near[hard] += 0.12 * query
         near[junk] += 0.2 * query
-        truth.append(GradedQuery(tuple(easy.tolist()), tuple(hard.tolist()), tuple(junk.tolist())))
+        positives.append([*easy.tolist(), *hard.tolist()])
+        of_junk.append(junk.tolist())
     header = {"descr": "<f2", "fortran_order": False, "shape": (gallery, dimensions)}
     with path.open("wb") as file:
         # The array's header, then its rows: a map that is written to would count as memory of this process.
@@ -170,7 +175,7 @@ def write_gallery(path: Path, gallery: int, dimensions: int) -> tuple[Tensor, li
             labelled = near[start : start + len(own)]
             own[: len(labelled)] += labelled
             file.write(normalize(own).half().numpy().tobytes())
-    return queries, truth
+    return queries, ListedTruth(gallery, positives, of_junk, [[0] * EASY + [1] * HARD] * QUERIES)
 
 
 def agreement(found: dict[str, dict[str, float]]) -> str:

@@ -50,9 +50,10 @@ from distap.ranking.loss import SizedLoss, build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
-from distap.retrieval.ground_truth_metrics import LandmarkQuery, evaluate_landmarks
-from distap.retrieval.metrics import evaluate_labelled_set
+from distap.retrieval.evaluate import evaluate_descriptors
+from distap.retrieval.figures import LANDMARKS, labelled_figures
 from distap.retrieval.nearest import installed_faiss, nearest
+from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
@@ -282,15 +283,19 @@ class GPUBenchmark(harness.Benchmark):
         descriptors, labels = labelled_set(images, DIMENSIONS)
         generator = torch.Generator().manual_seed(0)
         rows_of = [(70 + number, 140 + number) for number in range(70)]
-        truth = [LandmarkQuery(rows, "Public" if rows[0] % 2 else "Private") for rows in rows_of]
+        parts = ["Public" if number % 2 else "Private" for number in range(70)]
         others = normalize(torch.randn(gallery, DIMENSIONS, generator=generator))
         rows = []
         for device in dict.fromkeys((world.device, CPU)):
             own, theirs, queries = descriptors.to(device), labels.to(device), others[:70].to(device)
-            on_device = others.to(device)
+            on_device, truth = others.to(device), ListedTruth(gallery, rows_of, parts=parts, device=device)
             actions: dict[str, Callable[[], object]] = {
-                f"all pairs of {images:,}": partial(evaluate_labelled_set, own, theirs),
-                f"70 queries, {gallery:,} images": partial(evaluate_landmarks, queries, on_device, truth),
+                f"all pairs of {images:,}": partial(
+                    evaluate_descriptors, own, own, ClassTruth(theirs), labelled_figures(), 10
+                ),
+                f"70 queries, {gallery:,} images": partial(
+                    evaluate_descriptors, queries, on_device, truth, LANDMARKS
+                ),
             }
             if (gpus := _gpus_of_faiss(device)) is not None:
                 search = partial(_nearest, gpus, others[:70].numpy(), others.numpy(), 100)

@@ -30,8 +30,10 @@ from distap.model.network import GivenNetwork
 from distap.model.trained import BACKBONE, CONFIG, HEAD, HUB, is_saved, read_saved
 from distap.processes.startup import Startup
 from distap.ranking.loss import AnyLoss, build_loss
-from distap.retrieval.metrics import evaluate_labelled_set, evaluate_queries
-from distap.retrieval.ranks import require_finite
+from distap.retrieval.evaluate import evaluate_descriptors
+from distap.retrieval.figures import labelled_figures
+from distap.retrieval.row_blocks import require_finite
+from distap.retrieval.truth import ClassTruth
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
 from distap.telemetry.terminal import track
 from distap.trainer import trained
@@ -279,11 +281,12 @@ def evaluate(
     require_finite(rows)
     classes = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1)).to(rows.device)
     if queries is None:
-        return evaluate_labelled_set(rows, classes).summary()
+        return evaluate_descriptors(rows, rows, ClassTruth(classes), labelled_figures()).summary()
     asks = queries.cpu().numpy() if isinstance(queries, Tensor) else np.asarray(queries)
     if asks.shape != names.shape or asks.dtype != bool or asks.all() or not asks.any():
         raise DistapError(
             f"queries are {asks.shape} {asks.dtype}; expected ({len(rows)},) bool, some of them true, some false"
         )
     mask = torch.from_numpy(asks).to(rows.device)
-    return evaluate_queries(rows[mask], rows[~mask], classes[mask], classes[~mask], 0).summary()
+    truth = ClassTruth(classes[mask], classes[~mask])
+    return evaluate_descriptors(rows[mask], rows[~mask], truth, labelled_figures()).summary()

@@ -19,12 +19,12 @@ from stores import found_checkpoint, writer_to
 from torch.nn.functional import normalize
 
 from distap.device_copies import DeviceCopies, ToHost
+from distap.library import evaluate
 from distap.ranking.gather import gather
 from distap.ranking.loss import Budget, build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
-from distap.retrieval.metrics import evaluate_labelled_set
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.sizes import free_memory
 from distap.stopwatch import Stopwatch
@@ -179,8 +179,8 @@ def test_nvml_tells_the_utilisation():
 
 def test_evaluation_is_that_of_the_cpu():
     raw, labels = problem(5, 500, 16, dtype=torch.float32)
-    found = evaluate_labelled_set(normalize(raw).to(DEVICE), labels.to(DEVICE)).summary()
-    assert found == pytest.approx(evaluate_labelled_set(normalize(raw), labels).summary(), abs=1e-4)
+    found = evaluate(normalize(raw).to(DEVICE), labels.to(DEVICE))
+    assert found == pytest.approx(evaluate(normalize(raw), labels), abs=1e-4)
 
 
 def test_faiss_searches_on_the_gpu():

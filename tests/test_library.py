@@ -9,13 +9,13 @@ import timm
 import torch
 from extractions import extract
 from PIL import Image
+from retrieval_reference import labelled_figures, labelled_orders
 from small_trainings import recipe
 from torchvision.transforms.v2 import functional as F
 
 import distap
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.metrics import evaluate_labelled_set
 from distap.trainer import Trainer
 from distap.world import World
 
@@ -124,8 +124,9 @@ def test_figures_of_a_labelled_set_and_of_queries_against_a_gallery():
     generator = torch.Generator().manual_seed(0)
     descriptors = torch.nn.functional.normalize(torch.randn(60, 8, generator=generator))
     labels = torch.randint(0, 9, (60,), generator=generator)
-    whole = evaluate_labelled_set(descriptors, labels).summary()
-    assert distap.evaluate(descriptors, labels) == whole
+    whole = distap.evaluate(descriptors, labels)
+    orders = labelled_orders((descriptors @ descriptors.T).tolist(), labels.tolist())
+    assert whole == pytest.approx(labelled_figures(orders, (1, 5, 10)), abs=1e-12)
     assert distap.evaluate(descriptors.numpy(), [f"class {label}" for label in labels.tolist()]) == whole
     queries = np.arange(60) < 20
     found = distap.evaluate(descriptors, labels, queries)

@@ -18,8 +18,9 @@ from distap.evaluation.extraction.parts import Outbox, SharedProgress
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank_descriptors
-from distap.retrieval import metrics
-from distap.retrieval.ground_truth_metrics import LandmarkQuery, evaluate_landmarks
+from distap.retrieval import evaluate
+from distap.retrieval.figures import LANDMARKS, labelled_figures
+from distap.retrieval.truth import ClassTruth, ListedTruth
 
 IMAGES = 91  # uneven on two ranks and on three
 
@@ -40,11 +41,15 @@ def shared(world, folder):
                     loss.learned.to(device)
                 ranking = rank_descriptors(loss, gathered, mode, memory_bytes=2**16)
                 found[mode, name] = values(ranking.loss), values(ranking.gradient)
-        metrics.MOST_QUERIES = 8  # several blocks a rank
-        gallery = descriptors.to(device)
-        found["figures"] = metrics.evaluate_labelled_set(gallery, labels.to(device), world=world).summary()
-        truth = [LandmarkQuery((row, row + 20), "Public" if row % 2 else "Private") for row in range(15)]
-        found["truth"] = evaluate_landmarks(gallery[:15], gallery, truth, world=world).summary
+        evaluate.MOST_QUERIES = 8  # several blocks a rank
+        gallery, truth = descriptors.to(device), ClassTruth(labels.to(device))
+        figures = evaluate.evaluate_descriptors(gallery, gallery, truth, labelled_figures(), 10, world=world)
+        parts = ["Public" if row % 2 else "Private" for row in range(15)]
+        listed = ListedTruth(IMAGES, [[row, row + 20] for row in range(15)], parts=parts, device=device)
+        found["figures"] = figures.summary()
+        evaluate.MOST_QUERIES = 20  # a single block: ranks share the gallery
+        asked = gallery[:15]
+        found["truth"] = evaluate.evaluate_descriptors(asked, gallery, listed, LANDMARKS, world=world).summary()
         found["values"] = world.gather_values({"rank": world.rank})
         files = {}
         outbox = Outbox(world, files.__setitem__)

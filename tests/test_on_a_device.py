@@ -19,8 +19,9 @@ from distap.ranking.loss import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
-from distap.retrieval.ground_truth_metrics import GradedQuery, LandmarkQuery, evaluate_graded, evaluate_landmarks
-from distap.retrieval.metrics import evaluate_labelled_set, evaluate_queries
+from distap.retrieval.evaluate import evaluate_descriptors
+from distap.retrieval.figures import LANDMARKS, REVISITED, labelled_figures
+from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
@@ -149,20 +150,20 @@ def all_figures(device):
     descriptors, labels = normalize(raw).to(device), labels.to(device)
     generator = torch.Generator().manual_seed(0)
     head = torch.stack([(row + 1 + torch.randperm(59, generator=generator)[:4]) % 60 for row in range(60)]).to(device)
-    found = []
+    of_classes, of_queries = ClassTruth(labels), ClassTruth(labels[:20], labels[20:])
+    found, protocol = [], labelled_figures()
     for first in (None, head):
-        found.append(evaluate_labelled_set(descriptors, labels, head=first))
-        queried = descriptors[:20], descriptors[20:], labels[:20], labels[20:]
-        found.append(
-            evaluate_queries(
-                *queried, head=None if first is None else first[:20, :2] % 20 + torch.tensor([0, 20], device=device)
-            )
-        )
-    graded = [GradedQuery((row, row + 20), (row + 40,), (59 - row,)) for row in range(15)]
-    landmarks = [LandmarkQuery((row, row + 20), "Public" if row % 2 else "Private") for row in range(15)]
-    for evaluate, truth in ((evaluate_graded, graded), (evaluate_landmarks, landmarks)):
-        found.append(evaluate(descriptors[:15], descriptors, truth))
-    return [{name: plain(value) for name, value in vars(one).items()} for one in found]
+        found.append(evaluate_descriptors(descriptors, descriptors, of_classes, protocol, 10, head=first))
+        own = None if first is None else first[:20, :2] % 20 + torch.tensor([0, 20], device=device)
+        queried = descriptors[:20], descriptors[20:]
+        found.append(evaluate_descriptors(*queried, of_queries, protocol, 10, head=own))
+    positives, junk = [[row, row + 20, 40 + row] for row in range(15)], [[59 - row] for row in range(15, 0, -1)]
+    graded = ListedTruth(60, [own[:2] for own in positives], junk, [[0, 1]] * 15, device=device)
+    parts = ["Public" if row % 2 else "Private" for row in range(15)]
+    landmarks = ListedTruth(60, positives, parts=parts, device=device)
+    for truth, protocol in ((graded, REVISITED), (landmarks, LANDMARKS)):
+        found.append(evaluate_descriptors(descriptors[:15], descriptors, truth, protocol))
+    return [{name: plain(value) for name, value in vars(one).items() if name != "leading"} for one in found]
 
 
 def plain(value):

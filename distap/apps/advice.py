@@ -16,7 +16,7 @@ from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
 from distap.data.shards.statistics import most_classes
 from distap.errors import DistapError
-from distap.evaluation.protocols import seen_classes
+from distap.evaluation.sets import seen_classes
 from distap.randomness import permutation
 from distap.storage.locations import parse_source
 
@@ -68,7 +68,7 @@ def look(place: str) -> tuple[Look, Classes]:
             "such classes at least: an image learns from others of its class and of other classes"
         )
     a_class = int(np.median(classes.sizes[pairs]))
-    shared = 0 if validation is None else len(seen_classes(index, load_index(validation)))
+    shared = 0 if validation is None else len(seen_classes(index.class_name, load_index(validation).class_name))
     counts = shared, len(index), len(pairs), classes.count - len(pairs), a_class
     return Look(train, validation, *counts, _side(train, index), torch.cuda.device_count()), classes
 

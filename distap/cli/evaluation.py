@@ -73,7 +73,6 @@ def eval_command(
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
-    from distap.evaluation.protocols import LabelledSet
     from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import RERANKERS, Expansion, Refinement
     from distap.telemetry.terminal import set_up_logging
@@ -116,7 +115,7 @@ def eval_command(
             named: Any = data or [settings.validation_source]
             reading = reading_of(recipe) | ({"gap_batch": gap} if gap else {})
             sets = open_named_sets(named, distractors or [], **among, **reading)
-            if other := [name for name, one in sets.items() if gap and not isinstance(one, LabelledSet)]:
+            if other := [name for name, one in sets.items() if gap and one.gap_batch is None]:
                 raise DistapError(f"{other[0]}: --gap is for sets whose images all retrieve each other")
             return sets, describing, refinement
 

@@ -19,6 +19,7 @@ from distap.storage.columns import read_columns
 
 FOLDER, RESULT_FILE, NEIGHBOURS_FILE, QUERIES_FILE = "evaluations", "result.json", "neighbours.npz", "queries.npz"
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
+DRAWN = "queries and a gallery that is drawn"
 NEIGHBOURS = {"sample": "int64", "neighbour": "int64"}
 QUERIES = {
     **{"sample": "int64", "key": "U", "label": "int64", "first_positive": "int64", "class_name": "U"},

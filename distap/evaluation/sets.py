@@ -2,25 +2,23 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
-from distap.data.images.image_sets import open_images
+from distap.data.images.image_sets import ImageSet, open_images
 from distap.data.loading.indexed import Reader
 from distap.data.pixel_and_cache_settings import CacheSettings
+from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
-from distap.evaluation.protocols import (
-    GroundTruthSet,
-    LabelledSet,
-    read_ground_truth,
-)
-from distap.evaluation.query_sets import QuerySet
-from distap.evaluation.saved import nan_as_null
-from distap.retrieval.metrics import AT
+from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.ground_truth import read_ground_truth
+from distap.evaluation.saved import LABELLED, nan_as_null
+from distap.retrieval.figures import AT, labelled_figures
 from distap.retrieval.refinement import Refinement
 from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
@@ -28,8 +26,6 @@ from distap.storage.remotes import RemoteSettings
 from distap.telemetry.terminal import figures_table, print_result
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")  # NAME=PATH
-
-EvaluationSet = LabelledSet | QuerySet | GroundTruthSet
 
 
 def open_set(
@@ -60,39 +56,61 @@ def open_set(
     name = name or Path(source.base).name or "data"
     if name in (".", "..") or Path(name).name != name:
         raise DistapError(f"{name!r} is no name for a data set: folders are called by it")
-    truth_file = Path(source.base) / GROUND_TRUTH_FILE
     if gallery is not None and gallery_draws:
         raise DistapError(f"{source}: give either a gallery, or gallery_draws to draw one of its own images")
-    if source.scheme or source.pattern is not None or source.kind != "shards" or not truth_file.is_file():
-        if distractors:
-            raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
-        images = open_images(source, max_pixels, remote, cache)
-        others = None if gallery is None else open_images(gallery, max_pixels, remote, cache)
-        for opened in (images, others):
-            if opened is not None and not isinstance(opened.reader, Reader):
-                raise DistapError(
-                    f"{opened.name}: a plain folder of images says nothing of classes; `distap data pack` it"
-                )
-        if others is not None and others.fingerprint == images.fingerprint:
+
+    def opened(part: Source | str) -> ImageSet:
+        return open_images(part, max_pixels, remote, cache)
+
+    truth_file = Path(source.base) / GROUND_TRUTH_FILE
+    if not source.scheme and source.pattern is None and source.kind == "shards" and truth_file.is_file():
+        if gallery is not None or gallery_draws:
+            raise DistapError(
+                f"{source}: its gallery is that of its ground truth, so leave gallery and its draws out"
+            )
+        truth = read_ground_truth(truth_file)
+        splits = [str(truth_file.parent / split) for split in (truth.query, *truth.gallery)]
+        queries, *parts = map(opened, (*splits, *distractors))
+        return EvaluationSet(name, queries, truth.form.protocol, tuple(parts), truth)
+    if distractors:
+        raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
+    found = EvaluationSet(
+        name, opened(source), labelled_figures(at), () if gallery is None else (opened(gallery),), draws=gallery_draws
+    )
+    for images in found.image_sets:
+        if not isinstance(images.reader, Reader):
+            raise DistapError(
+                f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
+            )
+    for others in found.gallery:
+        if others.fingerprint == found.queries.fingerprint:
             raise DistapError(
                 f"{others.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
                 "out, and each retrieves all others"
             )
-        if others is not None or gallery_draws:
-            return QuerySet(name, images, others, gallery_draws, tuple(at))
-        assert isinstance(images.reader, Reader)
-        if gap_batch is not None and gap_batch > len(images):
-            raise DistapError(
-                f"{images.name}: evaluation.gap_batch (--gap) is {gap_batch}, but there are {len(images)} images; "
-                "give fewer"
-            )
-        return LabelledSet(name, images, images.reader.index, tuple(at), gap_batch)
-    if gallery is not None or gallery_draws:
-        raise DistapError(f"{source}: its gallery is that of its ground truth, so leave gallery and its draws out")
-    truth = read_ground_truth(truth_file)
-    splits = [str(truth_file.parent / split) for split in (truth.query, *truth.gallery)]
-    queries, *parts = (open_images(part, max_pixels, remote, cache) for part in (*splits, *distractors))
-    return GroundTruthSet(name, truth, queries, tuple(parts))
+    if gap_batch is None or found.kind != LABELLED:
+        return found
+    if gap_batch > len(found.queries):
+        raise DistapError(
+            f"{found.queries.name}: evaluation.gap_batch (--gap) is {gap_batch}, but there are {len(found.queries)} "
+            "images; give fewer"
+        )
+    return replace(found, gap_batch=gap_batch)
+
+
+def seen_classes(train: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the names of the classes that are in both sets, sorted."""
+    return sorted({*train} & {*others})
+
+
+def refuse_seen_classes(train: Index, validation: ImageSet) -> None:
+    """Raise a DistapError if a class of the validation set is trained on."""
+    if seen := seen_classes(train.class_name.tolist(), validation.classes.tolist()):
+        raise DistapError(
+            f"data.validation: {validation.name} shares {len(seen)} classes with the training set "
+            f"({', '.join(seen[:3])}, ...), so its figures would not be of unseen classes; set "
+            "data.unseen_classes=false if that is meant"
+        )
 
 
 def open_named_sets(

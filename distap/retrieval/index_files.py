@@ -34,7 +34,8 @@ from distap.retrieval.descriptor_files import (
     write_about,
 )
 from distap.retrieval.indexing import BuiltIndex, build_index
-from distap.retrieval.nearest import as_float32, bounded_threads, installed_faiss
+from distap.retrieval.nearest import bounded_threads, installed_faiss
+from distap.retrieval.row_blocks import finite
 from distap.storage.atomic import refuse_foreign, sync_path
 from distap.storage.hashing import FileIdentity, file_identity
 
@@ -79,7 +80,7 @@ class SearchIndex:
                 f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "
                 "another network described it"
             )
-        asked, k = as_float32(descriptors, 0, "query"), min(k, len(self))
+        asked, k = finite(descriptors, 0, "query"), min(k, len(self))
         if k < 1 or not len(asked):
             return [[] for _ in asked]
         with self._lock:

@@ -17,14 +17,8 @@ from jaxtyping import Float
 
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.retrieval.nearest import (
-    as_float32,
-    bounded_threads,
-    gallery_blocks,
-    installed_faiss,
-    nearest,
-    without_rows,
-)
+from distap.retrieval.nearest import bounded_threads, installed_faiss, nearest, without_rows
+from distap.retrieval.row_blocks import finite, row_blocks
 
 faiss = installed_faiss()
 
@@ -110,14 +104,14 @@ def build_index(
             index = faiss.index_cpu_to_all_gpus(index)
         if not index.is_trained:
             rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
-            index.train(as_float32(values[rows], 0, "sampled descriptor"))
-        blocks = gallery_blocks(values, ADDED_NUMBERS)
+            index.train(finite(values[rows], 0, "sampled descriptor"))
+        blocks = row_blocks(values, numbers=ADDED_NUMBERS)
         total = -(-images // max(ADDED_NUMBERS // dimensions, 1))
         for _, block in track(blocks, f"indexing ({kind})", total) if track else blocks:
             index.add(block)
         if gpu:
             index = faiss.index_gpu_to_cpu(index)
-        index.search(as_float32(values[:1], 0, "descriptor"), 1)  # Faiss checks some parameters only here
+        index.search(finite(values[:1]), 1)  # Faiss checks some parameters only here
     except RuntimeError as error:
         reason = re.sub(r"^Error in .*\.cpp:\d+: (Error: '.*' failed: )?", "", str(error))
         parameters = f" with search parameters {search!r}" if search else ""
@@ -155,7 +149,7 @@ def measure_recall(
     """
     excluded, among = queries is None, values if queries is None else queries
     own = np.sort(permutation(len(among), 1)[:MEASURED]).astype(np.int64)
-    asked = as_float32(among[own], 0, "sampled query")
+    asked = finite(among[own], 0, "sampled query")
     at = min(at, len(values) - excluded)
     if at < 1 or not len(asked):
         raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")

@@ -1,16 +1,14 @@
 """Find the nearest descriptors of a gallery by exact search, in memory bounded by the result."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int64
-from numpy.typing import NDArray
 
 from distap.errors import DistapError
+from distap.retrieval.row_blocks import finite, row_blocks
 
-BLOCK_NUMBERS = 2**24  # numbers of the gallery held in float32 at once: 64 MB
 GPU_RESULTS = 2048  # most for a query that Faiss finds on a GPU
 SORTED_QUERIES = 1024  # queries whose results are sorted at once
 
@@ -51,8 +49,8 @@ def nearest(
         return np.zeros((len(queries), kept), np.float32), np.zeros((len(queries), kept), np.int64)
     bounded_threads()
     faiss = installed_faiss()
-    asked = as_float32(queries, 0, "query")
-    blocks = (block for _, block in gallery_blocks(gallery))
+    asked = finite(queries, 0, "query")
+    blocks = (block for _, block in row_blocks(gallery))
     gpus = -1 if wanted <= GPU_RESULTS else 0  # -1: all
     search = faiss.contrib.exhaustive_search.knn_ground_truth
     similarities, rows = search(asked, blocks, wanted, faiss.METRIC_INNER_PRODUCT, ngpu=gpus)
@@ -72,25 +70,6 @@ def without_rows(
     drop[~drop.any(axis=1), -1] = True
     shape = (len(rows), rows.shape[1] - 1)
     return similarities[~drop].reshape(shape), rows[~drop].reshape(shape)
-
-
-def gallery_blocks(
-    gallery: Float[np.ndarray, "N C"], numbers: int | None = None
-) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield (first row, float32 descriptors) of consecutive blocks of at most `numbers` numbers."""
-    height = max((numbers or BLOCK_NUMBERS) // max(gallery.shape[1], 1), 1)
-    for start in range(0, len(gallery), height):
-        yield start, as_float32(gallery[start : start + height], start, "descriptor")
-
-
-def as_float32(values: NDArray[Any], first_row: int, what: str) -> NDArray[np.float32]:
-    """Convert to contiguous float32, as Faiss requires. A DistapError names the first row that is not finite."""
-    result = np.ascontiguousarray(values, dtype=np.float32)
-    finite = np.isfinite(result).all(axis=1)
-    if not finite.all():
-        row = first_row + int(np.argmin(finite))
-        raise DistapError(f"{what} {row} is not finite: the network is broken, or the file damaged; extract again")
-    return result
 
 
 def bounded_threads() -> None:

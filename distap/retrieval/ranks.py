@@ -10,19 +10,20 @@ Both passes compute bit-identical similarities, so rounding decides no tie. A po
 equal similarity.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
+from distap.retrieval.row_blocks import on_device
+from distap.retrieval.truth import NONE
 from distap.world import ALONE, World
 
-NONE = -1  # fills a table of gallery rows whose queries have different numbers of them
 CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
 FEW = 16  # up to this many positives, one pass over the similarities for each is faster than sorting them
 
@@ -68,27 +69,10 @@ class Tiles:
         result = self._queries.new_empty(len(self._queries), len(span))
         for start in range(span.start, span.stop, self._height):
             stop = min(start + self._height, span.stop)
-            rows = converted(self._gallery[start:stop], self._queries, f"rows {start} to {stop - 1} of the gallery")
+            part, device = self._gallery[start:stop], self._queries.device
+            rows = on_device(part, self.dtype, device, start, "gallery descriptor")
             torch.mm(self._queries, rows.t(), out=result[:, start - span.start : stop - span.start])
         return result
-
-
-def converted(rows: Tensor | NDArray[Any], like: Tensor, what: str = "the descriptors") -> Tensor:
-    """Descriptors with the dtype and device of `like`. A DistapError is raised if an array is not finite."""
-    if isinstance(rows, Tensor):
-        return rows.to(like.device, like.dtype)
-    # Memory maps are read-only, which torch warns of; a copy is not.
-    part = torch.from_numpy(np.array(rows)).to(like.device, like.dtype)
-    require_finite(part, what)
-    return part
-
-
-def require_finite(descriptors: Float[Tensor, "n C"], what: str = "the descriptors") -> None:
-    """Raise a DistapError if a descriptor is not finite."""
-    # The sum is finite if all terms are, and needs no table of booleans.
-    if not bool(descriptors.sum(dtype=torch.float64).isfinite()):
-        lost = int((~descriptors.isfinite().all(1)).sum())
-        raise DistapError(f"{what}: {lost} of {len(descriptors)} descriptors are not finite: the network is broken")
 
 
 def negatives_before(
@@ -149,42 +133,6 @@ def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]
     ascending = before.masked_fill(~exists, last).sort(dim=1).values
     place = torch.arange(1, before.shape[1] + 1, device=before.device)
     return torch.where(ascending < last, ascending + place, 0)
-
-
-def precision_at_positives(ranks: Int64[Tensor, "q P"]) -> Float64[Tensor, "q P"]:
-    """Precision at the rank of each positive, padded with 0."""
-    place = torch.arange(1, ranks.shape[1] + 1, device=ranks.device).double()
-    return torch.where(ranks > 0, place / ranks.clamp(min=1), 0)
-
-
-def interpolated_precision(ranks: Int64[Tensor, "q P"]) -> Float64[Tensor, "q 101"]:
-    """Greatest precision at any recall of at least r, for r = 0, 0.01 ... 1. Each query needs a positive."""
-    count = (ranks > 0).sum(dim=1, keepdim=True)
-    greatest_behind = precision_at_positives(ranks).flip(1).cummax(dim=1).values.flip(1)
-    # Recall r needs r x count positives, rounded up; in integers, since 0.07 x 100 is more than 7.
-    needed = (torch.arange(101, device=ranks.device) * count + 99) // 100
-    return greatest_behind.gather(1, needed.clamp(min=1) - 1)
-
-
-def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
-    """A table of gallery rows, padded with NONE, from a list for each query; it has a column at least."""
-    table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
-    for number, own in enumerate(rows):
-        table[number, : len(own)] = own
-    return torch.from_numpy(table).to(device)
-
-
-def require_head(head: Int64[Tensor, "Q K"] | None, queries: int, gallery: int) -> None:
-    """Raise a DistapError unless the first places of a ranking are different rows of the gallery."""
-    if head is None:
-        return
-    ascending = head.sort(dim=1).values
-    if len(head) != queries or not bool(((head >= 0) & (head < gallery)).all()):
-        raise DistapError(
-            f"a re-ranked head is {tuple(head.shape)}; expected {queries} rows of numbers below {gallery}"
-        )
-    if bool((ascending[:, 1:] == ascending[:, :-1]).any()):
-        raise DistapError("a re-ranked head names a gallery image twice for one query")
 
 
 def _inside(table: Tensor, span: range) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
-from distap.retrieval.nearest import as_float32, nearest
+from distap.retrieval.nearest import nearest
+from distap.retrieval.row_blocks import finite, row_blocks
 from distap.retrieval.whitening import Whitening
 
-BLOCK_NUMBERS = 2**24  # numbers of the neighbours held in float32 at once: 64 MB
+NEAR_NUMBERS = 2**24  # numbers of the neighbours held in float32 at once: 64 MB
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,9 @@ class Expansion:
         similarities, rows = nearest(queries, gallery, self.neighbours, same)
         result = np.empty(queries.shape, queries.dtype)
         weights = np.maximum(similarities, 0) ** np.float32(self.power)
-        height = max(BLOCK_NUMBERS // max(rows.shape[1] * queries.shape[1], 1), 1)
-        for start in range(0, len(queries), height):
-            some = slice(start, start + height)
+        for some, moved in row_blocks(queries, numbers=NEAR_NUMBERS // max(rows.shape[1], 1)):
             near = gallery[rows[some]].astype(np.float32)
-            moved = as_float32(queries[some], start, "query")
-            moved = moved + np.einsum("qk,qkc->qc", weights[some], near, optimize=True)
+            moved += np.einsum("qk,qkc->qc", weights[some], near, optimize=True)
             length = np.linalg.norm(moved, axis=1, keepdims=True)
             result[some] = moved / np.maximum(length, np.finfo(np.float32).tiny)
         return result
@@ -154,7 +152,7 @@ def reranked_heads(
     if heads.size:
         _, found = nearest(queries, gallery, size, exclude_self)
         for row, near in enumerate(found):
-            query, head = as_float32(queries[row : row + 1], row, "query")[0], np.asarray(gallery[near], np.float32)
+            query, head = finite(queries[row : row + 1], row, "query")[0], np.asarray(gallery[near], np.float32)
             heads[row] = near[reranker.order(query, head)]
     return torch.from_numpy(heads)
 

@@ -7,7 +7,6 @@ directions in which matching images differ. Covariances are accumulated in float
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,12 +22,11 @@ from torch import Tensor
 
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, reading
+from distap.retrieval.row_blocks import row_blocks
 from distap.storage.atomic import write_whole
 
 WHITENING_FILE = "whitening.safetensors"  # in a run folder, or beside the descriptors it was learned from
 VERSION = 1
-WHITENED_ROWS = 8_192  # descriptors whitened at once
-BLOCK_NUMBERS = 2**23  # numbers held in float64 at once: 64 MB
 NO_VARIANCE = 1e-9  # share of the greatest variance that rounding to float16 leaves in a constant direction
 HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whitening
 
@@ -80,11 +78,10 @@ class Whitening:
         dtype = np.result_type(descriptors.dtype, np.float32)
         mean, projection = self.mean.astype(dtype), self.projection.astype(dtype)
         result = np.empty((len(descriptors), len(projection)), dtype)
-        for start in range(0, len(descriptors), WHITENED_ROWS):
-            rows = slice(start, start + WHITENED_ROWS)
-            projected = (descriptors[rows].astype(dtype) - mean) @ projection.T
+        for some, rows in row_blocks(descriptors, dtype):
+            projected = (rows - mean) @ projection.T
             length = np.linalg.norm(projected, axis=1, keepdims=True)
-            result[rows] = projected / np.maximum(length, np.finfo(dtype).tiny)
+            result[some] = projected / np.maximum(length, np.finfo(dtype).tiny)
         return result
 
 
@@ -212,20 +209,17 @@ def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray
         raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
     if not total:
         raise DistapError("whitening: there is no descriptor to learn from")
-    rows = np.arange(total)
-    mean = _mean(values, rows)
-    if not np.isfinite(mean).all():
-        raise DistapError("whitening: a descriptor is not finite: the network is broken; extract again")
+    mean = _mean(values)
     covariance = np.zeros((values.shape[1],) * 2)
-    for _, block in _blocks(values, rows):
+    for _, block in row_blocks(values, np.float64):
         block -= mean
         covariance += block.T @ block
     return mean, covariance / total
 
 
-def _mean(values: NDArray[Any], rows: NDArray[np.int64]) -> Float64[np.ndarray, " C"]:
-    sums = (block.sum(axis=0) for _, block in _blocks(values, rows))
-    return sum(sums, np.zeros(values.shape[1])) / len(rows)
+def _mean(values: NDArray[Any], rows: NDArray[np.int64] | None = None) -> Float64[np.ndarray, " C"]:
+    sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64, rows))
+    return sum(sums, np.zeros(values.shape[1])) / len(values if rows is None else rows)
 
 
 def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C"]) -> Covariance:
@@ -245,10 +239,10 @@ def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C
     matched = matched[np.argsort(number[matched], kind="stable")]
     result = np.zeros((values.shape[1],) * 2)
     pending, done = np.zeros(values.shape[1]), 0  # sum of a class that continues in the next block; rows seen
-    for rows, block in _blocks(values, matched):
+    for some, block in row_blocks(values, np.float64, matched):
         block -= mean
-        of_row = number[rows]
-        done += len(rows)
+        of_row = number[matched[some]]
+        done += len(of_row)
         begins = np.flatnonzero(np.diff(of_row, prepend=-1))
         sums, size = np.add.reduceat(block, begins, axis=0), count[of_row[begins]][:, None]
         sums[0] += pending
@@ -269,8 +263,8 @@ def _covariance_of_pairs(descriptors: DescriptorSet, pairs: Int64[np.ndarray, "P
             f"{descriptors.data}: {len(pairs)} matching pairs, expected one or more of rows below {len(values)}"
         )
     result = np.zeros((values.shape[1],) * 2)
-    for (_, left), (_, right) in zip(_blocks(values, pairs[:, 0]), _blocks(values, pairs[:, 1]), strict=True):
-        left -= right
+    for some, left in row_blocks(values, np.float64, pairs[:, 0]):
+        left -= values[pairs[some, 1]]
         result += left.T @ left
     return result / len(pairs)
 
@@ -290,11 +284,3 @@ def _principal_directions(
     greatest = np.abs(directions).argmax(axis=1)
     signs = np.sign(directions[np.arange(len(directions)), greatest])
     return variances[kept][::-1], directions * signs[:, None]
-
-
-def _blocks(values: NDArray[Any], rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-    """Yield some of the rows at a time, and their descriptors in float64."""
-    height = max(BLOCK_NUMBERS // max(values.shape[1], 1), 1)
-    for start in range(0, len(rows), height):
-        some = rows[start : start + height]
-        yield some, values[some].astype(np.float64)

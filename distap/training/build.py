@@ -16,8 +16,9 @@ from distap.data.images.whole_images import Sizing
 from distap.data.loading.share import LoadingJob, TrainingImages
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
+from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.sets import EvaluationSet, open_set
+from distap.evaluation.sets import open_set
 from distap.model.backbone import RandomWeights, TimmBackbone
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.speed.compiling import compile_backbone

@@ -11,8 +11,8 @@ from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
-from distap.evaluation.protocols import GroundTruthSet, refuse_seen_classes
-from distap.evaluation.sets import EvaluationSet
+from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.sets import refuse_seen_classes
 from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork
 from distap.stages.micro_batches import is_out_of_memory
@@ -53,7 +53,7 @@ def checked_data(
             "start fewer ranks"
         )
     validation = sets.get(str(data.validation))
-    if isinstance(validation, GroundTruthSet):
+    if validation is not None and validation.truth is not None:
         raise DistapError(f"data.validation: {data.validation} has a ground truth: name it in evaluation.also")
     unseen = () if validation is None or not data.unseen_classes else validation.image_sets
     for opened in unseen:

@@ -12,9 +12,9 @@ from launching import Program, output_of
 from PIL import Image
 from ranks import on_ranks
 from retrieval_reference import (
-    average_precision,
     average_precision_at_100,
     labelled_figures,
+    labelled_orders,
     order_of,
     trapezoid_average_precision,
 )
@@ -27,7 +27,7 @@ from distap.data.images.whole_images import Sizing
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
-from distap.evaluation.query_sets import GALLERY
+from distap.evaluation.evaluation_set import GALLERY
 from distap.evaluation.saved import read_evaluation
 from distap.evaluation.sets import open_set
 from distap.library import load
@@ -94,7 +94,7 @@ def test_distractors_join_the_gallery_and_can_only_lower_its_figures(converted, 
     plain = open_set(str(converted / "roxford5k")).describe(how).evaluate()
     more = open_set(str(converted / "roxford5k"), distractors=[str(converted / "revisitop1m/distractors")])
     evaluation = more.describe(how).evaluate()
-    assert (plain.about["images"], evaluation.about["images"]) == (6, 9)
+    assert (plain.about["images"], evaluation.about["images"]) == (2 + 6, 2 + 9)
     assert all(evaluation.figures[name] <= plain.figures[name] + 1e-12 for name in plain.figures)
 
 
@@ -254,14 +254,9 @@ def test_each_part_of_a_refinement_is_compared_on_and_off(training_shards, tmp_p
         "diffusion",
         "augmentation + query expansion + diffusion",
     ]
-    similarities = (described.descriptors @ described.descriptors.T).tolist()
-    labels = described.of.index.label[described.samples].tolist()
-    expected = []
-    for query, own in enumerate(similarities):
-        positives = {row for row, label in enumerate(labels) if label == labels[query] and row != query}
-        if positives:
-            expected.append(average_precision(ranking(own, positives, {query})))
-    assert found["plain"].figures["mAP"] == pytest.approx(np.mean(expected))
+    orders = labelled_orders((described.queries @ described.queries.T).tolist(), described.labels[0].tolist())
+    expected = labelled_figures(orders, (1, 5, 10))
+    assert found["plain"].figures == pytest.approx(expected)
     figures = [one.figures["mAP"] for one in found.values()]
     assert len(set(figures)) > 1 and all(0 < figure <= 1 for figure in figures)
 

@@ -23,7 +23,7 @@ def sorted_whole(queries, gallery, k, exclude_self):
 @pytest.mark.parametrize("exclude_self", [False, True])
 @pytest.mark.parametrize("k", [1, 7, 90, 500])
 def test_the_nearest_are_those_of_sorting_everything(monkeypatch, tmp_path, dtype, exclude_self, k):
-    monkeypatch.setattr("distap.retrieval.nearest.BLOCK_NUMBERS", 160)  # 20 rows a block
+    monkeypatch.setattr("distap.retrieval.row_blocks.BLOCK_NUMBERS", 160)  # 20 rows a block
     values = np.random.default_rng(k).permutation(90 * 8).reshape(90, 8).astype(dtype)
     np.save(tmp_path / "gallery.npy", values)
     gallery = np.load(tmp_path / "gallery.npy", mmap_mode="r")
@@ -51,7 +51,7 @@ def test_fewer_than_one_neighbour_is_an_empty_result():
 
 
 def test_what_is_not_finite_is_named_by_its_row(monkeypatch):
-    monkeypatch.setattr("distap.retrieval.nearest.BLOCK_NUMBERS", 8)
+    monkeypatch.setattr("distap.retrieval.row_blocks.BLOCK_NUMBERS", 8)
     gallery = np.ones((9, 4), np.float32)
     gallery[7, 2] = np.nan
     with pytest.raises(DistapError, match="descriptor 7 is not finite"):

@@ -13,8 +13,8 @@ def gallery():
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("distap.retrieval.refinement.BLOCK_NUMBERS", 300)
-    monkeypatch.setattr("distap.retrieval.nearest.BLOCK_NUMBERS", 100)
+    monkeypatch.setattr("distap.retrieval.refinement.NEAR_NUMBERS", 300)
+    monkeypatch.setattr("distap.retrieval.row_blocks.BLOCK_NUMBERS", 100)
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0, 3.5])

@@ -12,8 +12,7 @@ from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whi
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("distap.retrieval.whitening.BLOCK_NUMBERS", 70)  # 10 rows of 7 dimensions
-    monkeypatch.setattr("distap.retrieval.whitening.WHITENED_ROWS", 10)
+    monkeypatch.setattr("distap.retrieval.row_blocks.BLOCK_NUMBERS", 70)  # 10 rows of 7 dimensions
 
 
 def assert_same_up_to_sign(actual, expected):

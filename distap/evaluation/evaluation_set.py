@@ -1,0 +1,201 @@
+"""A data set to evaluate on: its queries, its gallery, what each query is to retrieve, and the figures.
+
+What is right is told by classes, or by a ground truth. The queries retrieve each other, another gallery as in
+In-Shop, or a gallery that is drawn from their own images as in VehicleID.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distap.checkpoint.agreement import on_all
+from distap.data.images.image_sets import ImageSet
+from distap.evaluation.describing import Describing
+from distap.evaluation.ground_truth import GroundTruth, listed_truth
+from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved, nan_as_null
+from distap.randomness import permutation
+from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
+from distap.retrieval.evaluate import Evaluated, decomposability_gap, evaluate_descriptors
+from distap.retrieval.figures import Protocol
+from distap.retrieval.refinement import PLAIN, Refinement
+from distap.retrieval.truth import ClassTruth, Truth
+
+GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
+NEIGHBOURS = 10  # images that are reported of each query
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Queries, the gallery that they retrieve, and what is counted of it."""
+
+    name: str
+    queries: ImageSet
+    protocol: Protocol  # figures, with their k
+    gallery: tuple[ImageSet, ...] = ()  # shards that make it up, such as distractors; without any, the other queries
+    truth: GroundTruth | None = None  # None: images of the query's class are right
+    draws: int = 0  # times that an image of each class is drawn as the gallery of the others; 0 does not
+    gap_batch: int | None = None  # images of the random batches of the figure `gap`
+
+    @property
+    def kind(self) -> str:
+        """Name of the way to evaluate, for results."""
+        return self.truth.dataset if self.truth else DRAWN if self.draws else QUERIED if self.gallery else LABELLED
+
+    @property
+    def image_sets(self) -> tuple[ImageSet, ...]:
+        return self.queries, *self.gallery
+
+    def describe(self, describing: Describing) -> "DescribedSet":
+        """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
+        boxes = self.truth.boxes(self.queries) if self.truth else None
+        samples, queries = describing.descriptors(self.queries, f"{self.name}/queries", boxes or None)
+        records: tuple[Mapping[str, Any], ...] = ()
+        if self.truth:
+            row = {name: place for place, name in enumerate(self.queries.classes[samples].tolist())}
+            records = tuple(record for record in self.truth.records if record["name"] in row)
+            asking = [row[record["name"]] for record in records]
+            samples, queries = samples[asking], queries[asking]
+        parts = [
+            (images, *describing.descriptors(images, f"{self.name}/gallery-{number}"))
+            for number, images in enumerate(self.gallery)
+        ]
+        gallery = _joined([own for *_, own in parts], describing, self.name) if parts else queries
+        images = [(self.queries, samples), *((one, own) for one, own, _ in parts)]
+        before = np.cumsum([0, *map(len, self.image_sets)])
+        numbers = np.concatenate([start + own for start, (_, own) in zip(before, images, strict=False)])
+        keys, classes = (np.concatenate([getattr(one, of)[own] for one, own in images]) for of in ("keys", "classes"))
+        return DescribedSet(self, queries, gallery, numbers, keys, classes, records, describing)
+
+
+def _joined(parts: list[NDArray[Any]], describing: Describing, name: str) -> NDArray[Any]:
+    """The rows of all parts, in memory, or in a file of the folder that keeps descriptors."""
+    folder, world = describing.folder(f"{name}/gallery"), describing.world
+    if len(parts) == 1 or folder is None:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    path, ends = folder / DESCRIPTORS_FILE, np.cumsum([len(part) for part in parts])
+
+    def write() -> None:
+        joined = new_descriptors(path, (int(ends[-1]), parts[0].shape[1]), parts[0].dtype)
+        for part, end in zip(parts, ends, strict=True):
+            joined[end - len(part) : end] = part
+
+    on_all(world, write, mine=world.rank == 0)
+    return np.asarray(np.load(path, mmap_mode="r"))
+
+
+@dataclass(frozen=True)
+class DescribedSet:
+    """Descriptors of the images of a set that could be described: Q queries, then a gallery of N images."""
+
+    of: EvaluationSet
+    queries: NDArray[Any]  # (Q, C), in the order of `records` if there are any
+    gallery: NDArray[Any]  # (N, C); the queries, if they are retrieved
+    samples: NDArray[np.int64]  # numbers of all images: the queries', then another gallery's, which are counted on
+    keys: NDArray[np.str_]  # of all images
+    classes: NDArray[np.str_]  # of all images, "" for none
+    records: tuple[Mapping[str, Any], ...]  # of the ground truth
+    describing: Describing
+
+    @property
+    def device(self) -> torch.device:
+        """The device that ranks."""
+        return self.describing.describer.device
+
+    @cached_property
+    def labels(self) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """Class numbers of all images, -1 for none, and the names of the classes."""
+        names, numbers = np.unique(self.classes, return_inverse=True)
+        return np.where(self.classes == "", -1, numbers.reshape(-1)), names
+
+    def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
+        """Refine the descriptors and rank the gallery for each query; all ranks call this.
+
+        If galleries are drawn, figures are means over the draws.
+        """
+        of, world = self.of, self.describing.world
+        found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]
+        result, summaries = found[0], [one.summary() for one in found]
+        figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
+        labels, class_name = self.labels
+        if of.gap_batch is not None:
+            whole = None if refinement.parts else figures["mAP"]
+            own = torch.from_numpy(labels).to(self.device)
+            figures["gap"] = decomposability_gap(self.queries, own, of.gap_batch, whole, world)
+        about: dict[str, Any] = {
+            "data": of.name if of.truth else of.queries.name,
+            "protocol": of.kind,
+            "refinement": refinement.name,
+            "fingerprint": "+".join(images.fingerprint for images in of.image_sets),
+            "images": len(self.keys),
+        }
+        if of.truth:
+            columns = {group: result.values[name].tolist() for group, name in result.leading.items()}
+            about["queries_without_positive_by_protocol"] = result.left_out
+            about["average_precision"] = {
+                str(record["name"]): nan_as_null({group: own[place] for group, own in columns.items()})
+                for place, record in enumerate(self.records)
+            }
+        elif of.draws:
+            about["gallery"] = f"an image a class, drawn {len(found)} times"
+        else:
+            if of.gallery:
+                about["gallery"] = " and ".join(images.name for images in of.gallery)
+            about["precision_at_recall"] = result.precision_at_recall.tolist()
+            by_class = result.class_figures(torch.from_numpy(labels[: len(self.queries)]).to(result.first_positive))
+            about["classes"] = {str(class_name[label]): own for label, own in by_class.items()}
+        asked = int(result.is_query.sum())
+        retrieved = None if of.truth or of.draws else self._retrieved(result)
+        return Evaluation(figures, asked, max(result.left_out.values()), about, retrieved)
+
+    def _retrieved(self, result: Evaluated) -> Retrieved:
+        """The hits of the queries. Images of another gallery follow them as rows that are no queries."""
+        first = len(self.queries) if self.of.gallery else 0  # row of the gallery's first image
+
+        def filled(values: torch.Tensor, filling: float) -> Any:
+            rest = values.new_full((len(self.keys) - len(values), *values.shape[1:]), filling)
+            return torch.cat([values, rest]).cpu().numpy()
+
+        return Retrieved(
+            self.samples,
+            self.keys,
+            self.labels[0],
+            filled(result.values["mAP"], np.nan),
+            filled(result.values["mAP@R"], np.nan),
+            filled(result.first_positive, 0),
+            self.labels[1],
+            filled(result.neighbours + first, 0),
+        )
+
+    def _rows(self) -> Iterator[tuple[Any, Any]]:
+        """The rows of queries and of the gallery, in each draw."""
+        if not self.of.draws:
+            yield slice(None), slice(None)
+        labels = self.labels[0]
+        for draw in range(self.of.draws):
+            order = permutation(len(labels), GALLERY, draw)
+            chosen = order[np.unique(labels[order], return_index=True)[1]]
+            yield np.setdiff1d(order, chosen), chosen
+
+    def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
+        is_same = self.of.kind == LABELLED
+        queries = self.queries[asking]
+        refined, gallery, head = refinement.apply(queries, queries if is_same else self.gallery[among], is_same)
+        truth, neighbours = self._truth(asking, among), 0 if self.of.draws or self.of.truth else NEIGHBOURS
+        head = None if head is None else head.to(self.device)
+        rest: dict[str, Any] = {"head": head, "world": self.describing.world}
+        return evaluate_descriptors(refined, gallery, truth, self.of.protocol, neighbours, **rest)
+
+    def _truth(self, asking: Any, among: Any) -> Truth:
+        device, count = self.device, len(self.queries)
+        if self.of.truth:
+            return listed_truth(self.of.truth.form, self.records, self.classes[count:].tolist(), device)
+        labels = torch.from_numpy(self.labels[0]).to(device)
+        if self.of.kind == LABELLED:
+            return ClassTruth(labels)
+        others = labels[count:] if self.of.gallery else labels
+        return ClassTruth(labels[:count][asking], others[among])

@@ -1,0 +1,106 @@
+"""Read the `ground_truth.json` that `distap data convert` writes: the gallery images that each query is to retrieve.
+
+It is there for Revisited Oxford and Paris, and for Google Landmarks v2. The splits of queries and gallery are shards
+in folders next to it, and images are named by their classes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distap.data.images.image_sets import ImageSet
+from distap.errors import DistapError
+from distap.retrieval.descriptor_files import reading
+from distap.retrieval.figures import LANDMARKS, REVISITED, Protocol
+from distap.retrieval.truth import ListedTruth
+
+
+class Form(NamedTuple):
+    """Fields of a query's record, and the figures of such a data set."""
+
+    protocol: Protocol
+    grades: tuple[str, ...]  # lists of positives, one for each grade
+    others: tuple[str, ...]  # further fields that a record must have
+    junk: str | None = None  # list of images that do not count
+    part: str | None = None  # of the queries, see `Protocol`
+
+
+OF_BUILDINGS = Form(REVISITED, ("easy", "hard"), ("name", "box"), junk="junk")
+FORMS = {
+    "roxford5k": OF_BUILDINGS,
+    "rparis6k": OF_BUILDINGS,
+    "gldv2": Form(LANDMARKS, ("positives",), ("name",), part="usage"),
+}
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """Contents of a `ground_truth.json`."""
+
+    dataset: str  # one of FORMS
+    query: str  # split of the queries
+    gallery: tuple[str, ...]  # splits of the gallery
+    records: tuple[Mapping[str, Any], ...]  # of the queries
+
+    @property
+    def form(self) -> Form:
+        return FORMS[self.dataset]
+
+    def boxes(self, queries: ImageSet) -> dict[str, Sequence[float]]:
+        """By key, the part of a query's image to describe, in pixels. A DistapError names a query that is absent."""
+        key = dict(zip(queries.classes.tolist(), queries.keys.tolist(), strict=True))
+        absent = [record["name"] for record in self.records if record["name"] not in key]
+        if absent:
+            raise DistapError(f"{queries.name}: query {absent[0]} and {len(absent) - 1} more are not in it")
+        return {key[record["name"]]: record["box"] for record in self.records if "box" in record}
+
+
+def listed_truth(
+    form: Form, records: Sequence[Mapping[str, Any]], names: Sequence[str], device: torch.device
+) -> ListedTruth:
+    """What the queries of these records retrieve from a gallery of images with these names.
+
+    Of images with the same name, the first is meant.
+    """
+    row = {name: place for place, name in reversed(list(enumerate(names)))}
+
+    def rows(record: Mapping[str, Any], field: str) -> list[int]:
+        listed = dict.fromkeys(record[field])
+        if missing := [name for name in listed if name not in row]:
+            raise DistapError(
+                f"query {record['name']}: {len(missing)} of its {len(listed)} {field} images are not in the "
+                f"gallery ({', '.join(missing[:3])}, ...); extract the gallery that the ground truth is for"
+            )
+        return [row[name] for name in listed]
+
+    positives = [[rows(record, grade) for grade in form.grades] for record in records]
+    return ListedTruth(
+        len(names),
+        [[row for found in own for row in found] for own in positives],
+        None if form.junk is None else [rows(record, form.junk) for record in records],
+        [[grade for grade, found in enumerate(own) for _ in found] for own in positives],
+        () if form.part is None else [str(record[form.part]) for record in records],
+        device,
+    )
+
+
+def read_ground_truth(path: Path) -> GroundTruth:
+    """Read the ground truth that `distap data convert` wrote, or raise a DistapError."""
+    with reading(path, "distap data convert"):
+        found = json.loads(path.read_text())
+        truth = GroundTruth(found["dataset"], found["query"], tuple(found["gallery"]), tuple(found["queries"]))
+        if truth.dataset in FORMS:
+            form = truth.form
+            for record in truth.records:
+                for name in (*form.others, *form.grades, *filter(None, (form.junk, form.part))):
+                    record[name]
+    if truth.dataset not in FORMS:
+        raise DistapError(f"{path}: dataset {truth.dataset!r} has no protocol here; expected {', '.join(FORMS)}")
+    for split in (truth.query, *truth.gallery):
+        if not isinstance(split, str) or Path(split).name != split:
+            raise DistapError(f"{path}: split {split!r} is not the name of a folder beside it")
+    return truth

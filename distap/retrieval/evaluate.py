@@ -1,0 +1,226 @@
+"""Rank a gallery for the queries of a set, and take the figures of the set's protocol from the ranks of positives."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float64, Int64
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distap.errors import DistapError
+from distap.retrieval.figures import Protocol, Ranked, average_precision
+from distap.retrieval.ranks import Tiles, best, negatives_before, ranks_of_positives
+from distap.retrieval.row_blocks import on_device, require_finite
+from distap.retrieval.truth import NONE, ClassTruth, Truth
+from distap.world import ALONE, World
+
+BLOCK_PAIRS = 2**27  # similarities held at once: 512 MB in float32, 70 queries against 1.9 million images
+MOST_QUERIES = 256  # of a block, so that many ranks have one
+RESIDENT_BYTES = 2**30  # a gallery up to this size is converted once, a larger one for every block of queries
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Figures of Q queries."""
+
+    values: dict[str, Float64[Tensor, " Q"]]  # by figure; NaN for a query without a positive
+    leading: dict[str, str]  # by group, the figure that says which queries have no positive
+    in_part: dict[str, Bool[Tensor, " Q"]]  # queries of each part, by the name that comes before the figures'
+    first_positive: Int64[Tensor, " Q"]  # rank, from 1, of the best positive; 0 for a query without any
+    neighbours: Int64[Tensor, "Q k"]  # the most similar images of the gallery, best first
+    # Mean over the queries of the greatest precision at any recall of at least r, for r = 0, 0.01 ... 1.
+    precision_at_recall: Float64[Tensor, "101"]
+
+    @property
+    def is_query(self) -> Bool[Tensor, " Q"]:
+        """Which queries have a positive."""
+        return self.first_positive > 0
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Number of queries without a positive, by group."""
+        return {group: int(self.values[name].isnan().sum()) for group, name in self.leading.items()}
+
+    def summary(self) -> dict[str, float]:
+        """Means over the queries, from 0 to 1; NaN if none of them has a positive."""
+        return {
+            f"{part} {name}".strip(): float(values[chosen].nanmean())
+            for part, chosen in self.in_part.items()
+            for name, values in self.values.items()
+        }
+
+    def class_figures(self, labels: Int64[Tensor, " Q"]) -> dict[int, dict[str, int | float]]:
+        """Number of queries, and the means of all figures but mP@k over them, of each class that has queries."""
+        queries = self.is_query
+        classes, number, counts = labels[queries].unique(return_inverse=True, return_counts=True)
+        columns: dict[str, list[int | float]] = {"queries": counts.tolist()}
+        for name, values in self.values.items():
+            if not name.startswith("mP@"):
+                columns[name] = (number.bincount(values[queries]) / counts).tolist()
+        rows = zip(*columns.values(), strict=True)
+        return {
+            label: dict(zip(columns, row, strict=True)) for label, row in zip(classes.tolist(), rows, strict=True)
+        }
+
+
+@torch.no_grad()
+def evaluate_descriptors(
+    queries: Tensor | NDArray[Any],
+    gallery: Tensor | NDArray[Any],
+    truth: Truth,
+    protocol: Protocol,
+    neighbours: int = 0,
+    *,
+    head: Int64[Tensor, "Q K"] | None = None,
+    world: World = ALONE,
+) -> Evaluated:
+    """Rank the gallery for each query, in blocks of queries.
+
+    Args:
+        queries: (Q, C) of length 1, so that the dot product is the cosine; a tensor on any device, or an array,
+            possibly a memory map of float16, which is read in blocks.
+        gallery: (N, C), likewise.
+        neighbours: number of most similar images to report.
+        head: gallery rows that come first for each query, in this order, whatever their similarity.
+        world: ranks that share the work; all call this with the same arguments, and get the same bits as one.
+    Raises:
+        DistapError: truth and head do not fit the descriptors, or one of these is not finite.
+    """
+    counts, total = truth.counts, len(truth.counts)
+    if (total, truth.gallery) != (len(queries), len(gallery)):
+        told = f"a truth for {total} queries and a gallery of {truth.gallery}"
+        raise DistapError(f"there is {told}, and descriptors of {len(queries)} and {len(gallery)}")
+    _require_head(head, truth)
+    if unknown := sorted({*truth.parts}.difference(protocol.parts)) if protocol.parts else []:
+        expected = " or ".join(protocol.parts)
+        raise DistapError(f"the ground truth has queries of {', '.join(unknown)}; expected {expected}")
+    others, is_same = truth.gallery - truth.is_of_itself, queries is gallery
+    gallery = _resident(gallery, counts.device, "gallery descriptor")
+    queries = gallery if is_same else _resident(queries, counts.device, "query")
+    neighbours = min(neighbours, others)
+    blocks = [*_blocks(counts, truth.gallery, with_all=neighbours > 0)]
+    # Blocks go by turns. Where there are too few, ranks share the gallery of each instead.
+    by_turns = neighbours > 0 or len(blocks) >= world.size
+    names = [_joined(group, name) for group in protocol.groups for name in protocol.figures]
+    values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
+    first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
+    curves = counts.new_zeros(len(blocks), 101, dtype=torch.float64)
+    for number, rows in enumerate(blocks):
+        if by_turns and number % world.size != world.rank:
+            continue  # zeros, so that the sums over the ranks are exact
+        positives, grades, ignored = truth.tables(rows)
+        tiles = Tiles(_chosen(queries, rows), gallery, BLOCK_PAIRS, ALONE if by_turns else world)
+        own_head = None if head is None else head[rows]
+        if neighbours:
+            nearest[rows] = best(tiles, ignored, own_head, neighbours)
+        before = negatives_before(tiles, positives, ignored, own_head)
+        every = ranks_of_positives(before, positives != NONE)
+        first[rows] = every[:, 0]
+        curves[number] = Ranked(every[every[:, 0] > 0], others).interpolated_precision().sum(0)
+        for group, chosen in protocol.groups.items():
+            ranks = every
+            if chosen is not None and grades is not None:
+                ranks = ranks_of_positives(before, torch.isin(grades, grades.new_tensor(chosen)))
+            for name, figure in protocol.figures.items():
+                values[_joined(group, name)][rows] = figure(Ranked(ranks, others))
+    if by_turns:
+        first, nearest, curves, *of_figures = map(world.sum, (first, nearest, curves, *values.values()))
+        values = dict(zip(names, of_figures, strict=True))
+    values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}
+    lead = next(iter(protocol.figures))
+    leading = {group or lead.removeprefix("m"): _joined(group, lead) for group in protocol.groups}
+    in_part = {"": counts >= 0}
+    for part in protocol.parts:
+        in_part[part] = torch.tensor([own == part for own in truth.parts], dtype=torch.bool, device=counts.device)
+    return Evaluated(values, leading, in_part, first, nearest, curves.sum(0) / (first > 0).sum())
+
+
+def decomposability_gap(
+    descriptors: Tensor | NDArray[Any],
+    labels: Int64[Tensor, " N"],
+    batch: int,
+    whole: float | None = None,
+    world: World = ALONE,
+) -> float:
+    """By how much mAP within batches overstates mAP over the whole set (Ramzi et al. 2021, eq. 6).
+
+    It is the mean over the batches of the mAP of each as a labelled set of its own, less the mAP of all images. It is
+    positive, since a batch holds fewer negatives, and NaN if no batch holds two images of a class.
+
+    Args:
+        batch: images of each. Batches split the images at random, always alike; a remainder is in none.
+        whole: mAP of all images, if it is known.
+        world: ranks that share the work; all of them call this with the same arguments.
+    """
+
+    def mean_average_precision(rows: Tensor | NDArray[Any], own: Tensor, world: World = ALONE) -> float:
+        return evaluate_descriptors(
+            rows, rows, ClassTruth(own), Protocol({"mAP": average_precision}), world=world
+        ).summary()["mAP"]
+
+    batch = min(batch, len(labels))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    batches = order[: len(order) - len(order) % batch].view(-1, batch)
+    values = torch.zeros(2, len(batches), dtype=torch.float64)  # mAP, and whether there is one
+    for number in range(world.rank, len(batches), world.size):
+        rows = batches[number]
+        own = labels[rows]
+        if bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
+            described = descriptors[rows if isinstance(descriptors, Tensor) else rows.numpy()]
+            values[0, number], values[1, number] = mean_average_precision(described, own), 1
+    if whole is None:
+        whole = mean_average_precision(descriptors, labels, world)
+    found, counts = world.sum(values.to(world.device)).cpu()
+    return float(found[counts > 0].mean()) - whole if counts.any() else float("nan")
+
+
+def _joined(group: str, name: str) -> str:
+    return f"{group} {name}".strip()
+
+
+def _blocks(counts: Int64[Tensor, " Q"], gallery: int, with_all: bool) -> Iterator[Int64[Tensor, " q"]]:
+    """Yield blocks of queries whose rankings fit into memory together, those of most positives first.
+
+    Without `with_all`, leave out the queries without a positive. Blocks are the same on any number of ranks.
+    """
+    order = counts.argsort(descending=True, stable=True)
+    order = order if with_all else order[counts[order] > 0]
+    start = 0
+    while start < len(order):
+        # A dozen tables of ranks and places are as wide as the greatest number of positives.
+        width = max(gallery, 16 * int(counts[order[start]] + 1))
+        height = min(max(BLOCK_PAIRS // width, 1), MOST_QUERIES)
+        yield order[start : start + height]
+        start += height
+
+
+def _require_head(head: Int64[Tensor, "Q K"] | None, truth: Truth) -> None:
+    """Raise a DistapError unless the first places of a ranking are different rows of the gallery."""
+    if head is None:
+        return
+    ascending, total = head.sort(dim=1).values, len(truth.counts)
+    if len(head) != total or not bool(((head >= 0) & (head < truth.gallery)).all()):
+        shape = tuple(head.shape)
+        raise DistapError(f"a re-ranked head is {shape}; expected {total} rows of numbers below {truth.gallery}")
+    if bool((ascending[:, 1:] == ascending[:, :-1]).any()):
+        raise DistapError("a re-ranked head names a gallery image twice for one query")
+    if truth.is_of_itself and bool((head == torch.arange(total, device=head.device)[:, None]).any()):
+        raise DistapError("a re-ranked head names the query itself, which is not in its gallery")
+
+
+def _resident(descriptors: Tensor | NDArray[Any], device: torch.device, what: str) -> Tensor | NDArray[Any]:
+    """A tensor on the device, unless an array is too large and has to be converted in blocks."""
+    if isinstance(descriptors, Tensor):
+        require_finite(descriptors, 0, what)
+    elif descriptors.size * 4 > RESIDENT_BYTES:
+        return descriptors
+    wide = descriptors.dtype in (torch.float64, "float64")
+    return on_device(descriptors, torch.float64 if wide else torch.float32, device, 0, what)
+
+
+def _chosen(descriptors: Tensor | NDArray[Any], rows: Int64[Tensor, " q"]) -> Tensor:
+    if isinstance(descriptors, Tensor):
+        return descriptors[rows]
+    return on_device(descriptors[rows.cpu().numpy()], torch.float32, rows.device, 0, "query of a block, at place")

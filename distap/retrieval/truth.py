@@ -1,0 +1,115 @@
+"""What each query is to retrieve: the rows of a gallery that are right, and those that do not count.
+
+A truth gives tables for some queries at a time, so that a set of large classes needs no list for each image.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distap.errors import DistapError
+
+NONE = -1  # fills a table of gallery rows whose queries have different numbers of them
+
+
+class Tables(NamedTuple):
+    """Gallery rows of q queries, padded with NONE."""
+
+    positives: Int64[Tensor, "q P"]
+    grades: Int64[Tensor, "q P"] | None  # of the positives; None if all are alike
+    ignored: Int64[Tensor, "q I"]  # rows to take out of the ranking, such as junk and the query itself
+
+
+class ClassTruth:
+    """Images of the query's class are right.
+
+    Args:
+        queries: (Q,) class of each query, below 0 for none. An image without a class is in the gallery, but right
+            for no query.
+        gallery: (N,) class of each gallery image; None if the queries are the gallery. Each then leaves itself out,
+            by its row and never by its similarity.
+    Raises:
+        DistapError: no query has an image of its class in the gallery.
+    """
+
+    parts: tuple[str, ...] = ()  # see `ListedTruth`
+
+    def __init__(self, queries: Int64[Tensor, " Q"], gallery: Int64[Tensor, " N"] | None = None) -> None:
+        self.is_of_itself = int(gallery is None)  # images that each query leaves out: 1 if it is in the gallery
+        ascending, self._by_class = (queries if gallery is None else gallery).sort(stable=True)
+        self._start, end = (torch.searchsorted(ascending, queries, right=right) for right in (False, True))
+        members = (end - self._start).masked_fill(queries < 0, 0)
+        self.counts = (members - self.is_of_itself).clamp(min=0)  # (Q,) positives of each query
+        self.gallery = len(self._by_class)  # N
+        if not bool(self.counts.any()):
+            whose = "images has another" if gallery is None else "queries has an image"
+            where = "" if gallery is None else " in the gallery"
+            raise DistapError(f"none of the {len(queries)} {whose} of its class{where}: there is nothing to retrieve")
+
+    def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
+        """The gallery rows of these queries."""
+        own, count = rows[:, None], (self.counts[rows, None] + self.is_of_itself) * (self.counts[rows, None] > 0)
+        place = torch.arange(max(int(count.max()), 1), device=rows.device)
+        found = self._by_class[(self._start[own] + place).clamp(max=self.gallery - 1)]
+        found = found.masked_fill(place >= count, NONE)
+        if not self.is_of_itself:
+            return Tables(found, None, own[:, :0])
+        return Tables(found.masked_fill(found == own, NONE), None, own)
+
+
+@dataclass(frozen=True)
+class ListedTruth:
+    """Lists of gallery rows for each of Q queries; the rest of the gallery is wrong.
+
+    Raises:
+        DistapError: a list names a row twice, or one that is not in the gallery.
+    """
+
+    gallery: int  # N
+    positives: Sequence[Sequence[int]]
+    junk: Sequence[Sequence[int]] | None = None
+    grades: Sequence[Sequence[int]] | None = None  # of each positive, such as 0 for easy and 1 for hard
+    parts: Sequence[str] = ()  # part of the queries that each query belongs to; none if there are no parts
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tables
+    is_of_itself = 0
+
+    def __post_init__(self) -> None:
+        for number, own in enumerate(self.positives):
+            rows = [*own, *(self.junk[number] if self.junk else ())]
+            if len(set(rows)) < len(rows):
+                raise DistapError(f"query {number}: the ground truth names an image twice")
+            if rows and not 0 <= min(rows) <= max(rows) < self.gallery:
+                raise DistapError(f"query {number} names row {max(rows)} of a gallery of {self.gallery} images")
+
+    @cached_property
+    def counts(self) -> Int64[Tensor, " Q"]:
+        """Positives of each query."""
+        return torch.tensor([len(own) for own in self.positives], dtype=torch.int64, device=self.device)
+
+    def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
+        """The gallery rows of these queries."""
+        chosen = rows.tolist()
+        positives, grades, junk = (
+            None if lists is None else padded([lists[row] for row in chosen], self.device)
+            for lists in (self.positives, self.grades, self.junk)
+        )
+        assert positives is not None
+        return Tables(positives, grades, positives[:, :0] if junk is None else junk)
+
+
+Truth = ClassTruth | ListedTruth
+
+
+def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
+    """A table of numbers, padded with NONE, from a list for each query; it has a column at least."""
+    table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
+    for number, own in enumerate(rows):
+        table[number, : len(own)] = own
+    return torch.from_numpy(table).to(device)
