@@ -18,7 +18,6 @@ from pydantic import (
     PydanticSchemaGenerationError,
     TypeAdapter,
     ValidationError,
-    ValidationInfo,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, core_schema
 
@@ -97,9 +96,7 @@ METHODS = dict.fromkeys(REGISTRY, "build") | {
 # Kinds that need a base class, because it has methods that most of their classes do not write themselves.
 BASES = {"loss": "distap.ranking.loss:Loss"}
 
-NAMES_ONLY = "names only"  # the pydantic context of a first pass that imports no class
-RECORDED = "recorded"  # that of the record of a run, in which objects may stand that no recipe can name
-GIVEN = "given"  # the name of such an object
+GIVEN = "given"  # in the record of a run, the name of an object in Python that no recipe can name
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
@@ -167,14 +164,6 @@ def place_of(part: object) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-@dataclass(frozen=True)
-class GivenObject:
-    """In the record of a run, the place of an object in Python that no recipe can name; see `distap.train`."""
-
-    of: str  # its class, or the function
-    settings: Mapping[str, Any]  # its fields, as far as they can be written
-
-
 def fields_of(chosen: type) -> list[str]:
     return [one.name for one in fields(chosen)] if is_dataclass(chosen) else list(getattr(chosen, "model_fields", ()))
 
@@ -182,7 +171,7 @@ def fields_of(chosen: type) -> list[str]:
 def build_part(kind: str, name: str, **options: Any) -> Any:
     """Return an object of this kind; a DistapError names each wrong name, key or value."""
     try:
-        return _validated(kind, {"name": name, **options})
+        return Part(kind, name, options).build()
     except ValidationError as error:
         problems = [problem_of(dict(item), list(map(str, item["loc"]))) for item in error.errors()]
         raise DistapError(f"{kind} {name}: {'; '.join(problems)}") from error
@@ -191,23 +180,53 @@ def build_part(kind: str, name: str, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a recipe chooses by name and its keys, before the class is imported; or the record of an object."""
+
+    kind: str
+    name: str
+    keys: Mapping[str, Any]
+
+    def build(self) -> Any:
+        """Import the class and return an object; raise a ValidationError for a key, a ValueError for the name."""
+        if self.name == GIVEN:
+            raise ValueError(
+                f"an object in Python, {self.keys.get('of')}, was here; distap.train(...) takes it again"
+            )
+        chosen = class_of(self.kind, self.name)
+        options, own = dict(self.keys), fields_of(chosen)
+        known = [field for field in own if field != "name"]
+        presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
+        if (preset := options.pop("preset", None)) is not None:
+            if preset not in presets:
+                raise ValueError(
+                    f"{self.kind} {self.name} has no preset {preset!r}; {suggestion(str(preset), presets)}"
+                )
+            options = {**presets[preset], **options}
+        if wrong := [unknown_key(key, options[key], known) for key in options if key not in known]:
+            raise ValidationError.from_exception_data(f"{self.kind} {self.name}", wrong)
+        return TypeAdapter(chosen).validate_python(options | ({"name": self.name} if "name" in own else {}))
+
+
+@dataclass(frozen=True)
 class Chosen:
     """Annotates a field of a recipe that is chosen by name: `loss: Annotated[Any, Chosen("loss")] = "ap_q"`.
 
-    A recipe gives a name, or a mapping of `name` and keys; the field then holds the object of the named class.
-    With the context NAMES_ONLY the field keeps the mapping, and only the name is checked.
+    A recipe gives a name, or a mapping of `name` and keys. The field then holds a `Part`, so that a typo elsewhere is
+    told before any class is imported; `distap.config.reading` builds all parts when all else is right.
     """
 
     kind: str  # a key of REGISTRY
     otherwise: str | None = None  # the name of a mapping that gives none
+    at_once: bool = False  # build the object here: the field is one of a part, not of a recipe
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.with_info_plain_validator_function(
+        return core_schema.no_info_plain_validator_function(
             self._validate,
             serialization=core_schema.plain_serializer_function_ser_schema(self._dump, info_arg=True),
         )
 
-    def _validate(self, value: Any, info: ValidationInfo) -> Any:
+    def _validate(self, value: Any) -> Any:
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -217,20 +236,14 @@ class Chosen:
         name = value.get("name", self.otherwise)
         if not isinstance(name, str):
             raise ValueError(f"the name of the {self.kind} is missing; {suggestion('', REGISTRY[self.kind])}")
-        if name == GIVEN and isinstance(value.get("of"), str):
-            if info.context is None:
-                raise ValueError(f"an object in Python, {value['of']}, was here; distap.train(...) takes it again")
-            return GivenObject(value["of"], {key: value[key] for key in value if key not in ("name", "of")})
-        if info.context == NAMES_ONLY:
+        if name != GIVEN:
             check_name(self.kind, name)
-            return dict(value)
-        return _validated(self.kind, {**value, "name": name}, info.context)
+        part = Part(self.kind, name, {key: value[key] for key in value if key != "name"})
+        return part.build() if self.at_once else part
 
     def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
-        if isinstance(part, Mapping):
-            return part
-        if isinstance(part, GivenObject):
-            return {"name": GIVEN, "of": part.of, **part.settings}
+        if isinstance(part, Part):
+            return {"name": part.name, **part.keys}
         if _can_be_named(self.kind, part):
             mode: Literal["json", "python"] = "json" if info.mode == "json" else "python"
             return {"name": name_of(self.kind, part), **TypeAdapter(type(part)).dump_python(part, mode=mode)}
@@ -248,27 +261,6 @@ def _can_be_named(kind: str, part: object) -> bool:
         return class_of(kind, name_of(kind, part)) is type(part)
     except ValueError:
         return False
-
-
-def _validated(kind: str, settings: Mapping[str, Any], context: Any = None) -> Any:
-    """Build an object; raise a ValidationError for its keys, a ValueError for its name."""
-    name = settings["name"]
-    chosen = class_of(kind, name)
-    options = {key: value for key, value in settings.items() if key != "name"}
-    own = fields_of(chosen)
-    known = [field for field in own if field != "name"]
-    presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
-    if options.get("preset") is not None:
-        preset = options.pop("preset")
-        if preset not in presets:
-            raise ValueError(f"{kind} {name} has no preset {preset!r}; {suggestion(str(preset), presets)}")
-        options = {**presets[preset], **options}
-    wrong = [unknown_key(key, options[key], known) for key in options if key not in known]
-    if wrong:
-        raise ValidationError.from_exception_data(f"{kind} {name}", wrong)
-    if "name" in own:
-        options["name"] = name
-    return TypeAdapter(chosen).validate_python(options, context=context)
 
 
 def unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:

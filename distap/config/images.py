@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from distap.config.rates import Unit
 from distap.config.validation import Remote, Section, Shards, TrainShards
@@ -12,24 +12,33 @@ from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
 
+Scales = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+TwoOrMore = Annotated[int, Field(ge=2)]
+
 
 class ImagesSection(Section):
     """The images as evaluation sees them: what a trained network needs of the data section."""
 
-    validation: Shards | None = Field(None, description="Shards to evaluate on; null evaluates nothing.")
-    validation_index: Path | None = Field(None, description="Index of the validation shards, if not beside them.")
-    gallery: Shards | None = Field(
-        None, description="Shards that the images of data.validation retrieve; null for each other's."
-    )
-    gallery_draws: int = Field(
-        0, ge=0, description="Draw an image a class of data.validation as the others' gallery, so many times."
-    )
-    remote: Remote = Field(RemoteSettings(), description="Retries, time-outs and options of remote reads.")
-    cache: CacheSettings | None = Field(None, description="Keep shards on each host's own disk; null keeps none.")
-    image_size: PositiveInt = Field(224, description="Width and height of the network's input, pixels.")
-    workers: int = Field(2, ge=0, description="Reader processes of each rank; 0 reads in the rank itself.")
-    max_pixels: PositiveInt = Field(100_000_000, description="Refuse images with more pixels without decoding them.")
-    scaled_decoding: bool = Field(True, description="Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it.")
+    validation: Shards | None = None
+    """Shards to evaluate on; null evaluates nothing."""
+    validation_index: Path | None = None
+    """Index of the validation shards; null takes the one next to them."""
+    gallery: Shards | None = None
+    """Shards that the images of data.validation retrieve; null lets these images retrieve each other."""
+    gallery_draws: NonNegativeInt = 0
+    """Draw an image of each class of data.validation as the gallery of the others, this many times."""
+    remote: Remote = RemoteSettings()
+    """Retries, time-outs and options of remote reads, and of checkpoint.store."""
+    cache: CacheSettings | None = None
+    """Keep shards on each host's own disk; null keeps none."""
+    image_size: PositiveInt = 224
+    """Width and height of the network's input, pixels."""
+    workers: NonNegativeInt = 2
+    """Number of reader processes of each rank; 0 reads in the rank itself."""
+    max_pixels: PositiveInt = 100_000_000
+    """Refuse images with more pixels without decoding them."""
+    scaled_decoding: bool = True
+    """Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it."""
 
     @property
     def validation_source(self) -> Source | None:
@@ -39,22 +48,24 @@ class ImagesSection(Section):
 class DataSection(ImagesSection):
     """The images: their places, and how to read them."""
 
-    train: TrainShards = Field(description="Shards to train on: a folder, a pattern or a URL.")
-    train_index: Path | None = Field(None, description="Index of the training shards, if not beside them.")
-    reading: Annotated[Any, Chosen("source")] = Field(
-        "indexed",
-        description="`indexed` reads image by image; `streamed` reads shard by shard, with weaker promises.",
-    )
-    allow_pipes: bool = Field(False, description="Allow `train: pipe:COMMAND`, which runs a shell command.")
-    unseen_classes: bool = Field(True, description="Refuse a validation set that shares a class with training.")
-    augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = Field(
-        "crop_flip_colour", description="How training images are varied."
-    )
-    prefetch: PositiveInt = Field(4, description="Micro-batches that each worker reads ahead.")
-    pixels: PixelSettings = Field(PixelSettings(), description="Where pixels wait between describe and replay.")
-    max_damaged: float = Field(
-        0.05, ge=0, le=1, description="Stop when more than this share of images is damaged (10 are always tolerated)."
-    )
+    train: TrainShards
+    """Shards to train on: a folder, a pattern or a URL."""
+    train_index: Path | None = None
+    """Index of the training shards; null takes the one next to them."""
+    reading: Annotated[Any, Chosen("source")] = "indexed"
+    """Read image by image (`indexed`), or shard by shard with weaker promises (`streamed`)."""
+    allow_pipes: bool = False
+    """Allow `train: pipe:COMMAND`, which runs a shell command."""
+    unseen_classes: bool = True
+    """Refuse a validation set that shares a class with training."""
+    augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
+    """Random changes of training images."""
+    prefetch: PositiveInt = 4
+    """Number of micro-batches that each worker reads ahead."""
+    pixels: PixelSettings = PixelSettings()
+    """Place where pixels wait between describe and replay."""
+    max_damaged: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Stop when more than this share of images is damaged (10 are always tolerated)."""
 
     @model_validator(mode="after")
     def _one_gallery(self) -> "DataSection":
@@ -70,16 +81,15 @@ class DataSection(ImagesSection):
 class SizedSection(Section):
     """How evaluation brings images to size; without any of these keys it crops the largest square."""
 
-    resize: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(
-        None,
-        description="Scale the shorter side to this many pixels, or all to [height, width], before cropping; null "
-        "crops the largest square.",
-    )
-    crop: PositiveInt | None = Field(None, description="Side of the crop, pixels; null takes data.image_size.")
-    max_side: PositiveInt | None = Field(
-        None, description="Take whole images, the longer side at most this many pixels."
-    )
-    original: bool = Field(False, description="Take whole images at their original size.")
+    resize: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    """Scale the shorter side to this many pixels, or all to [height, width], before cropping; null crops the largest
+    square."""
+    crop: PositiveInt | None = None
+    """Side of the crop, pixels; null takes data.image_size."""
+    max_side: PositiveInt | None = None
+    """Take whole images, the longer side at most this many pixels."""
+    original: bool = False
+    """Take whole images at their original size."""
 
     @model_validator(mode="after")
     def _one_way(self) -> "SizedSection":
@@ -99,29 +109,31 @@ class SizedSection(Section):
 class DescribingSection(SizedSection):
     """The part of the evaluation section that describing images needs."""
 
-    scales: tuple[PositiveFloat, ...] = Field(
-        (1.0,), min_length=1, description="Describe each image at these scales."
-    )
-    antialias: bool = Field(True, description="Smooth images before shrinking them to a scale below 1.")
-    recall_at: tuple[PositiveInt, ...] = Field(
-        (1, 5, 10), min_length=1, description="The k of R@k and mP@k, except where a ground truth says them."
-    )
-    gap_batch: int | None = Field(
-        None, ge=2, description="Also give by how much mAP is higher within random batches of this many images."
-    )
-    batch_size: PositiveInt = Field(64, description="Images described at once.")
+    scales: Scales = (1.0,)
+    """Describe each image at these scales."""
+    antialias: bool = True
+    """Smooth images before shrinking them to a scale below 1."""
+    recall_at: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 10)
+    """The k of R@k and mP@k, except where a ground truth says them."""
+    gap_batch: TwoOrMore | None = None
+    """Also give by how much mAP is higher within random batches of this many images."""
+    batch_size: PositiveInt = 64
+    """Number of images that evaluation describes at once. Lower it if memory runs out."""
 
 
 class EvaluatedSet(SizedSection):
-    """A data set to evaluate on beside data.validation; images are taken as there unless a key says otherwise."""
+    """A data set to evaluate on next to data.validation, with images taken alike unless a key says otherwise."""
 
-    data: str = Field(description="Shards, or a folder with a ground truth that `distap data convert` wrote.")
-    gallery: str | None = Field(None, description="Shards that the images retrieve; null for each other's.")
-    gallery_draws: int = Field(0, ge=0, description="Draw an image a class as the others' gallery, so many times.")
-    distractors: tuple[str, ...] = Field((), description="Shards to add to the gallery of a ground truth.")
-    scales: tuple[PositiveFloat, ...] | None = Field(
-        None, min_length=1, description="Describe each image at these scales; null takes evaluation.scales."
-    )
+    data: str
+    """Shards, or a folder with a ground truth that `distap data convert` wrote."""
+    gallery: str | None = None
+    """Shards that the images retrieve; null lets them retrieve each other."""
+    gallery_draws: NonNegativeInt = 0
+    """Draw an image of each class as the gallery of the others, this many times."""
+    distractors: tuple[str, ...] = ()
+    """Shards to add to the gallery of a ground truth."""
+    scales: Scales | None = None
+    """Describe each image at these scales; null takes evaluation.scales."""
 
     def within(self, evaluation: DescribingSection) -> DescribingSection:
         """How images of this set are described."""
@@ -133,9 +145,11 @@ class EvaluatedSet(SizedSection):
 class EvaluationSection(DescribingSection):
     """Evaluation during training, on data.validation and on other sets."""
 
-    every: int | None = Field(None, ge=0, description="How often; null evaluates first and last, 0 never.")
-    unit: Unit = Field("steps", description="Of `every`.")
-    at_start: bool = Field(True, description="Evaluate before the first step too, to show what training gains.")
-    also: dict[str, EvaluatedSet] = Field(
-        {}, description="Other data sets, by the name under which their figures appear."
-    )
+    every: NonNegativeInt | None = None
+    """Interval between evaluations; null evaluates first and last, 0 never."""
+    unit: Unit = "steps"
+    """Unit of evaluation.every: steps or epochs."""
+    at_start: bool = True
+    """Evaluate before the first step too, to show what training gains."""
+    also: dict[str, EvaluatedSet] = Field({})
+    """Other data sets to evaluate on, by the name under which their figures appear."""

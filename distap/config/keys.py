@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import re
 import sys
 import types
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distap.config.recipe import Recipe
@@ -84,55 +82,37 @@ def _classes(kind: str) -> Iterator[tuple[list[str], type]]:
 
 
 def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
-    """Yield name, annotation, default and meaning of the fields of a pydantic model or of a dataclass."""
-    if issubclass(section, BaseModel):
-        for name, of_model in section.model_fields.items():
-            annotation = (
-                Annotated[of_model.annotation, *of_model.metadata] if of_model.metadata else of_model.annotation
-            )
-            default = _default(of_model.get_default(call_default_factory=True))
-            yield name, annotation, default, of_model.description or ""
-    elif is_dataclass(section):
-        hints, remarks = get_type_hints(section, include_extras=True), _remarks(section)
-        for field in fields(section):
-            given, meaning = field.default, remarks.get(field.name, "")
-            if isinstance(given, FieldInfo):
-                given, meaning = given.default, given.description or meaning
-            if field.default_factory is not MISSING:
-                given = field.default_factory()
-            yield field.name, hints[field.name], _default(given), meaning
-
-
-def _remarks(section: type) -> dict[str, str]:
-    """Return what docstrings and remarks of a dataclass, and of those that it inherits from, say of each field."""
-    found: dict[str, str] = {}
+    """Yield name, annotation, default and docstring of the fields of a pydantic model or of a dataclass."""
+    hints, told = get_type_hints(section, include_extras=True), dict[str, str]()
     for each in reversed(section.__mro__):
-        if is_dataclass(each):
-            arguments = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2]
-            source = inspect.getsource(each)
-            found |= dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE))
-            found |= {name: told for told, name in re.findall(r"((?:^    # .*\n)+)    (\w+): ", source, re.MULTILINE)}
-            found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.*)$", source, re.MULTILINE))
-            found |= _docstrings(each.__module__).get(each.__qualname__, {})
-    return {name: _sentence(re.sub(r"^ *#", "", told, flags=re.MULTILINE)) for name, told in found.items()}
+        if each.__module__ in sys.modules and not each.__module__.startswith(("builtins", "pydantic")):
+            told |= _docstrings(each.__module__).get(each.__name__, {})
+    if issubclass(section, BaseModel):
+        of_model = section.model_fields.items()
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in of_model}
+    else:
+        of_class = fields(section) if is_dataclass(section) else ()
+        defaults = {
+            field.name: field.default if field.default_factory is MISSING else field.default_factory()
+            for field in of_class
+        }
+    for name, default in defaults.items():
+        yield name, hints[name], _default(default), told.get(name, "")
 
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Return what stands as a docstring under each field of a module's classes, by class and field."""
+    """Return the docstrings under the fields of a module's classes, by class and field, from its source."""
     found: dict[str, dict[str, str]] = {}
-    for each in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(each, ast.ClassDef):
-            for field, below in pairwise(each.body):
-                match field, below:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(told))):
-                        found.setdefault(each.name, {})[name] = told
+    classes = [
+        each for each in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(each, ast.ClassDef)
+    ]
+    for each in classes:
+        for field, below in pairwise(each.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(told))):
+                    found.setdefault(each.name, {})[name] = " ".join(told.split())
     return found
-
-
-def _sentence(told: str) -> str:
-    told = re.sub(r"\bNone\b", "null", " ".join(told.split()))
-    return f"{told[:1].upper()}{told[1:]}{'' if told.endswith(('.', '.)')) else '.'}"
 
 
 def _first_line(section: type) -> str:

@@ -19,11 +19,12 @@ from distap.registry import REGISTRY, Chosen, name_of
 class ProjectionSection(Section):
     """A linear layer behind pooling. A number stands for its dimensions."""
 
-    dimensions: PositiveInt = Field(description="Dimensions of the descriptors.")
-    start: Literal["random", "whitening"] = Field(
-        "random", description="Begin with random weights, or with a PCA whitening of training images."
-    )
-    images: PositiveInt = Field(10_000, description="Training images to learn the whitening from.")
+    dimensions: PositiveInt
+    """Dimensions of the descriptors."""
+    start: Literal["random", "whitening"] = "random"
+    """Begin with random weights, or with a PCA whitening of training images."""
+    images: PositiveInt = 10_000
+    """Number of training images to learn the whitening from."""
 
     @model_validator(mode="before")
     @classmethod
@@ -38,23 +39,20 @@ class ProjectionSection(Section):
 class ModelSection(Section):
     """The network."""
 
-    backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = Field(
-        "resnet50", description="A name alone is an architecture of timm."
-    )
-    weights: Annotated[Any, Chosen("weights")] = Field(
-        "timm", description="Pretrained weights; a backbone from elsewhere starts with random ones by default."
-    )
-    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = Field(
-        "gem", description="How the features of an image become one vector."
-    )
-    arguments: dict[str, Any] = Field(
-        {}, description="Further arguments of timm.create_model, such as {img_size: 448}."
-    )
-    layer_norm: bool = Field(False, description="Standardise what pooling gives, as in ROADMAP's code.")
-    projection: ProjectionSection | None = Field(
-        None, description="Dimensions of a linear layer, or a mapping; null for no layer."
-    )
-    batchnorm: Literal["frozen", "batch"] = Field("frozen", description="Normalise by fixed or by batch statistics.")
+    backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = "resnet50"
+    """Network without pooling and classifier; a name alone is an architecture of timm."""
+    weights: Annotated[Any, Chosen("weights")] = "timm"
+    """Pretrained weights; a backbone from elsewhere starts with random ones by default."""
+    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "gem"
+    """Pooling of the features of an image into one vector."""
+    arguments: dict[str, Any] = Field({})
+    """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
+    layer_norm: bool = False
+    """Standardise what pooling gives, as in ROADMAP's code."""
+    projection: ProjectionSection | None = None
+    """Dimensions of a linear layer, or a mapping; null for no layer."""
+    batchnorm: Literal["frozen", "batch"] = "frozen"
+    """Normalise by fixed or by batch statistics."""
 
     @model_validator(mode="before")
     @classmethod

@@ -14,9 +14,11 @@ def as_written(number: float) -> Fraction:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How one part of the network learns."""
+    """Learning rate and weight decay of one part of the network."""
 
-    factor: float = 1.0  # multiplies the learning rate; 0 keeps the part as it is
-    weight_decay: float = 0.0  # of matrices and kernels; biases, scales and the pooling's power never decay
+    factor: float = 1.0
+    """Multiply the learning rate of this part; 0 keeps it as it is."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices and kernels; biases, scales and the pooling's power never decay."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - pydantic reads it when this is a section of a recipe

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, problem_of
-from distap.registry import NAMES_ONLY, RECORDED, REGISTRY, fields_of, suggestion
+from distap.registry import GIVEN, REGISTRY, Part, fields_of, suggestion
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
 
@@ -137,7 +137,7 @@ def recorded_recipe(
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
     try:
-        NetworkRecipe.model_validate(kept, context=RECORDED)
+        NetworkRecipe.model_validate(kept)
     except ValidationError as error:
         for item in error.errors():
             section, key = map(str, item["loc"][:2])
@@ -147,25 +147,45 @@ def recorded_recipe(
                 logger.warning("%s: %s.%s is left out: this version cannot read it", source, section, key)
     for override in overrides:
         _override(kept, override)
-    return _checked(NetworkRecipe, kept, source, RECORDED)
+    return _checked(NetworkRecipe, kept, source)
 
 
-def _checked(
-    kind: type[R], settings: dict[str, Any], source: str, context: str | None = None, data_at_hand: bool = False
-) -> R:
+def _checked(kind: type[R], settings: dict[str, Any], source: str, data_at_hand: bool = False) -> R:
     try:
-        # First check all that needs no class behind a chosen name, to answer a typo before torch is imported.
-        draft = kind.model_validate(settings, context=NAMES_ONLY)
-        if data_at_hand and isinstance(draft, Recipe):
-            _require_data(draft, source)
-        return kind.model_validate(settings, context=context)
+        recipe = kind.model_validate(settings)
     except ValidationError as error:
-        problems: dict[str, str] = {}
-        for item in error.errors():
-            told = _problem(dict(item), settings, kind)
-            start, _, wanted = told.partition(": must be ")  # a union's members each say what they want
-            problems[start] = f"{problems[start]} or {wanted}" if wanted and start in problems else told
-        raise DistapError(f"{source}: " + f"\n{source}: ".join(problems.values())) from error
+        raise _refused(list(map(dict, error.errors())), settings, source, kind) from error
+    if data_at_hand and isinstance(recipe, Recipe):
+        _require_data(recipe, source)
+    if wrong := list(_build_parts(vars(recipe), keeps_given=kind is NetworkRecipe)):
+        raise _refused(wrong, settings, source, kind)
+    return recipe
+
+
+def _build_parts(holder: dict[str, Any], keeps_given: bool, path: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Replace each `Part` in a recipe by its object; yield what is wrong in the form of pydantic's errors."""
+    for key, value in holder.items():
+        where = (*path, key)
+        if isinstance(value, BaseModel | dict):
+            yield from _build_parts(value if isinstance(value, dict) else vars(value), keeps_given, where)
+        elif isinstance(value, Part) and not (value.name == GIVEN and keeps_given):
+            try:
+                holder[key] = value.build()
+            except ValidationError as error:
+                yield from ({**item, "loc": (*where, *item["loc"])} for item in error.errors())
+            except ValueError as error:
+                yield {"type": "value_error", "loc": where, "msg": str(error), "input": {}}
+
+
+def _refused(
+    wrong: list[dict[str, Any]], settings: dict[str, Any], source: str, kind: type[NetworkRecipe]
+) -> DistapError:
+    problems: dict[str, str] = {}
+    for item in wrong:
+        told = _problem(item, settings, kind)
+        start, _, wanted = told.partition(": must be ")  # a union's members each say what they want
+        problems[start] = f"{problems[start]} or {wanted}" if wanted and start in problems else told
+    return DistapError(f"{source}: " + f"\n{source}: ".join(problems.values()))
 
 
 def _require_data(recipe: Recipe, source: str) -> None:

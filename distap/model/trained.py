@@ -75,15 +75,12 @@ class TrainedNetwork:
 
 @dataclass(frozen=True)
 class RunWeights:
-    """A whole trained network to begin from: its backbone, pooling and projection.
-
-    Args:
-        path: a run, one of its checkpoints, the URL of either, a folder that an export or save_pretrained wrote, or
-            `hf-hub:NAME`.
-    """
+    """A whole trained network to begin from: its backbone, pooling and projection."""
 
     path: str
-    best: bool = False  # of a run, the checkpoint with the highest validation mAP instead of the newest
+    """Path or URL of a run or checkpoint, a folder that an export or save_pretrained wrote, or `hf-hub:NAME`."""
+    best: bool = False
+    """Take a run's checkpoint with the highest validation mAP instead of the newest."""
 
     whole: ClassVar[bool] = True
 

@@ -190,17 +190,14 @@ class Loss(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SizedLoss(Loss):
-    """A loss with parameters for each class.
-
-    Args:
-        classes: K, the labels being 0 to K - 1; null takes the number in the training set.
-        dimensions: C of the descriptors; null takes the network's.
-        seed: of the first parameters; null takes the recipe's.
-    """
+    """A loss with parameters for each class."""
 
     classes: PositiveInt | None = None
+    """Number K of classes, with labels 0 to K - 1; null takes the number in the training set."""
     dimensions: PositiveInt | None = None
+    """Number C of dimensions of the descriptors; null takes the network's."""
     seed: NonNegativeInt | None = None
+    """Seed of the first parameters; null takes the recipe's."""
 
     def sized(self, classes: int | None, dimensions: int, seed: int) -> "SizedLoss":
         for key, given, found in (("classes", self.classes, classes), ("dimensions", self.dimensions, dimensions)):

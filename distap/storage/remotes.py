@@ -36,11 +36,15 @@ class RemoteSettings:
 
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
 
-    attempts: int = 5  # tries before a read or write has failed
-    timeout_seconds: float = 60.0  # of one request, which asks for 8 MiB at most apart from single images
-    backoff_seconds: float = 0.5  # pause before the second attempt, doubled before each further one
-    # By scheme, passed to its fsspec file system: {s3: {endpoint_url: ...}}; a recipe's may hold no secret.
+    attempts: int = 5
+    """Number of tries before a read or write has failed."""
+    timeout_seconds: float = 60.0
+    """Longest time of one request, which asks for 8 MiB at most apart from single images."""
+    backoff_seconds: float = 0.5
+    """Pause before the second attempt, doubled before each further one."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options of fsspec's file systems by scheme, such as {s3: {endpoint_url: ...}}; a recipe's may hold no
+    secret."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:

@@ -27,7 +27,7 @@ from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.precision import computing_in
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.registry import GivenObject
+from distap.registry import Part
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replay_drift import mixes_images
 from distap.stages.replica import Replica, refuse_unusable
@@ -102,11 +102,11 @@ def with_given(
 ) -> NetworkRecipe:
     """A recorded recipe with the network in Python that it was made with; without one if its network has a name."""
     backbone = recipe.model.backbone
-    if isinstance(backbone, GivenObject) != (given is not None):
+    if isinstance(backbone, Part) != (given is not None):
         if given is not None:
             raise DistapError(f"{where}: its network is that of its recipe; leave `network` out")
         raise DistapError(
-            f"{where}: its network was an object in Python, {backbone.of}: build one like it, and load its "
+            f"{where}: its network was an object in Python, {backbone.keys['of']}: build one like it, and load its "
             "parameters by distap.load(..., network=...)"
         )
     if given is None:

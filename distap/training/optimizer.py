@@ -17,9 +17,12 @@ class TimmOptimizer:
     """An optimiser of timm; None leaves an option at the optimiser's own default."""
 
     name: str = "adam"  # timm's name: `adam`, `adamw`, `sgd` (with Nesterov's momentum), `lion` and so on
-    betas: tuple[float, float] | None = None  # decay rates of the running averages
-    momentum: float | None = None  # of `sgd`, `momentum`, `rmsprop` and `lars`; timm's default is 0.9
-    eps: float | None = None  # added to denominators
+    betas: tuple[float, float] | None = None
+    """Decay rates of the running averages."""
+    momentum: float | None = None
+    """Momentum of `sgd`, `momentum`, `rmsprop` and `lars`; timm's default is 0.9."""
+    eps: float | None = None
+    """Small number that is added to denominators."""
 
     def __post_init__(self) -> None:
         about = optim.get_optimizer_info(self.name)

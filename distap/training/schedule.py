@@ -29,12 +29,18 @@ class RateSchedule:
     """
 
     name: str = "linear"
-    unit: Unit = "steps"  # of the numbers below, and of optimizer.head_only
-    warmup: NonNegativeFloat = 0  # of a linear rise, whose first step has 1/warmup of the rate
-    length: PositiveFloat | None = None  # of `linear` and `cosine`, warm-up included; None ends at the last step
-    every: PositiveFloat | None = None  # of `step`, how long one rate lasts
-    milestones: tuple[NonNegativeFloat, ...] | None = None  # of `multistep`, after which the rate falls
-    decay: NonNegativeFloat | None = None  # of `step` and `multistep`, the factor each time; 0.1 by default
+    unit: Unit = "steps"
+    """Unit of the schedule's numbers, and of optimizer.head_only."""
+    warmup: NonNegativeFloat = 0
+    """Length of a linear rise, whose first step has 1/warmup of the rate."""
+    length: PositiveFloat | None = None
+    """Length of `linear` and `cosine`, warm-up included; null ends at the last step."""
+    every: PositiveFloat | None = None
+    """Length of one rate of `step`."""
+    milestones: tuple[NonNegativeFloat, ...] | None = None
+    """Times after which the rate of `multistep` falls."""
+    decay: NonNegativeFloat | None = None
+    """Factor of each fall of `step` and `multistep`, 0.1 by default."""
 
     __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - pydantic reads it
 

@@ -33,19 +33,16 @@ Transform = Callable[[Croppable], Tensor]
 
 @dataclass(frozen=True)
 class CropFlipColour:
-    """Crop, flip and colour images at random.
-
-    Args:
-        crop: smallest share of the image's area that a random crop keeps; 1 crops the centre only.
-        flip: probability of a horizontal flip.
-        colour: strength of the change of brightness, contrast and saturation; a quarter of it for hue.
-        grey: probability of losing all colour.
-    """
+    """Crop, flip and colour images at random."""
 
     crop: float = 0.5
+    """Smallest share of the image's area that a random crop keeps; 1 crops the centre only."""
     flip: float = 0.5
+    """Probability of a horizontal flip."""
     colour: float = 0.0
+    """Strength of the change of brightness, contrast and saturation; a quarter of it for hue."""
     grey: float = 0.0
+    """Probability of losing all colour."""
 
     def __post_init__(self) -> None:
         for name in ("crop", "flip", "colour", "grey"):
@@ -71,15 +68,12 @@ class CropFlipColour:
 
 @dataclass(frozen=True)
 class TorchvisionSteps:
-    """Vary images by transforms of torchvision.transforms.v2, one after the other.
-
-    Args:
-        steps: each the name of a transform, or its name with its arguments: `Resize: 256` (the first argument), or
-            `RandomResizedCrop: {scale: [0.2, 1]}`. A `size` that is needed and not given is data.image_size. Pixels
-            are uint8 throughout, since the network normalises them.
-    """
+    """Vary images by transforms of torchvision.transforms.v2, one after the other."""
 
     steps: tuple[str | dict[str, Any], ...]
+    """Transforms, each a name or a name with its arguments: `Resize: 256` (the first argument), or
+    `RandomResizedCrop: {scale: [0.2, 1]}`. A `size` that is needed and not given is data.image_size. Pixels are uint8
+    throughout, since the network normalises them."""
 
     def __post_init__(self) -> None:
         if not self.steps:

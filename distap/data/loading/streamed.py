@@ -42,20 +42,17 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """Read shard by shard, from the first byte to the last; needs no index.
-
-    Args:
-        label: member of a sample that holds its class, such as cls, txt or json; or __key__, the sample's own name.
-            A whole number is the number of the class; any other text (but in cls) is the name of one.
-        label_key: key of the class in a member that is JSON, with dots between the keys of nested objects.
-        label_map: JSON file with an object that gives for each of these texts the number or name of its class.
-        shuffle: images of a shard that are held in memory, as files, to draw the next from; 1 keeps their order.
-    """
+    """Read shard by shard, from the first byte to the last; needs no index."""
 
     label: str = LABEL_FIELD
+    """Member of a sample that holds its class, such as cls, txt or json; or __key__, the sample's own name. A whole
+    number is the number of the class; any other text (but in cls) is the name of one."""
     label_key: str | None = None
+    """Key of the class in a member that is JSON, with dots between the keys of nested objects."""
     label_map: Path | None = None
+    """JSON file with an object that gives the number or name of the class for each text."""
     shuffle: int = 128
+    """Number of a shard's images that are held in memory, as files, to draw the next from; 1 keeps their order."""
 
     def __post_init__(self) -> None:
         if self.shuffle < 1:

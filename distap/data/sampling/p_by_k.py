@@ -24,8 +24,10 @@ class PByKSampling:
     each batch draws its classes anew.
     """
 
-    classes: int = 64  # P
-    images: int = 4  # K, at least 2
+    classes: int = 64
+    """Number P of classes in a global batch."""
+    images: int = 4
+    """Number K of images of each class, at least 2."""
 
     @property
     def size(self) -> int:

@@ -17,7 +17,8 @@ class RandomSampling:
     no epochs; each batch is drawn anew.
     """
 
-    batch_size: int = 4096  # B, images of a global batch
+    batch_size: int = 4096
+    """Number B of images in a global batch."""
 
     @property
     def size(self) -> int:

@@ -37,11 +37,16 @@ class HistogramLoss(Loss):
     A subclass writes `average_precision`, and autograd differentiates it by the counts.
     """
 
-    bins: int = 20  # number of bin centres M, 2 to 128
-    low: float = -1.0  # the last bin centre, of that value; the end bins are flat outside
-    high: float = 1.0  # the first bin centre
-    self_pair: bool = True  # a query counts itself among its positives, like in the papers' code
-    weights: QueryWeights = "uniform"  # of the queries; with `class` each class weighs the same
+    bins: int = 20
+    """Number of bin centres M, 2 to 128."""
+    low: float = -1.0
+    """Similarity of the last bin centre; the bins at the ends are flat outside."""
+    high: float = 1.0
+    """Similarity of the first bin centre."""
+    self_pair: bool = True
+    """Count a query among its own positives, like the papers' code."""
+    weights: QueryWeights = "uniform"
+    """Weigh all queries alike (uniform), or all classes (class)."""
     is_ap: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -77,14 +77,12 @@ class SimilarityLoss(Loss):
 
     A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with a derivative by
     hand that takes less memory. The queries are ranked a block at a time, each rank its own.
-
-    Args:
-        self_pair: a query counts itself among its positives.
-        weights: `uniform`, or `class` so that each class weighs the same.
     """
 
     self_pair: bool = True
+    """Count a query among its own positives."""
     weights: QueryWeights = "uniform"
+    """Weigh all queries alike (uniform), or all classes (class)."""
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
@@ -210,7 +208,8 @@ class DescriptorLoss(Loss):
 class WeightedSum(Loss):
     """The sum of losses, each multiplied by its weight."""
 
-    terms: tuple[tuple[float, Annotated[Any, Chosen("loss")]], ...]  # weight and loss of each
+    terms: tuple[tuple[float, Annotated[Any, Chosen("loss", at_once=True)]], ...]
+    """Weight and loss of each term."""
 
     def __post_init__(self) -> None:
         if not self.terms:

@@ -23,10 +23,11 @@ class BlackBoxAP(SimilarityLoss):
     """
 
     self_pair: bool = False
-    lam: PositiveFloat = 4.0  # how far the scores move, λ; more is smoother
-    # The paper's margin α, in units of similarity: before ranking, positives are lowered and negatives raised by half
-    # of it. (The paper's code draws the margin of each pair at random.)
+    lam: PositiveFloat = 4.0
+    """Distance λ by which the scores move; more is smoother."""
     margin: float = 0.02
+    """Margin α of the paper, in units of similarity: before ranking, positives are lowered and negatives raised by
+    half of it. (The paper's code draws the margin of each pair at random.)"""
     is_ap: ClassVar[bool] = True
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:

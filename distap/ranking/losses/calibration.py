@@ -24,9 +24,12 @@ class Calibration(SimilarityLoss):
     """
 
     self_pair: bool = False
-    alpha: float = 0.9  # similarity that positives are to exceed
-    beta: float = 0.6  # similarity that negatives are to stay below
-    form: Literal["all", "violating", "sum"] = "all"  # means over all pairs, over those that violate, or sums
+    alpha: float = 0.9
+    """Similarity that positives are to exceed."""
+    beta: float = 0.6
+    """Similarity that negatives are to stay below."""
+    form: Literal["all", "violating", "sum"] = "all"
+    """Take means over all pairs, means over those that violate alpha or beta, or sums."""
     presets: ClassVar[Presets] = {
         "released": {"form": "violating"},
         "xbm": {"alpha": 1.0, "beta": 0.5, "form": "sum"},
@@ -70,8 +73,10 @@ class Roadmap(SupAP, Calibration):
     `self_pair` concerns SupAP alone: in calibration a query is no positive of its own.
     """
 
-    lam: Annotated[float, Field(ge=0, le=1)] = 0.5  # weight of the calibration; SupAP has the rest
-    scale: PositiveFloat = 1.0  # of the sum; the authors' configuration adds both losses whole
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Weight of the calibration; SupAP has the rest."""
+    scale: PositiveFloat = 1.0
+    """Factor of the sum; the authors' configuration adds both losses whole (2)."""
     is_ap: ClassVar[bool] = False
     presets: ClassVar[Presets] = {
         name: {**of, "form": "violating", "scale": 2.0} for name, of in SupAP.presets.items()

@@ -23,10 +23,14 @@ class MetricLearning(DescriptorLoss, SizedLoss):
     A loss with parameters of its own, such as `ProxyAnchorLoss`, is built for `classes` and `dimensions`.
     """
 
-    function: str  # class of the loss, such as `TripletMarginLoss`
-    options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor, such as {margin: 0.1}
-    miner: str | None = None  # class that chooses pairs or triplets, such as `MultiSimilarityMiner`
-    miner_options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
+    function: str
+    """Class of the loss in pytorch-metric-learning, such as `TripletMarginLoss`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the loss's constructor, such as {margin: 0.1}."""
+    miner: str | None = None
+    """Class that chooses pairs or triplets, such as `MultiSimilarityMiner`."""
+    miner_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the miner's constructor."""
 
     def __post_init__(self) -> None:
         self._built(classes=self.classes or 2, dimensions=self.dimensions or 2)  # which raises for what is wrong

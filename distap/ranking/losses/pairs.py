@@ -26,10 +26,14 @@ class PairLoss(SimilarityLoss):
 class MultiSimilarity(PairLoss):
     """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10), of the pairs that are hard by `epsilon`."""
 
-    alpha: PositiveFloat = 2.0  # weighs positives
-    beta: PositiveFloat = 50.0  # weighs negatives
-    base: float = 0.5  # similarity at which neither weighs more
-    epsilon: NonNegativeFloat | None = 0.1  # null takes all pairs
+    alpha: PositiveFloat = 2.0
+    """Sharpness of the weights of positives."""
+    beta: PositiveFloat = 50.0
+    """Sharpness of the weights of negatives."""
+    base: float = 0.5
+    """Similarity at which neither positives nor negatives weigh more."""
+    epsilon: NonNegativeFloat | None = 0.1
+    """Take pairs within this similarity of the hardest one of the other kind; null takes all pairs."""
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
@@ -51,8 +55,10 @@ class Contrastive(PairLoss):
     tuples, which hold 5 negatives for each positive.
     """
 
-    margin: PositiveFloat = 0.7  # distance of descriptors, 0 to 2
-    negatives: PositiveInt | None = None  # take so many nearest ones of a query; null takes all within the margin
+    margin: PositiveFloat = 0.7
+    """Distance of descriptors, 0 to 2, beyond which negatives count no more."""
+    negatives: PositiveInt | None = None
+    """Take this many nearest negatives of a query; null takes all within the margin."""
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
@@ -75,10 +81,13 @@ class Triplet(PairLoss):
     (Schroff et al. 2015).
     """
 
-    margin: PositiveFloat | None = 0.1  # of distances; null is the soft margin, log(1 + exp)
-    # Hardest pairs; each positive with the nearest negative; or with the nearest negative that is farther than it.
+    margin: PositiveFloat | None = 0.1
+    """Margin of distances; null is the soft margin, log(1 + exp)."""
     mining: Literal["hardest", "hard_negative", "semi_hard"] = "hardest"
-    squared: bool = False  # compare squared distances, as Gordo et al. and Schroff et al. do
+    """Take the hardest pairs; each positive with the nearest negative; or with the nearest negative that is farther
+    than it."""
+    squared: bool = False
+    """Compare squared distances, as Gordo et al. and Schroff et al. do."""
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]

@@ -21,12 +21,10 @@ class ProxyLoss(SizedLoss):
     """A mean over images, from each one's similarities to the K proxies, which are trained with the network.
 
     Each rank takes its own images, a block at a time. A memory of earlier descriptors changes nothing.
-
-    Args:
-        weights: `uniform`, or `class` so that each class of the batch weighs the same.
     """
 
     weights: QueryWeights = "uniform"
+    """Weigh all images alike (uniform), or all classes of the batch (class)."""
     needs_positives: ClassVar[bool] = False
 
     @abstractmethod
@@ -84,7 +82,8 @@ class ProxyNCA(ProxyLoss):
     In the paper the proxies learn faster than the network, by their own `optimizer.loss.factor`.
     """
 
-    temperature: PositiveFloat = 1 / 9  # of squared distances
+    temperature: PositiveFloat = 1 / 9
+    """Temperature of the squared distances."""
 
     def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
         return cross_entropy((2 * similarities - 2) / self.temperature, labels, reduction="none")
@@ -97,7 +96,8 @@ class ProxyNCA(ProxyLoss):
 class NormalizedSoftmax(ProxyLoss):
     """Normalised softmax (Zhai and Wu 2019): a softmax over similarities to the proxies."""
 
-    temperature: PositiveFloat = 0.05  # of similarities
+    temperature: PositiveFloat = 0.05
+    """Temperature of the similarities."""
 
     def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
         return cross_entropy(similarities / self.temperature, labels, reduction="none")

@@ -31,7 +31,8 @@ class QuantizedAP(HistogramLoss):
 class FastAP(QuantizedAP):
     """FastAP (Cakir et al. 2019, eq. 9): AP_Q over intervals, so with one centre more, and without the self pair."""
 
-    bins: int = 10  # number of intervals between bin centres, 1 to 127
+    bins: int = 10
+    """Number of intervals between bin centres, 1 to 127."""
     self_pair: bool = False
     presets: ClassVar[Presets] = {}
 
@@ -44,9 +45,9 @@ class FastAP(QuantizedAP):
 class TieAwareAP(HistogramLoss):
     """AP_T: the mean of AP over all orders of the images within a bin (He et al. 2018)."""
 
-    # `simplified` (Revaud et al. 2019, eq. 13), or `full`, the integral over a bin, with the bounds of their code for
-    # bins of less than one image.
     form: Literal["simplified", "full"] = "simplified"
+    """Use Revaud et al. 2019, eq. 13 (simplified), or the integral over a bin, with the bounds of their code for bins
+    of less than one image (full)."""
     presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full"}}
 
     def average_precision(

@@ -64,7 +64,8 @@ def tie_width(similarities: Tensor) -> float:
 class SmoothAP(SimilarityLoss):
     """Smooth-AP (Brown et al. 2020, eq. 5 to 8): a sigmoid as the step."""
 
-    tau: PositiveFloat = 0.01  # temperature of the sigmoid, in units of similarity
+    tau: PositiveFloat = 0.01
+    """Temperature of the sigmoid, in units of similarity."""
     is_ap: ClassVar[bool] = True
     step_functions: ClassVar[tuple[Function, Function]] = (sigmoid_counts, sigmoid_slopes)
 
@@ -126,10 +127,14 @@ class SupAP(SmoothAP):
     as a tie, so that duplicates are one whatever the size of the tiles.
     """
 
-    rho: NonNegativeFloat = 100.0  # slope of the line, per unit of similarity
-    delta: NonNegativeFloat | None = None  # where the line begins; None takes tau ln 99, where the sigmoid is 0.99
-    offset: float | None = None  # the line is rho t + offset; None continues the step at delta without a jump
-    start: NonNegativeFloat = 0.5  # what is added above t = 0
+    rho: NonNegativeFloat = 100.0
+    """Slope of the line, per unit of similarity."""
+    delta: NonNegativeFloat | None = None
+    """Difference of similarity at which the line begins; null takes tau ln 99, where the sigmoid is 0.99."""
+    offset: float | None = None
+    """Offset of the line rho t + offset; null continues the step at delta without a jump."""
+    start: NonNegativeFloat = 0.5
+    """Height that is added to the step above t = 0."""
     # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
     step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)

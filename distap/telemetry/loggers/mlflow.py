@@ -25,12 +25,10 @@ class MLflow:
 
     The experiment is MLFLOW_EXPERIMENT_NAME, or `distap`. The id of the run stays in RUN/loggers/mlflow; if that file
     is lost, a run that goes on from a checkpoint is found by its tag `distap.run`.
-
-    Args:
-        tracking_uri: the server; None takes MLFLOW_TRACKING_URI.
     """
 
     tracking_uri: str | None = None
+    """Address of the server; null takes MLFLOW_TRACKING_URI."""
 
     def __post_init__(self) -> None:
         if self.tracking_uri is not None and without_secrets(self.tracking_uri) != self.tracking_uri:

@@ -12,13 +12,10 @@ FLUSH_SECONDS = 10
 
 @dataclass(frozen=True)
 class TensorBoard:
-    """Keys of `loggers.tensorboard`.
-
-    Args:
-        folder: a folder or URL that TensorBoard can write to; None takes RUN/tensorboard.
-    """
+    """Keys of `loggers.tensorboard`."""
 
     folder: str | None = None
+    """Folder or URL that TensorBoard can write to; null takes RUN/tensorboard."""
 
     def prepare(self) -> None:
         for module in ("tensorboard", "torch.utils.tensorboard"):

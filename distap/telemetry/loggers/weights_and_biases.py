@@ -20,14 +20,12 @@ class WeightsAndBiases:
 
     W&B reads the user or team from WANDB_ENTITY and the group of runs from WANDB_RUN_GROUP. The id of the run stays
     in RUN/loggers/wandb.
-
-    Args:
-        project: project of the run.
-        mode: `offline` writes files to RUN/wandb for `wandb sync`; None takes WANDB_MODE, or `online`.
     """
 
     project: str = "distap"
+    """Project of the run."""
     mode: Literal["online", "offline"] | None = None
+    """Write files to RUN/wandb for `wandb sync` (offline), or send them; null takes WANDB_MODE, or `online`."""
 
     def prepare(self) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
