@@ -24,7 +24,7 @@ from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
-from distap.telemetry.endpoint import Endpoint, run_key
+from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.logs import at_step
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
@@ -61,7 +61,7 @@ def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
     startup.reached("imports")
     listening = recipe.metrics.port_of(local_rank), recipe.metrics.address
     with (
-        Endpoint(rank, run_key(recipe.run)).served(*listening) as endpoint,
+        Endpoint(rank).served(*listening) as endpoint,
         joined_world(recipe.timeout_seconds, recipe.device) as world,
     ):
         startup.reached("joining")
@@ -89,7 +89,6 @@ class Trainer:
         self.endpoint, self.startup = endpoint or Endpoint(world.rank), startup or Startup()
         self.endpoint.watchdog = world.watchdog
         self.tracer = Tracer(recipe.run / TRACES, world.rank)
-        self.endpoint.ask_trace = self.tracer.ask
         # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
@@ -160,7 +159,6 @@ class Trainer:
             self._count_not_finite(share, result)
             score = None
             if self._owes_evaluation() and not stopping:
-                self.tracer.interrupt(self.done)
                 score = self.evaluate(stop)
                 stopping = score is None  # the evaluation is done after the restart
             if stopping:
@@ -168,9 +166,8 @@ class Trainer:
                 break
             self._save_if_due(score)
             if self.done < steps:
-                self.tracer.begin(self.done)
+                self.tracer.begin(self.done + 1)
             lap = time.perf_counter()
-        self.tracer.close(self.done)
         self.tracer.finish()
         self._finish_checkpoint()
         if stopping and (self.done < steps or self._owes_evaluation()):
@@ -198,15 +195,14 @@ class Trainer:
         ones raise a DistapError.
         """
         self.report.reading(self.done, share)
-        wanted = self.tracer.asked()
-        mine = [len(share.failures), stop.requested, wanted, wanted > 0, self.state.lease.problem != ""]
-        damaged, stopping, steps, asked, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
+        mine = [len(share.failures), stop.requested, self.tracer.asked(), self.state.lease.problem != ""]
+        damaged, stopping, traced, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
         if lost:
             raise DistapError(
                 self.state.lease.problem or "another training has taken this run over; rank 0 says which one"
             )
-        if asked:
-            self.tracer.agreed(round(steps / asked))
+        if traced:
+            self.tracer.agreed()
         self.report.skipped_images += damaged
         data = self.recipe.data
         for key, count, of, limit in (

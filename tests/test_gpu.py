@@ -199,8 +199,8 @@ def test_faiss_searches_on_the_gpu():
 
 def test_a_trace_has_the_kernels(tmp_path):
     tracer = Tracer(tmp_path, rank=0)
-    tracer.agreed(1)
-    tracer.begin(0)
+    tracer.agreed()
+    tracer.begin(1)
     (torch.ones(64, 64, device=DEVICE) @ torch.ones(64, 64, device=DEVICE)).sum().item()
     tracer.step_done(1)
     tracer.finish()

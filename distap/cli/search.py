@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.serve.limits import ServeSettings
 from distap.cli.commands import JSON, print_json
 from distap.cli.options import BEST, CHECKPOINT, WHITENING, with_options
 

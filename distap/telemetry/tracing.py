@@ -1,8 +1,8 @@
-"""Trace the next steps on demand with torch's profiler.
+"""Trace the next step on SIGUSR1 with torch's profiler.
 
 Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing show. The stages
-appear in it under their names. Of a stage's many micro-batches it has the first and the last, so that memory, the
-file and the time to write it, beside the training, do not grow with the batch. Errors of the profiler never end the
+appear in it under their names. A trace holds the first and the last micro-batches of a stage, so that memory, the
+file and the time to write it, next to the training, do not grow with the batch. Errors of the profiler never end the
 training.
 """
 
@@ -16,7 +16,6 @@ from threading import Thread
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-STEPS, MOST_STEPS = 1, 5
 FIRST, LAST = 6, 2  # parts of a stage that are traced: a micro-batch has two or three, such as a forward pass
 QUIET = "99"
 logger = logging.getLogger("distap")
@@ -27,9 +26,8 @@ class Tracer:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._asked = self._agreed = 0  # numbers of steps: asked of this rank, agreed on by all
+        self._asked = self._agreed = False  # a signal came to this rank; all ranks trace the next step
         self._profiler: profile | None = None
-        self._first = self._last = 0  # step of the trace, the same on all ranks
         self._stage, self._parts = "", 0  # the present stage, and how many of its parts have begun
         self._parts_of: dict[str, int] = {}  # of each stage when it was done last
         self._collects = True
@@ -37,35 +35,35 @@ class Tracer:
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._activities = [ProfilerActivity.CPU, *gpu]
 
-    def ask(self, steps: int = STEPS) -> None:
-        """Ask for a trace of the next `steps` steps, from any thread; the ranks then agree on it."""
-        self._asked = max(self._asked, steps)
+    def ask(self) -> None:
+        """Ask for a trace of the next step, from any thread; the ranks then agree on it."""
+        self._asked = True
 
-    def asked(self) -> int:
-        """Return how many steps this rank was asked to trace since the last call."""
-        steps, self._asked = self._asked, 0
-        return steps
+    def asked(self) -> bool:
+        """Return whether this rank was asked for a trace since the last call."""
+        asked, self._asked = self._asked, False
+        return asked
 
-    def agreed(self, steps: int) -> None:
-        """Note that all ranks will trace this many steps, after a trace that is under way."""
-        self._agreed = max(self._agreed, steps)
+    def agreed(self) -> None:
+        """Note that all ranks will trace the next step."""
+        self._agreed = True
 
-    def begin(self, done: int) -> None:
-        """Start the trace that the ranks have agreed on, if any; `done` steps are done."""
-        if not self._agreed or done < self._last:
+    def begin(self, step: int) -> None:
+        """Start a trace of this step, counted from 1, if the ranks have agreed on one."""
+        if not self._agreed:
             return
         # The profiler's library would print its begin and end, and an error if there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
-        self._first, self._last, self._agreed = done + 1, done + self._agreed, 0
+        self._agreed = False
         try:
             profiler = profile(activities=self._activities, acc_events=True)
             profiler.start()
         except Exception as error:
-            logger.warning("rank %d does not trace step %d to %d: %s", self._rank, self._first, self._last, error)
+            logger.warning("rank %d does not trace step %d: %s", self._rank, step, error)
             return
         self._profiler, self._collects = profiler, True
         if self._rank == 0:
-            logger.info("tracing step %d to %d", self._first, self._last)
+            logger.info("tracing step %d", step)
 
     def stage_begins(self, name: str, is_inner: bool) -> None:
         """Trace a stage, and of its parts the first and the last, of which there are as many as the time before."""
@@ -77,36 +75,25 @@ class Tracer:
         collects = self._parts <= FIRST or self._parts > self._parts_of.get(self._stage, 0) - LAST
         if self._profiler is not None and collects != self._collects:
             self._collects = collects
+            # torch.profiler.schedule knows whole steps only, and one of 16,384 images has hundreds of micro-batches.
             torch._C._autograd._enable_record_function(collects)
             if ProfilerActivity.CUDA in self._activities:
                 self._profiler.toggle_collection_dynamic(collects, [ProfilerActivity.CUDA])
 
-    def step_done(self, done: int) -> None:
-        """Write the trace if its last step is done."""
-        if done >= self._last:
-            self.close(done)
-
-    def interrupt(self, done: int) -> None:
-        """End the trace before something that is no step; a second trace takes the steps that are left."""
-        left, self._last = self._last - done, min(self._last, done)
-        if left > 0:
-            self.agreed(left)
-        self.close(done)
-
-    def close(self, done: int) -> None:
-        """Write a trace if one is under way, beside the training."""
+    def step_done(self, step: int) -> None:
+        """Write the trace of a step, if there is one, next to the training."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         torch._C._autograd._enable_record_function(True)
         try:
-            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "steps": [self._first, done]}))
+            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "step": step}))
             profiler.stop()
         except Exception as error:
-            logger.warning("rank %d has no trace of step %d to %d: %s", self._rank, self._first, done, error)
+            logger.warning("rank %d has no trace of step %d: %s", self._rank, step, error)
             return
         self.finish()
-        self._writing = Thread(target=self._write, args=(profiler, done, self._first), name="distap-trace")
+        self._writing = Thread(target=self._write, args=(profiler, step), name="distap-trace")
         self._writing.start()
 
     def finish(self) -> None:
@@ -114,8 +101,8 @@ class Tracer:
         if self._writing is not None:
             self._writing.join()
 
-    def _write(self, profiler: profile, done: int, first: int) -> None:
-        path = self._folder / f"step-{first}.rank-{self._rank}.json.gz"
+    def _write(self, profiler: profile, step: int) -> None:
+        path = self._folder / f"step-{step}.rank-{self._rank}.json.gz"
         draft = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -127,4 +114,4 @@ class Tracer:
             logger.warning("%s: the trace cannot be written: %s", path, error)
             return
         if self._rank == 0:
-            logger.info("traced step %d to %d: %s, and a file beside it for each other rank", first, done, path)
+            logger.info("traced step %d: %s, and a file next to it for each other rank", step, path)

@@ -12,7 +12,7 @@ import yaml
 from dataset_trees import photo, sop
 from images import write_images
 from launching import ROOT, Program, output_of, started
-from serving import is_ready
+from serving import url_when_ready
 from torch.distributed.run import get_args_parser
 
 from benchmarks.__main__ import command_line
@@ -207,9 +207,7 @@ def test_the_commands_of_the_documents_run_as_they_are_printed(tmp_path, documen
         (options,) = (shlex.split(line, comments=True) for line in served.splitlines())
         server = Program(("-m", "distap.cli", "serve", *options, "--port", "0"), tmp_path)
         with started(server, tmp_path / "job") as job:
-            job.wait_until(lambda: "serving on " in job.said)
-            url = re.search(r"serving on (\S+)", job.said)[1]
-            job.wait_until(lambda: is_ready(url))
+            url = url_when_ready(job)
             with (tmp_path / "photo.jpg").open("rb") as image:
                 answer = httpx.post(f"{url}/api/search", files={"image": image}, data={"k": "5"}, timeout=60)
             assert len(answer.json()["hits"]) == 5, answer.text

@@ -24,10 +24,15 @@ def serving(
     """URL of a server that is ready, and its process; `start` is another command than `command`."""
     program = Program(tuple(command(gallery, **options)[1:]))
     with started(start or program, folder) as job:
-        job.wait_until(lambda: "serving on " in job.said)
-        url = re.search(r"serving on (\S+)", job.said)[1]
-        job.wait_until(lambda: is_ready(url))
-        yield url, job
+        yield url_when_ready(job), job
+
+
+def url_when_ready(job: Job) -> str:
+    """URL of a server once it is ready: two processes of it import torch before, on a machine that may be busy."""
+    job.wait_until(lambda: "serving on " in job.said, seconds=300)
+    url = re.search(r"serving on (\S+)", job.said)[1]
+    job.wait_until(lambda: is_ready(url), seconds=300)
+    return url
 
 
 def command(gallery: Gallery, **options: object) -> list[str]:

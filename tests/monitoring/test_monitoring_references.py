@@ -6,8 +6,8 @@ from monitors import MONITORING, dashboard, is_of_server, names_in, rules
 from prometheus_client.parser import text_string_to_metric_families
 
 from distap.apps.serve.app import build_app
+from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.service import Service
-from distap.apps.serve.settings import ServeSettings
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()
 

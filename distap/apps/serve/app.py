@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 
 from distap import __version__
 from distap.apps.serve.guard import Guard
+from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.service import Service
-from distap.apps.serve.settings import ServeSettings
 from distap.apps.serve.uploads import EXPECTED, RefusedError, read_upload
 from distap.data.images.formats import readable_formats
 from distap.pages.page import page_asset, page_text
@@ -48,13 +48,12 @@ UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": U
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ProblemAnswer, "description": description}
     for status, description in {
-        400: "The image is damaged or empty.",
+        400: "The image is damaged or empty; or, as plain text, the server has no such name.",
         403: "A page of another site sent it.",
         404: "There is no such image.",
         408: "The upload was too slow.",
         413: "Too many bytes or pixels.",
         415: "No multipart form, or no image of a known format.",
-        421: "The server has no such name.",
         422: "A field is missing or out of bounds.",
         503: "Too much to do, or not loaded yet: try again after `Retry-After` seconds.",
     }.items()
@@ -63,9 +62,9 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 def build_app(service: Service) -> FastAPI:
     # The documentation pages of FastAPI load scripts from elsewhere.
-    root = service.settings.root
-    app = FastAPI(title="distap search", version=__version__, root_path=root, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, metrics=service.metrics, allowed_hosts=service.settings.allowed_host or ())
+    settings = service.settings
+    app = FastAPI(title="distap search", version=__version__, root_path=settings.root, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, metrics=service.metrics, settings=settings)
     _add_problems(app)
     _add_searches(app, service)
     _add_operations(app, service)

@@ -2,23 +2,27 @@
 
 import logging
 import platform
+import socket
 import time
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distap import __version__
+from distap.apps.serve.limits import ServeSettings
+from distap.apps.serve.same_origin import HEADERS, is_foreign
 from distap.apps.serve.uploads import UPLOAD_PROBLEMS, RefusedError
-from distap.telemetry.senders import HEADERS, is_foreign, is_own_host
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CLIENT_GONE = 499  # as nginx counts them; nobody receives it
+OPERATIONS = ("/healthz", "/readyz", "/metrics")
+FOREIGN = RefusedError(403, "foreign", "a page of another site sent this: use the page of this server")
 FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
 logger = logging.getLogger("distap")
 
@@ -53,11 +57,14 @@ class ServingMetrics:
 class Guard:
     """ASGI middleware around an application, whose requests the metrics count.
 
-    It refuses names of this server that are not in `allowed_hosts`, and uploads that a page of another site sends.
+    Starlette's TrustedHost refuses any name but the server's own, which a page could make point here to read the
+    gallery through a visitor's browser. Uploads that a page of another site sends are refused.
     """
 
-    def __init__(self, app: ASGIApp, metrics: ServingMetrics, allowed_hosts: Collection[str] = ()) -> None:
-        self._app, self._metrics, self._hosts = app, metrics, allowed_hosts
+    def __init__(self, app: ASGIApp, metrics: ServingMetrics, settings: ServeSettings) -> None:
+        self._app, self._metrics, self._proxied = app, metrics, settings.allowed_host or []
+        own = "localhost", "127.0.0.1", "[::1]", socket.gethostname(), settings.host
+        self._trusting = TrustedHostMiddleware(app, [*own, *self._proxied], www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,8 +81,9 @@ class Guard:
 
         with self._metrics.in_flight.track_inprogress():
             try:
-                refused = self._refused(scope)
-                await (self._app if refused is None else refused.answer())(scope, receive, guarded)
+                app = FOREIGN.answer() if self._is_foreign(scope) else self._trusting
+                # Kubernetes and Prometheus ask by the address of a pod, which nobody can list.
+                await (self._app if scope["path"] in OPERATIONS else app)(scope, receive, guarded)
             except ClientDisconnect:
                 status = status or CLIENT_GONE
             except Exception:
@@ -88,14 +96,10 @@ class Guard:
                 self._metrics.requests.labels(route, str(status or CLIENT_GONE)).inc()
                 self._metrics.seconds.labels(route).observe(time.monotonic() - started)
 
-    def _refused(self, scope: Scope) -> RefusedError | None:
+    def _is_foreign(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
-        host, sender = headers.get("host", "localhost"), (headers.get("origin"), headers.get("sec-fetch-site"))
-        if not is_own_host(host, self._hosts):
-            return RefusedError(421, "foreign", "this server has no such name: start it with --allowed-host NAME")
-        if scope["method"] == "POST" and is_foreign(host, *sender, self._hosts):
-            return RefusedError(403, "foreign", "a page of another site sent this: use the page of this server")
-        return None
+        sender = headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")
+        return scope["method"] == "POST" and is_foreign(*sender, self._proxied)
 
 
 def _route(scope: Scope) -> str:

@@ -6,12 +6,12 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from distap.apps.search import open_searcher, open_thumbnails
-from distap.apps.serve.settings import ServeSettings, url_of
+from distap.apps.serve.limits import ServeSettings
 from distap.errors import FINISHED, DistapError
 from distap.telemetry.terminal import console, set_up_logging
 from distap.world import lone_world
@@ -19,15 +19,16 @@ from distap.world import lone_world
 try:
     import python_multipart  # noqa: F401 - FastAPI needs it for forms, and would only notice at the first one
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from distap.apps.serve.app import build_app
-    from distap.apps.serve.connections import ACCEPTED_AT_ONCE, Connection, Connections
     from distap.apps.serve.decoders import prepare_decoders
     from distap.apps.serve.service import Service
 except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
 
 BACKLOG = 2048
+SILENT_SECONDS = 10.0  # in which a client has to send a request's whole header, or to read more of an answer
 LOADING_SECONDS = 5.0  # that loading may go on when the server is asked to stop before it is ready
 logger = logging.getLogger("distap")
 
@@ -58,7 +59,7 @@ def serve(
 
         server = _Server(service, load)
         host, port = listener.getsockname()[:2]
-        console.print(f"serving on {url_of(host, port)}", markup=False)
+        console.print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", markup=False)
         try:
             server.run([listener])
             if wait([server.loading], LOADING_SECONDS).not_done:
@@ -75,17 +76,55 @@ def listening(settings: ServeSettings) -> socket.socket:
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise settings.cannot_listen(error) from error
+        problem = f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
+        raise DistapError(f"{problem}; choose another --host or --port") from error
     # Connections inherit this. asyncio sets it only on sockets of its own; without it answers wait for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, which would leave a connection, and so an open file, to a client that does nothing, for ever.
+
+    uvicorn's own time limit begins with an answer and ends with the first byte of the next request; its limit of
+    connections would answer probes with 503 as well.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._silence = self.loop.call_later(SILENT_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._silence.cancel()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # otherwise the next request had arrived already
+            self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._silence.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._silence.cancel()
+
+    def _watch(self) -> None:
+        self._silence.cancel()
+        self._silence = self.loop.call_later(SILENT_SECONDS, self.transport.abort)
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server, which also calls `load` in a thread while it listens, and drains before it closes."""
 
     def __init__(self, service: Service, load: Callable[[], None]) -> None:
-        settings, connections = service.settings, Connections(service.settings.uploads)
         super().__init__(
             uvicorn.Config(
                 build_app(service),
@@ -95,19 +134,16 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                http=partial(Connection, connections),  # type: ignore[arg-type]
-                backlog=ACCEPTED_AT_ONCE,
-                timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
+                http=_Connection,
+                timeout_graceful_shutdown=int(2 * service.settings.timeout_seconds) + 1,
             )
         )
         self.loading: Future[None] = Future()
-        self._service, self._load, self._connections = service, load, connections
+        self._service, self._load = service, load
         self._asked = 0.0  # to stop, by time.monotonic
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(BACKLOG)  # uvicorn has lowered it to what asyncio accepts at once
         self.loading = ThreadPoolExecutor(1, "loading").submit(self._load)
         self.loading.add_done_callback(self._end_if_failed)
 
@@ -115,7 +151,6 @@ class _Server(uvicorn.Server):
         """Tell whether to close; uvicorn asks ten times a second."""
         drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
         self.should_exit |= self._service.draining and drained
-        self._connections.close_idle()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from distap.apps.search import Searcher
 from distap.apps.serve.decoders import Decoders, DecodingJob
 from distap.apps.serve.guard import ServingMetrics
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.uploads import RefusedError, busy, refused_image
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.whole_images import Thumbnails

@@ -10,7 +10,7 @@ from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse
 from starlette.types import Message
 
-from distap.apps.serve.settings import ServeSettings
+from distap.apps.serve.limits import ServeSettings
 from distap.data.images.decoding import DamagedImageError, NoReaderError
 from distap.data.images.formats import readable_formats
 

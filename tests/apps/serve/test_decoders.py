@@ -62,7 +62,9 @@ def test_an_image_that_takes_too_long_ends_its_decoder_and_the_next_one_is_decod
     (process,) = active_children()
     status, reason, message = refusal(decoders, arithmetic_jpeg(7000, 7000, scans=100))
     assert (status, reason) == (413, "too_many_pixels") and "takes more than 0.2 s" in message
+    process.join(60)
     assert not process.is_alive()
+    assert decoders(upload(3)).shape == (3, 32, 32)
     decoders.close()
 
 

@@ -1,7 +1,5 @@
-"""Guard servers without a password: refuse requests of other sites' pages, and confine pages of our own."""
+"""Guard a server without a password in a browser: confine its page, and refuse uploads of other sites' pages."""
 
-import ipaddress
-import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -16,23 +14,6 @@ HEADERS = {  # of every answer that a browser shows
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-
-
-def is_own_host(host: str, others: Collection[str] = ()) -> bool:
-    """Tell whether a Host header names an address, this host, or one of `others` (`*` is any name).
-
-    Any other name may be an attacker's, who lets it point here after the browser has loaded a page of that name.
-    """
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    if "*" in others or name in {"localhost", socket.gethostname().lower(), *map(str.lower, others)}:
-        return True
-    try:
-        return ipaddress.ip_address(name) is not None
-    except ValueError:
-        return False
 
 
 def is_foreign(host: str, origin: str | None, site: str | None, others: Collection[str] = ()) -> bool:

@@ -1,4 +1,4 @@
-"""Address and limits of a server, as the options of `distap serve` and `distap watch`."""
+"""Address and limits of a server, as the options of `distap serve`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -13,32 +13,17 @@ if TYPE_CHECKING:
 DECODED_PIXELS = 50_000_000  # of an upload that is scaled down before the network sees it: 150 MB
 DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes a pixel
 PIXELS = "50 million; 4 million where the gallery was described in original size"
+ALLOWED_HOST = "Another name or address of this server, *.DOMAIN, or * for any; repeat for several."
 
 
 @dataclass(frozen=True)
-class AddressSettings:
+class ServeSettings:
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1"
-    allowed_host: Annotated[
-        list[str] | None, Option(help="Another name of this server, or * for any; repeat for several.")
-    ] = None
+    allowed_host: Annotated[list[str] | None, Option(help=ALLOWED_HOST)] = None
     port: Annotated[int, Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000
     root_path: Annotated[
         str, Option(help="Path under which a proxy shows this server, such as /search.", show_default=False)
     ] = ""
-
-    @property
-    def root(self) -> str:
-        """Return what addresses begin with at a proxy: nothing, or a path with a slash at the start only."""
-        return f"/{self.root_path.strip('/')}".rstrip("/")
-
-    def cannot_listen(self, error: OSError) -> DistapError:
-        """Return what to raise where the address cannot be listened on."""
-        problem = f"cannot listen on {self.host}:{self.port}: {error.strerror or error}"
-        return DistapError(f"{problem}; choose another --host or --port")
-
-
-@dataclass(frozen=True)
-class ServeSettings(AddressSettings):
     max_upload_bytes: Annotated[int, Option(help="Largest request body, bytes.", min=1)] = 20_000_000
     max_pixels: Annotated[
         int | None, Option(help="Largest upload, width times height.", min=1, show_default=PIXELS)
@@ -55,6 +40,21 @@ class ServeSettings(AddressSettings):
         float, Option(help="Time from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
     ] = 0.0
 
+    def __post_init__(self) -> None:
+        for name in self.allowed_host or ():
+            if "*" in name.removeprefix("*.") and name != "*":
+                raise DistapError(f"--allowed-host {name}: expected a name, *.DOMAIN, or * for any")
+
+    @property
+    def root(self) -> str:
+        """Return what addresses begin with at a proxy: nothing, or a path with a slash at the start only."""
+        return f"/{self.root_path.strip('/')}".rstrip("/")
+
+    @property
+    def uploads(self) -> int:
+        """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
+        return 2 * (self.threads + self.queue)
+
     def pixels_of(self, maker: "DescribedBy") -> int:
         """Return the most pixels of an upload, by how the gallery's images were described."""
         if self.max_pixels is not None:
@@ -62,13 +62,3 @@ class ServeSettings(AddressSettings):
         if maker.sizing == "original":
             return int(DESCRIBED_PIXELS / max(1.0, *maker.scales) ** 2)
         return DECODED_PIXELS
-
-    @property
-    def uploads(self) -> int:
-        """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
-        return 2 * (self.threads + self.queue)
-
-
-def url_of(host: str, port: int) -> str:
-    """Return the URL of a server; an address of IPv6 stands in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
