@@ -17,7 +17,7 @@ from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError
-from distap.evaluation.extraction.parts import BrokenOffError
+from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.model.backbone import RandomWeights
 from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest

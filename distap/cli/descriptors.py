@@ -39,9 +39,6 @@ def extract_command(
     index: Annotated[
         Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
     ] = None,
-    format: Annotated[
-        Literal["npy", "parquet"], options.output(help="Write .npy arrays, or one Parquet file.")
-    ] = "npy",
     dtype: Annotated[
         Literal["float32", "float16"], options.output(help="Number format of the stored descriptors.")
     ] = "float32",
@@ -62,14 +59,14 @@ def extract_command(
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
     After a stop, the same command continues from the finished parts, on any number of ranks. Images that cannot be
-    used are listed in OUTPUT/left_out.txt. On several machines start `torchrun [...] -m distap.cli extract [...]` on
-    each; OUTPUT is written by rank 0.
+    used are listed in OUTPUT/about.json. On several machines start `torchrun [...] -m distap.cli extract [...]` on
+    each; all must see OUTPUT.
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.data.images.image_sets import ImageSet, open_images
+    from distap.evaluation.extraction.extracted_folder import extract_to_folder
+    from distap.evaluation.extraction.extracting import Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
-    from distap.evaluation.extraction.parts import Extraction
-    from distap.evaluation.extraction.to_folder import extract_to_folder, left_out_of
     from distap.processes.stopping import leave_when_asked
     from distap.storage.locations import parse_source
     from distap.telemetry.terminal import print_result, print_warning, set_up_logging
@@ -100,13 +97,14 @@ def extract_command(
 
             loaders = data.workers if workers is None else workers
             extraction = Extraction(*first_on_rank_0(world, opened), world, workers=loaders, shown=True)
-            written = extract_to_folder(extraction, output, dtype=dtype, form=format, part_images=part_images)
+            written = extract_to_folder(extraction, output, dtype=dtype, part_images=part_images)
+            is_first = world.rank == 0
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")
         raise
-    if written is not None:
-        left_out = len(left_out_of(output))
-        told = f"; {left_out} files left out, see {output / 'left_out.txt'}" if left_out else ""
+    if is_first:
+        left_out = len(written.left_out)
+        told = f"; {left_out} files left out, see {output / 'about.json'}" if left_out else ""
         numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions, {dtype}"
         print_result(f"{output}: {numbers}{told}")
 

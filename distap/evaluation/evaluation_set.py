@@ -17,7 +17,7 @@ from distap.checkpoint.agreement import on_all
 from distap.data.images.image_sets import ImageSet
 from distap.evaluation.describing import Describing
 from distap.evaluation.ground_truth import GroundTruth, listed_truth
-from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved, nan_as_null
+from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
 from distap.retrieval.evaluate import Evaluated, decomposability_gap, evaluate_descriptors
@@ -52,8 +52,8 @@ class EvaluationSet:
 
     def describe(self, describing: Describing) -> "DescribedSet":
         """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
-        boxes = self.truth.boxes(self.queries) if self.truth else None
-        samples, queries = describing.descriptors(self.queries, f"{self.name}/queries", boxes or None)
+        boxes = self.truth.boxes(self.queries) if self.truth else {}
+        samples, queries = describing.descriptors(self.queries, f"{self.name}/queries", boxes)
         records: tuple[Mapping[str, Any], ...] = ()
         if self.truth:
             row = {name: place for place, name in enumerate(self.queries.classes[samples].tolist())}
@@ -126,31 +126,32 @@ class DescribedSet:
             whole = None if refinement.parts else figures["mAP"]
             own = torch.from_numpy(labels).to(self.device)
             figures["gap"] = decomposability_gap(self.queries, own, of.gap_batch, whole, world)
-        about: dict[str, Any] = {
-            "data": of.name if of.truth else of.queries.name,
-            "protocol": of.kind,
-            "refinement": refinement.name,
-            "fingerprint": "+".join(images.fingerprint for images in of.image_sets),
-            "images": len(self.keys),
-        }
+        found_by: dict[str, Any] = {}
         if of.truth:
             columns = {group: result.values[name].tolist() for group, name in result.leading.items()}
-            about["queries_without_positive_by_protocol"] = result.left_out
-            about["average_precision"] = {
-                str(record["name"]): nan_as_null({group: own[place] for group, own in columns.items()})
+            found_by["average_precision"] = {
+                str(record["name"]): {group: own[place] for group, own in columns.items()}
                 for place, record in enumerate(self.records)
             }
-        elif of.draws:
-            about["gallery"] = f"an image a class, drawn {len(found)} times"
-        else:
-            if of.gallery:
-                about["gallery"] = " and ".join(images.name for images in of.gallery)
-            about["precision_at_recall"] = result.precision_at_recall.tolist()
+        elif not of.draws:
             by_class = result.class_figures(torch.from_numpy(labels[: len(self.queries)]).to(result.first_positive))
-            about["classes"] = {str(class_name[label]): own for label, own in by_class.items()}
-        asked = int(result.is_query.sum())
-        retrieved = None if of.truth or of.draws else self._retrieved(result)
-        return Evaluation(figures, asked, max(result.left_out.values()), about, retrieved)
+            found_by["classes"] = {str(class_name[label]): own for label, own in by_class.items()}
+            found_by["precision_at_recall"] = result.precision_at_recall.tolist()
+            found_by["hits"] = self._retrieved(result)
+        drawn = f"an image a class, drawn {len(found)} times" if of.draws else None
+        return Evaluation(
+            data=of.name if of.truth else of.queries.name,
+            gallery=" and ".join(images.name for images in of.gallery) or drawn,
+            protocol=of.kind,
+            refinement=refinement.name,
+            fingerprint="+".join(images.fingerprint for images in of.image_sets),
+            images=len(self.keys),
+            queries=int(result.is_query.sum()),
+            left_out=max(result.left_out.values()),
+            left_out_of=result.left_out if len(result.left_out) > 1 else {},
+            figures=figures,
+            **found_by,
+        )
 
     def _retrieved(self, result: Evaluated) -> Retrieved:
         """The hits of the queries. Images of another gallery follow them as rows that are no queries."""
@@ -165,7 +166,6 @@ class DescribedSet:
             self.keys,
             self.labels[0],
             filled(result.values["mAP"], np.nan),
-            filled(result.values["mAP@R"], np.nan),
             filled(result.first_positive, 0),
             self.labels[1],
             filled(result.neighbours + first, 0),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distap.data.images.cropping import Box
 from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import reading
@@ -50,13 +51,23 @@ class GroundTruth:
     def form(self) -> Form:
         return FORMS[self.dataset]
 
-    def boxes(self, queries: ImageSet) -> dict[str, Sequence[float]]:
-        """By key, the part of a query's image to describe, in pixels. A DistapError names a query that is absent."""
-        key = dict(zip(queries.classes.tolist(), queries.keys.tolist(), strict=True))
-        absent = [record["name"] for record in self.records if record["name"] not in key]
+    def boxes(self, queries: ImageSet) -> dict[int, Box]:
+        """By image number, the part of a query's image to describe, in whole pixels.
+
+        Raises:
+            DistapError: a query is not among the images, or its box is none.
+        """
+        number = {name: place for place, name in enumerate(queries.classes.tolist())}
+        absent = [record["name"] for record in self.records if record["name"] not in number]
         if absent:
             raise DistapError(f"{queries.name}: query {absent[0]} and {len(absent) - 1} more are not in it")
-        return {key[record["name"]]: record["box"] for record in self.records if "box" in record}
+        found = dict[int, Box]()
+        for name, box in ((record["name"], record["box"]) for record in self.records if "box" in record):
+            left, top, right, bottom = map(round, box) if len(box) == 4 else (0, 0, 0, 0)
+            if left >= right or top >= bottom:
+                raise DistapError(f"{queries.name}: box {box} of {name}; expected left, top, right, bottom")
+            found[number[name]] = left, top, right, bottom
+        return found
 
 
 def listed_truth(

@@ -152,8 +152,7 @@ def evaluate_sets(
         if describing.world.rank > 0:
             continue
         last = next(reversed(found.values()))
-        by_protocol = last.about.get("queries_without_positive_by_protocol", {})
-        each = ", ".join(f"{count} of {protocol}" for protocol, count in by_protocol.items())
+        each = ", ".join(f"{count} of {group}" for group, count in last.left_out_of.items())
         told = f"{last.queries} queries, {each or last.left_out} without a positive left out"
         if printed:
             table = figures_table({variant: evaluation.figures for variant, evaluation in found.items()})

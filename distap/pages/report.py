@@ -17,7 +17,7 @@ from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.indexed import Reader
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
-from distap.evaluation.saved import Retrieved, SavedEvaluation
+from distap.evaluation.saved import Evaluation, Retrieved
 from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent, stacked_bars
 from distap.pages.contact_sheets import Confusion, ContactSheets, Sheet
 from distap.pages.page import write_page
@@ -100,7 +100,7 @@ def report(
 
 
 def contact_sheets(
-    evaluations: dict[str, SavedEvaluation], retrieved: dict[str, Retrieved], recipe: dict[str, Any]
+    evaluations: dict[str, Evaluation], retrieved: dict[str, Retrieved], recipe: dict[str, Any]
 ) -> tuple[list[Sheet], list[Confusion], str]:
     """Return what networks retrieved, in pictures: the sheets, the pairs of classes, and why there are none."""
     try:
@@ -120,7 +120,7 @@ def _recipe_text(recipe: dict[str, Any]) -> str:
     return without_secrets(yaml.safe_dump({**recipe, "data": data}, sort_keys=False, allow_unicode=True))
 
 
-def _thumbnails(evaluations: Sequence[SavedEvaluation], recipe: dict[str, Any]) -> Thumbnails:
+def _thumbnails(evaluations: Sequence[Evaluation], recipe: dict[str, Any]) -> Thumbnails:
     evaluation, data = evaluations[0], recipe["data"]
     if len({each.fingerprint for each in evaluations}) > 1:
         raise DistapError("the runs were evaluated on different data")
@@ -149,7 +149,7 @@ class _Joined(NamedTuple):
         return self.readers[0 if is_own else 1].encoded(sample if is_own else sample - self.own)
 
 
-def _lowest_classes(evaluations: Sequence[SavedEvaluation]) -> list[str]:
+def _lowest_classes(evaluations: Sequence[Evaluation]) -> list[str]:
     classes = evaluations[-1].classes if evaluations else {}
     return sorted(classes, key=lambda name: (classes[name].get("mAP", 1.0), name))[:LOWEST]
 
@@ -195,9 +195,7 @@ def seconds_chart(steps: Sequence[dict[str, Any]], stages: Iterable[str]) -> Cha
     return stacked_bars([entry["step"] for entry in steps], layers, "seconds")
 
 
-def _precision_charts(
-    evaluations: dict[str, SavedEvaluation], retrieved: dict[str, Retrieved]
-) -> dict[str, Chart | None]:
+def _precision_charts(evaluations: dict[str, Evaluation], retrieved: dict[str, Retrieved]) -> dict[str, Chart | None]:
     """Precision over recall, and the share of queries that reach an AP, with a line for each network."""
     precision = [Series(name, list(enumerate(each.precision_at_recall))) for name, each in evaluations.items()]
     reached = [Series(name, list(enumerate(_reached(each)))) for name, each in retrieved.items()]

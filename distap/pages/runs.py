@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from distap.errors import DistapError
-from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation, saved_steps
+from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation, saved_steps
 from distap.registry import by_path
 from distap.telemetry.runlog import read_run_log, read_starts
 
@@ -24,8 +24,8 @@ class Run:
     name: str  # what tells it from the other runs of a report
     recipe: dict[str, Any]
     entries: list[dict[str, Any]]  # lines of its log
-    before: SavedEvaluation | None  # of the network that the training began with
-    after: SavedEvaluation | None  # of the network as it is now
+    before: Evaluation | None  # of the network that the training began with
+    after: Evaluation | None  # of the network as it is now
     starts: list[dict[str, Any]]  # when, where and with which versions it was started; empty of an older run
 
     @property
@@ -64,7 +64,7 @@ class Run:
             "outside_network_share": self.outside_network_share,
         }
 
-    def evaluations(self) -> dict[str, SavedEvaluation]:
+    def evaluations(self) -> dict[str, Evaluation]:
         """Its evaluations as `before` and `after`; one in the middle of the training is called by its step."""
         if self.before and self.after and self.before.fingerprint != self.after.fingerprint:
             raise DistapError(

@@ -1,38 +1,30 @@
-"""Read and write a folder of descriptors: the arrays, their keys, and a record of how they were made.
+"""Read and write a folder of descriptors, or of an index over them: files, keys, and a record of how they were made.
 
-The record `about.json` names every file with its size and is written last. So a folder without it is unfinished, and
-one whose files have other sizes is damaged. Arrays are .npy files or one Parquet file, never a pickle.
+The record `about.json` names every file with its size and SHA-256, and is written last. So a folder without it is
+unfinished, and one whose files are other ones is damaged. Of descriptors it has the size alone, since hashing would
+read all of them. Arrays are .npy files, never a pickle.
 """
 
 import json
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from tokenize import TokenError
-from typing import Any, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.errors import DistapError
-from distap.storage.atomic import write_whole
-from distap.storage.hashing import FileIdentity, file_identity
+from distap.storage.atomic import replacing, write_whole
+from distap.storage.hashing import file_identity
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
-PARQUET_FILE = "descriptors.parquet"
-VERSION = 1
-PARQUET_ROWS = 65_536  # rows written to Parquet at once
+EXTRACTION_FILE = "extraction.json"  # the plan of the extraction that writes a folder
+VERSION = 2
 
-# The exceptions of damaged JSON, array and Parquet files. NumPy parses the header of an array as Python code.
-DAMAGE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, MemoryError, SyntaxError, TokenError),
-)
-
-Form = Literal["npy", "parquet"]
 Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a type of its own
 
 
@@ -41,9 +33,11 @@ def reading(path: Path, command: str) -> Iterator[None]:
     """Turn the exceptions of a missing or damaged file into a DistapError that names the command which writes it."""
     try:
         yield
+    except DistapError:
+        raise
     except FileNotFoundError as error:
         raise DistapError(f"{path}: no such file; `{command}` writes it") from error
-    except DAMAGE as error:
+    except Exception as error:  # json, numpy, zipfile, safetensors and Faiss raise a dozen kinds
         raise DistapError(f"{path}: not readable as `{command}` writes it: {error!r}") from error
 
 
@@ -83,6 +77,7 @@ class DescriptorSet:
     classes: Texts  # (N,) class names, "" for none
     described_by: DescribedBy
     data: str  # path or URL of the images
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by name, why an image could not be described
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -95,49 +90,97 @@ class DescriptorSet:
             )
 
 
-def write_descriptors(folder: Path, descriptors: DescriptorSet, form: Form = "npy") -> None:
-    """Write a folder that `read_descriptors` reads. Earlier contents become invalid as soon as writing starts.
+def write_descriptors(folder: Path, descriptors: DescriptorSet) -> None:
+    """Write a folder that `read_descriptors` reads, see `write_described`."""
+    write_described(folder, descriptors, {DESCRIPTORS_FILE: _array(descriptors.descriptors)})
+
+
+def write_described(
+    folder: Path,
+    descriptors: DescriptorSet,
+    files: Mapping[str, Callable[[BinaryIO], Any] | None],
+    **about: Any,
+) -> None:
+    """Write files with the keys and classes of the descriptors, and then the record of them all.
+
+    Earlier contents become invalid as soon as writing starts.
 
     Args:
         folder: created if missing.
-        descriptors: an array that is already mapped from this folder's `descriptors.npy` is not copied.
-        form: `npy` for arrays, or `parquet` for one file with the columns key, class and descriptor.
+        files: by name, what writes to the opened file; None for a file that is there.
+        about: more entries for the record.
     """
+    texts = {KEYS_FILE: _array(descriptors.keys), CLASSES_FILE: _array(descriptors.classes)}
+    identities: dict[str, dict[str, Any]] = {}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / ABOUT_FILE).unlink(missing_ok=True)
-        files = _write_parquet(folder, descriptors) if form == "parquet" else _write_arrays(folder, descriptors)
-        sizes = {file: (folder / file).stat().st_size for file in files}
-    except OSError as error:
-        raise DistapError(f"{folder}: descriptors cannot be written: {error}") from error
-    write_about(folder, descriptors, dtype=str(descriptors.descriptors.dtype), files=sizes)
-
-
-def write_about(folder: Path, descriptors: DescriptorSet, **more: Any) -> None:
-    """Write the record of a folder with descriptors, or with an index over them."""
+        for name, write in {**files, **texts}.items():
+            path = folder / name
+            if write is not None:
+                with replacing(path) as file:
+                    write(file)
+            is_mapped = name == DESCRIPTORS_FILE
+            identities[name] = {"bytes": path.stat().st_size} if is_mapped else asdict(file_identity(path))
+    except (OSError, RuntimeError) as error:  # the latter is Faiss's
+        raise DistapError(f"{folder}: {', '.join(files)} cannot be written: {error}") from error
     record = {
         "version": VERSION,
         "data": descriptors.data,
         "images": len(descriptors),
         "dimensions": descriptors.descriptors.shape[1],
+        "dtype": str(descriptors.descriptors.dtype),
         "described_by": asdict(descriptors.described_by),
-        **more,
+        "left_out": dict(descriptors.left_out),
+        **about,
+        "files": identities,
     }
     write_whole(folder / ABOUT_FILE, json.dumps(record, indent=2) + "\n")
 
 
-@contextmanager
-def read_about(folder: Path, command: str, remedy: str) -> Iterator[tuple[dict[str, Any], DescribedBy]]:
-    """Read what `write_about` wrote, for the block that interprets it."""
+def read_described(
+    folder: Path, name: str, command: str, remedy: str
+) -> tuple[dict[str, Any], DescribedBy, Texts, Texts, tuple[int, int]]:
+    """Read the record of a folder that `write_described` wrote, its keys (N,) and classes (N,), and its N and C.
+
+    Args:
+        name: another file that must be there, and intact.
+    Raises:
+        DistapError: a file is missing, or cut, or another one than the record says.
+    """
     path = folder / ABOUT_FILE
+    if (folder / EXTRACTION_FILE).exists() and not path.exists():
+        raise DistapError(f"{folder}: its extraction has not ended; the command that began it continues it")
     with reading(path, command):
         about = json.loads(path.read_text(encoding="utf-8"))
         if about["version"] != VERSION:
             raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; {remedy}")
-        yield about, DescribedBy.from_json(about["described_by"])
+        about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
+        described_by = DescribedBy.from_json(about["described_by"])
+        shape = int(about["images"]), int(about["dimensions"])
+        of_files = {name: about["files"][name] for name in (name, KEYS_FILE, CLASSES_FILE)}
+        expected = {name: (int(one["bytes"]), one.get("sha256")) for name, one in of_files.items()}
+    for name, identity in expected.items():
+        _require_intact(folder / name, *identity, remedy)
+    with reading(folder, command):
+        keys, classes = (np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE))
+        if not keys.shape == classes.shape == shape[:1]:
+            raise ValueError(f"{keys.shape} keys and {classes.shape} classes of {shape[0]} images")
+    return about, described_by, keys, classes, shape
 
 
-def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
+def read_descriptors(folder: Path) -> DescriptorSet:
+    """Read a folder that `write_descriptors` wrote, its descriptors as a memory map; see `read_described`."""
+    about, described_by, keys, classes, shape = read_described(
+        folder, DESCRIPTORS_FILE, "distap extract", "extract again"
+    )
+    with reading(folder / DESCRIPTORS_FILE, "distap extract"):
+        values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
+        if (values.shape, str(values.dtype)) != (shape, about["dtype"]):
+            raise ValueError(f"{values.dtype} of shape {values.shape}, not as {ABOUT_FILE} says")
+    return DescriptorSet(values, keys, classes, described_by, about["data"], about["left_out"])
+
+
+def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> "np.memmap[Any, Any]":
     """Create a .npy file as a writable memory map with its disk space reserved.
 
     Without the reservation, a write to the map on a full disk would kill the process.
@@ -156,118 +199,20 @@ def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> NDArray[A
     return array
 
 
-def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder that `write_descriptors` wrote, its arrays as memory maps.
-
-    Raises:
-        DistapError: a file is missing, cut or of another shape than the record says.
-    """
-    with read_about(folder, "distap extract", "extract again") as (about, described_by):
-        shape, dtype = (about["images"], about["dimensions"]), np.dtype(about["dtype"])
-        data, sizes = str(about["data"]), about["files"]
-        parquet = sizes.get(PARQUET_FILE) is not None
-    for name in (PARQUET_FILE,) if parquet else (DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE):
-        require_intact(folder / name, sizes.get(name), "extract again")
-    with reading(folder, "distap extract"):
-        if parquet:
-            values, keys, classes = _read_parquet(folder)
-        else:
-            values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
-            keys, classes = read_texts(folder)
-    if values.shape != shape or values.dtype != dtype:
-        raise DistapError(
-            f"{folder}: descriptors of shape {values.shape} in {values.dtype}; {ABOUT_FILE} says {shape} in {dtype}"
-        )
-    return DescriptorSet(values, keys, classes, described_by, data)
+def _array(values: NDArray[Any]) -> Callable[[BinaryIO], Any]:
+    return partial(np.lib.format.write_array, array=values, allow_pickle=False)
 
 
-def save_array(path: Path, values: NDArray[Any]) -> None:
-    """Write an array to a temporary file and rename it, since the array may be mapped from the old file."""
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        with aside.open("wb") as file:
-            np.lib.format.write_array(file, values, allow_pickle=False)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def read_texts(folder: Path) -> tuple[Texts, Texts]:
-    """Keys and classes from a folder of descriptors or of an index; a ValueError if a file holds something else."""
-    texts = []
-    for name in (KEYS_FILE, CLASSES_FILE):
-        with (folder / name).open("rb") as file:
-            values = np.lib.format.read_array(file, allow_pickle=False)
-        if values.dtype.kind != "U" or values.ndim != 1:
-            raise ValueError(f"{name} has {values.dtype} of shape {values.shape}, expected one dimension of text")
-        codes = values.view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
-        if codes.size and codes.max() > sys.maxunicode:
-            raise ValueError(f"{name} holds code points beyond Unicode")
-        texts.append(values)
-    return texts[0], texts[1]
-
-
-def require_intact(path: Path, expected: FileIdentity | int | None, remedy: str) -> None:
-    """Raise a DistapError unless a file has this size in bytes, or this size and SHA-256."""
-    size_bytes = expected.bytes if isinstance(expected, FileIdentity) else expected
+def _require_intact(path: Path, size_bytes: int, sha256: str | None, remedy: str) -> None:
+    """Raise a DistapError unless a file has this size, and this SHA-256 if it is given."""
     try:
         found = path.stat().st_size
         if found != size_bytes:
             detail = f"{found} bytes, but {ABOUT_FILE} says {size_bytes}: it was cut or is another file"
-        elif isinstance(expected, FileIdentity) and file_identity(path) != expected:
+        elif sha256 is not None and file_identity(path).sha256 != sha256:
             detail = f"damaged or another file: its SHA-256 is not the one in {ABOUT_FILE}"
         else:
             return
     except OSError as error:
         raise DistapError(f"{path}: {error.strerror}, though {ABOUT_FILE} names it; {remedy}") from error
     raise DistapError(f"{path}: {detail}; {remedy}")
-
-
-def _write_arrays(folder: Path, descriptors: DescriptorSet) -> list[str]:
-    values, path = descriptors.descriptors, folder / DESCRIPTORS_FILE
-    is_the_whole_file = (
-        isinstance(values, np.memmap)
-        and Path(str(values.filename)) == path.resolve()
-        and values.flags.c_contiguous
-        and values.offset + values.nbytes == path.stat().st_size
-    )
-    if is_the_whole_file:
-        values.flush()  # type: ignore[attr-defined]  # it is a memory map
-    else:
-        save_array(path, values)
-    save_array(folder / KEYS_FILE, descriptors.keys)
-    save_array(folder / CLASSES_FILE, descriptors.classes)
-    return [DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE]
-
-
-def _write_parquet(folder: Path, descriptors: DescriptorSet) -> list[str]:
-    pa, pq = _arrow()
-    values = descriptors.descriptors
-    kind = pa.list_(pa.from_numpy_dtype(values.dtype), values.shape[1])
-    schema = pa.schema([("key", pa.string()), ("class", pa.string()), ("descriptor", kind)])
-    with pq.ParquetWriter(folder / PARQUET_FILE, schema) as writer:
-        for start in range(0, len(values), PARQUET_ROWS):
-            rows = slice(start, start + PARQUET_ROWS)
-            flat = pa.array(np.ascontiguousarray(values[rows]).reshape(-1))
-            texts = descriptors.keys[rows].tolist(), descriptors.classes[rows].tolist()
-            column = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-            writer.write_table(pa.table([*texts, column], schema=schema))
-    return [PARQUET_FILE]
-
-
-def _read_parquet(folder: Path) -> tuple[NDArray[Any], Texts, Texts]:
-    _, pq = _arrow()
-    table = pq.read_table(folder / PARQUET_FILE, columns=["key", "class", "descriptor"])
-    column = table["descriptor"].combine_chunks()
-    values = column.flatten().to_numpy(zero_copy_only=False).reshape(len(table), column.type.list_size)
-    texts = (np.array(table[name].to_pylist(), dtype=np.str_) for name in ("key", "class"))
-    return values, *texts
-
-
-def _arrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DistapError("Parquet needs pyarrow: pip install 'distap[parquet]'") from error
-    return pyarrow, pyarrow.parquet

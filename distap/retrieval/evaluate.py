@@ -86,19 +86,19 @@ def evaluate_descriptors(
         head: gallery rows that come first for each query, in this order, whatever their similarity.
         world: ranks that share the work; all call this with the same arguments, and get the same bits as one.
     Raises:
-        DistapError: truth and head do not fit the descriptors, or one of these is not finite.
+        DistapError: the truth does not fit the descriptors, or one of these is not finite.
     """
     counts, total = truth.counts, len(truth.counts)
     if (total, truth.gallery) != (len(queries), len(gallery)):
         told = f"a truth for {total} queries and a gallery of {truth.gallery}"
         raise DistapError(f"there is {told}, and descriptors of {len(queries)} and {len(gallery)}")
-    _require_head(head, truth)
     if unknown := sorted({*truth.parts}.difference(protocol.parts)) if protocol.parts else []:
         expected = " or ".join(protocol.parts)
         raise DistapError(f"the ground truth has queries of {', '.join(unknown)}; expected {expected}")
     others, is_same = truth.gallery - truth.is_of_itself, queries is gallery
-    gallery = _resident(gallery, counts.device, "gallery descriptor")
-    queries = gallery if is_same else _resident(queries, counts.device, "query")
+    dtype = torch.float64 if queries.dtype in (torch.float64, "float64") else torch.float32
+    gallery = _resident(gallery, dtype, counts.device, "gallery descriptor")
+    queries = gallery if is_same else _resident(queries, dtype, counts.device, "query")
     neighbours = min(neighbours, others)
     blocks = [*_blocks(counts, truth.gallery, with_all=neighbours > 0)]
     # Blocks go by turns. Where there are too few, ranks share the gallery of each instead.
@@ -111,11 +111,13 @@ def evaluate_descriptors(
         if by_turns and number % world.size != world.rank:
             continue  # zeros, so that the sums over the ranks are exact
         positives, grades, ignored = truth.tables(rows)
-        tiles = Tiles(_chosen(queries, rows), gallery, BLOCK_PAIRS, ALONE if by_turns else world)
-        own_head = None if head is None else head[rows]
+        chosen = queries[rows if isinstance(queries, Tensor) else rows.cpu().numpy()]
+        asking = on_device(chosen, dtype, rows.device, 0, "query of a block, at place")
+        own_head, sharing = None if head is None else head[rows], ALONE if by_turns else world
+        tiles = Tiles(asking, gallery, BLOCK_PAIRS, own_head, sharing)
         if neighbours:
-            nearest[rows] = best(tiles, ignored, own_head, neighbours)
-        before = negatives_before(tiles, positives, ignored, own_head)
+            nearest[rows] = best(tiles, ignored, neighbours)
+        before = negatives_before(tiles, positives, ignored)
         every = ranks_of_positives(before, positives != NONE)
         first[rows] = every[:, 0]
         curves[number] = Ranked(every[every[:, 0] > 0], others).interpolated_precision().sum(0)
@@ -196,31 +198,12 @@ def _blocks(counts: Int64[Tensor, " Q"], gallery: int, with_all: bool) -> Iterat
         start += height
 
 
-def _require_head(head: Int64[Tensor, "Q K"] | None, truth: Truth) -> None:
-    """Raise a DistapError unless the first places of a ranking are different rows of the gallery."""
-    if head is None:
-        return
-    ascending, total = head.sort(dim=1).values, len(truth.counts)
-    if len(head) != total or not bool(((head >= 0) & (head < truth.gallery)).all()):
-        shape = tuple(head.shape)
-        raise DistapError(f"a re-ranked head is {shape}; expected {total} rows of numbers below {truth.gallery}")
-    if bool((ascending[:, 1:] == ascending[:, :-1]).any()):
-        raise DistapError("a re-ranked head names a gallery image twice for one query")
-    if truth.is_of_itself and bool((head == torch.arange(total, device=head.device)[:, None]).any()):
-        raise DistapError("a re-ranked head names the query itself, which is not in its gallery")
-
-
-def _resident(descriptors: Tensor | NDArray[Any], device: torch.device, what: str) -> Tensor | NDArray[Any]:
+def _resident(
+    descriptors: Tensor | NDArray[Any], dtype: torch.dtype, device: torch.device, what: str
+) -> Tensor | NDArray[Any]:
     """A tensor on the device, unless an array is too large and has to be converted in blocks."""
     if isinstance(descriptors, Tensor):
         require_finite(descriptors, 0, what)
     elif descriptors.size * 4 > RESIDENT_BYTES:
         return descriptors
-    wide = descriptors.dtype in (torch.float64, "float64")
-    return on_device(descriptors, torch.float64 if wide else torch.float32, device, 0, what)
-
-
-def _chosen(descriptors: Tensor | NDArray[Any], rows: Int64[Tensor, " q"]) -> Tensor:
-    if isinstance(descriptors, Tensor):
-        return descriptors[rows]
-    return on_device(descriptors[rows.cpu().numpy()], torch.float32, rows.device, 0, "query of a block, at place")
+    return on_device(descriptors, dtype, device, 0, what)

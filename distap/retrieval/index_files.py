@@ -1,12 +1,12 @@
-"""Read and write a folder with a Faiss index, the keys and classes of its rows, and a record of how it was made.
+"""Read and write a folder with a Faiss index, and search it.
 
 Faiss trusts its files, and a damaged one can crash the process. So size and SHA-256 are compared before Faiss reads a
-byte. The record `about.json` is written last; a folder without it holds no index.
+byte.
 """
 
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,28 +20,22 @@ from distap.errors import DistapError
 from distap.retrieval.descriptor_files import (
     ABOUT_FILE,
     CLASSES_FILE,
-    DAMAGE,
     DESCRIPTORS_FILE,
     KEYS_FILE,
-    PARQUET_FILE,
     DescribedBy,
     DescriptorSet,
     Texts,
-    read_about,
-    read_texts,
-    require_intact,
-    save_array,
-    write_about,
+    read_described,
+    reading,
+    write_described,
 )
 from distap.retrieval.indexing import BuiltIndex, build_index
 from distap.retrieval.nearest import bounded_threads, installed_faiss
 from distap.retrieval.row_blocks import finite
-from distap.storage.atomic import refuse_foreign, sync_path
-from distap.storage.hashing import FileIdentity, file_identity
+from distap.storage.atomic import refuse_foreign
 
 faiss = installed_faiss()
 INDEX_FILE = "index.faiss"
-FILES = (INDEX_FILE, KEYS_FILE, CLASSES_FILE)
 
 
 class Hit(NamedTuple):
@@ -139,8 +133,7 @@ def search_index(
         shapes = f"descriptors are {values.shape}, keys {names.shape} and classes {of_class.shape}"
         raise DistapError(f"{shapes}; expected (N, C), (N,) and (N,)")
     built = build_index(values, kind, search)
-    about = {"index": {"kind": built.kind, "factory": built.factory, "search": built.search}}
-    unknown = DescribedBy("", "", (1.0,), 1.0, None)
+    unknown, about = DescribedBy("", ""), {"index": built.about}
     return SearchIndex(built.index, names, of_class, unknown, "descriptors in memory", about)
 
 
@@ -156,48 +149,24 @@ def write_index(
     if built.index.ntotal != len(descriptors):
         raise DistapError(f"{folder}: an index of {built.index.ntotal} rows for {len(descriptors)} descriptors")
     require_free_for_index(folder)
-    aside = folder / f".{INDEX_FILE}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ABOUT_FILE).unlink(missing_ok=True)
-        try:
-            faiss.write_index(built.index, str(aside))
-            aside.replace(folder / INDEX_FILE)
-        finally:
-            aside.unlink(missing_ok=True)
-        save_array(folder / KEYS_FILE, descriptors.keys)
-        save_array(folder / CLASSES_FILE, descriptors.classes)
-        sync_path(folder)
-        identities = {name: asdict(file_identity(folder / name)) for name in FILES}
-    except (OSError, RuntimeError) as error:
-        raise DistapError(f"{folder}: the index cannot be written: {error}") from error
-    kind = {"kind": built.kind, "factory": built.factory, "search": built.search}
-    write_about(folder, descriptors, index=kind, build_seconds=built.seconds, **(measured or {}), files=identities)
+    about = {"index": built.about, "build_seconds": built.seconds, **(measured or {})}
+    files = {INDEX_FILE: lambda file: faiss.write_index(built.index, file.name)}
+    write_described(folder, descriptors, files, **about)
 
 
 def require_free_for_index(folder: Path) -> None:
     """Refuse a folder that holds descriptors, whose files an index would replace, or anything else."""
-    if any((folder / name).exists() for name in (DESCRIPTORS_FILE, PARQUET_FILE)):
+    if (folder / DESCRIPTORS_FILE).exists():
         raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
     if not (folder / INDEX_FILE).exists():
-        refuse_foreign(folder, {*FILES, ABOUT_FILE})
+        refuse_foreign(folder, {INDEX_FILE, KEYS_FILE, CLASSES_FILE, ABOUT_FILE})
 
 
 def read_index(folder: Path) -> SearchIndex:
     """Read a folder that `write_index` wrote into memory, or raise a DistapError that names the damaged file."""
-    with read_about(folder, "distap index", "index it again") as (about, described_by):
-        images, dimensions, data = int(about["images"]), int(about["dimensions"]), str(about["data"])
-        identities = {name: FileIdentity(**about["files"][name]) for name in FILES}
-    for name, identity in identities.items():
-        require_intact(folder / name, identity, "index it again")
-    try:
-        keys, classes = read_texts(folder)
+    about, described_by, keys, classes, shape = read_described(folder, INDEX_FILE, "distap index", "index it again")
+    with reading(folder / INDEX_FILE, "distap index"):
         index = faiss.read_index(str(folder / INDEX_FILE))
-    except (*DAMAGE, RuntimeError) as error:
-        raise DistapError(f"{folder}: its index is not readable: {error}; index it again") from error
-    if (index.ntotal, index.d) != (images, dimensions) or not len(keys) == len(classes) == images:
-        raise DistapError(
-            f"{folder}: {index.ntotal} rows of {index.d} dimensions, {len(keys)} keys and {len(classes)} classes, "
-            f"but {ABOUT_FILE} says {images} rows of {dimensions}; index it again"
-        )
-    return SearchIndex(index, keys, classes, described_by, data, about)
+        if (index.ntotal, index.d) != shape:
+            raise ValueError(f"{index.ntotal} rows of {index.d} dimensions, but {ABOUT_FILE} says {shape}")
+    return SearchIndex(index, keys, classes, described_by, about["data"], about)

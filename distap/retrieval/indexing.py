@@ -60,6 +60,11 @@ class BuiltIndex:
     search: str  # parameters such as `nprobe=64`, comma-separated
     seconds: float  # spent on training and adding
 
+    @property
+    def about(self) -> dict[str, str]:
+        """How it was made, for records."""
+        return {"kind": self.kind, "factory": self.factory, "search": self.search}
+
 
 def build_index(
     values: Float[np.ndarray, "N C"],
@@ -167,24 +172,12 @@ def measure_recall(
     for row in range(min(TIMED, len(asked))):
         index.search(asked[row : row + 1], at)
     seconds = time.perf_counter() - started
-    return IndexFigures(
-        recall=float(((similarities >= last) & (found_rows >= 0)).mean()),
-        at=at,
-        queries=len(asked),
-        milliseconds=1000 * seconds / min(TIMED, len(asked)),
-        bytes=_file_bytes(index),
-    )
-
-
-def _file_bytes(index: Any) -> int:
-    """Size of the index's file, without writing it."""
-    sizes: list[int] = []
+    recall = float(((similarities >= last) & (found_rows >= 0)).mean())
+    sizes = list[int]()
 
     def count(piece: bytes) -> int:
         sizes.append(len(piece))
         return len(piece)
 
-    writer = faiss.PyCallbackIOWriter(count)
-    faiss.write_index(index, writer)
-    del writer  # flushes its buffer
-    return sum(sizes)
+    faiss.write_index(index, faiss.PyCallbackIOWriter(count))  # in pieces, of which none is kept
+    return IndexFigures(recall, at, len(asked), 1000 * seconds / min(TIMED, len(asked)), sum(sizes))

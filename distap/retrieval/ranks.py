@@ -25,6 +25,7 @@ from distap.retrieval.truth import NONE
 from distap.world import ALONE, World
 
 CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
+FIRST = 2.0**60  # above all similarities; its first 2**24 multiples are exact in float32
 FEW = 16  # up to this many positives, one pass over the similarities for each is faster than sorting them
 
 
@@ -34,18 +35,24 @@ class Tiles:
     The last tile is kept, so reading it again is free and shows what was masked in it. The gallery may be a memory
     map of float16, which is converted in blocks; `pairs` is the number of similarities in a tile. Of several ranks
     that share a gallery, each takes some of its blocks. Blocks are the same on any number of ranks, so similarities
-    are too.
+    are too. The gallery rows of a head come first, in its order, whatever their similarity: they are given greater
+    ones.
     """
 
     def __init__(
-        self, queries: Float[Tensor, "q C"], gallery: Tensor | NDArray[Any], pairs: int, world: World = ALONE
+        self,
+        queries: Float[Tensor, "q C"],
+        gallery: Tensor | NDArray[Any],
+        pairs: int,
+        head: Int64[Tensor, "q K"] | None = None,
+        world: World = ALONE,
     ) -> None:
         if queries.shape[1] != gallery.shape[1]:
             raise DistapError(
                 f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
             )
         self.dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-        self._queries, self._gallery, self.world = queries.to(self.dtype), gallery, world
+        self._queries, self._gallery, self._head, self.world = queries.to(self.dtype), gallery, head, world
         width = max(pairs // max(len(queries), 1), 1)
         self._height = min(max(CONVERTED_NUMBERS // gallery.shape[1], 1), width)  # rows of a block
         blocks, width = -(-len(gallery) // self._height), width - width % self._height
@@ -72,6 +79,10 @@ class Tiles:
             part, device = self._gallery[start:stop], self._queries.device
             rows = on_device(part, self.dtype, device, start, "gallery descriptor")
             torch.mm(self._queries, rows.t(), out=result[:, start - span.start : stop - span.start])
+        if self._head is not None:
+            query, place = _inside(self._head, span)
+            before_others = FIRST * (self._head.shape[1] - place).to(self.dtype)
+            result[query, self._head[query, place] - span.start] = before_others
         return result
 
 
@@ -79,17 +90,15 @@ def negatives_before(
     tiles: Tiles,
     positives: Int64[Tensor, "q P"],
     ignored: Int64[Tensor, "q I"],
-    head: Int64[Tensor, "q K"] | None = None,
 ) -> Int64[Tensor, "q P"]:
     """Number of gallery images before each positive that are neither positive nor ignored, 0 where there is none.
 
     Of ranks that share the gallery, each counts in its tiles; all call this, and all get the sums.
 
     Args:
-        tiles: similarities. Positives, ignored images and the head stay masked in the last tile.
+        tiles: similarities. Positives and ignored images stay masked in the last tile.
         positives: gallery rows of each query, padded with NONE.
         ignored: gallery rows to remove, such as junk and the query itself, padded with NONE.
-        head: gallery rows that come first, in this order, whatever their similarity.
     """
     bounds = torch.zeros(positives.shape, dtype=tiles.dtype, device=positives.device)
     for number, span in enumerate(tiles.spans):
@@ -97,27 +106,23 @@ def negatives_before(
         if len(query):
             bounds[query, place] = tiles[number][query, positives[query, place] - span.start]
     bounds = tiles.world.sum(bounds)  # one rank has read each of them
-    in_head, before_in_head = _places_in_head(positives, ignored, head)
-    bounds[in_head | (positives == NONE)] = torch.inf
+    bounds[positives == NONE] = torch.inf
     before = torch.zeros_like(positives)
     for span, similarities in tiles:
-        _mask(similarities, span, positives, ignored, *(() if head is None else (head,)))
+        _mask(similarities, span, positives, ignored)
         before += count_above(similarities, bounds)
-    return tiles.world.sum(before) + before_in_head
+    return tiles.world.sum(before)
 
 
-def best(tiles: Tiles, ignored: Int64[Tensor, "q _"], head: Tensor | None, k: int) -> Int64[Tensor, "q k"]:
-    """The head, then the most similar gallery images that are neither in it nor ignored; k in all."""
+def best(tiles: Tiles, ignored: Int64[Tensor, "q _"], k: int) -> Int64[Tensor, "q k"]:
+    """The k most similar gallery images that are not ignored."""
     parts = []
     for span, similarities in tiles:
         _mask(similarities, span, ignored)
         values, columns = similarities.topk(min(k, len(span)), dim=1)
         parts.append((values, columns + span.start))
     values, found = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-    found = found.gather(1, values.topk(k, dim=1).indices)
-    for own, first in zip(found, () if head is None else head, strict=head is not None):
-        own[:] = torch.cat([first, own[~torch.isin(own, first)]])[:k]
-    return found
+    return found.gather(1, values.topk(k, dim=1).indices)
 
 
 def _mask(similarities: Float[Tensor, "q n"], span: range, *rows: Int64[Tensor, "q _"]) -> None:
@@ -138,23 +143,6 @@ def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]
 def _inside(table: Tensor, span: range) -> tuple[Tensor, Tensor]:
     query, place = ((table >= span.start) & (table < span.stop)).nonzero(as_tuple=True)
     return query, place
-
-
-def _places_in_head(positives: Tensor, ignored: Tensor, head: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which positives are in the head, and how many negatives of the head come before each positive."""
-    in_head = torch.zeros_like(positives, dtype=torch.bool)
-    before = torch.zeros_like(positives)
-    if head is None:
-        return in_head, before
-    for query in range(len(positives)):
-        negative = ~torch.isin(head[query], torch.cat([positives[query], ignored[query]]))
-        exists = positives[query] != NONE
-        # A positive outside the head comes after all negatives of the head.
-        before[query] = torch.where(exists, negative.sum(), 0)
-        place, own = (head[query][:, None] == positives[query][None]).nonzero(as_tuple=True)
-        in_head[query, own] = True
-        before[query, own] = negative.cumsum(0)[place]
-    return in_head, before
 
 
 def count_above(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:

@@ -71,15 +71,12 @@ class KReciprocal:
     smoothing: int = 6  # k2: neighbourhoods that are averaged, including the image's own
     original: float = 0.3  # λ: weight of the original distance
 
-    def __post_init__(self) -> None:
-        if self.neighbours < 1 or self.smoothing < 1 or not 0 <= self.original <= 1:
-            raise DistapError(f"{self}: expected neighbours and smoothing of at least 1, original from 0 to 1")
-
     def order(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Int64[np.ndarray, " K"]:
         """New order of the head, as places in it; ties keep their order."""
         nodes = np.concatenate([query[None], head])
         distances = (1 - nodes @ nodes.T) / 2
-        near = _itself_and_nearest(nodes, self.neighbours)
+        _, others = nearest(nodes, nodes, self.neighbours, exclude_self=True)
+        near = np.concatenate([np.arange(len(nodes))[:, None], others], axis=1)  # each node, then its nearest others
         weights = np.where(_expanded_neighbourhoods(near), np.exp(-distances.astype(np.float64)), 0)  # eq. 7
         weights /= weights.sum(axis=1, keepdims=True)
         # Average over k2 neighbourhoods; only columns that overlap with node 0, the query, matter to it.
@@ -105,10 +102,6 @@ class Diffusion:
     seeds: int = 10  # k_q: images of the head that the query is connected to
     power: float = 3.0  # γ: affinity is max(s, 0)^γ
     walk: float = 0.99  # α: reach of the diffusion
-
-    def __post_init__(self) -> None:
-        if self.neighbours < 1 or self.seeds < 1 or self.power < 0 or not 0 <= self.walk < 1:
-            raise DistapError(f"{self}: expected neighbours and seeds of at least 1, power 0 or more, walk below 1")
 
     def order(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Int64[np.ndarray, " K"]:
         """New order of the head, as places in it; ties keep their order."""
@@ -219,12 +212,6 @@ class Refinement:
 
 
 PLAIN = Refinement()
-
-
-def _itself_and_nearest(nodes: Float32[np.ndarray, "n C"], neighbours: int) -> Int64[np.ndarray, "n k"]:
-    """Each node, and then its nearest others."""
-    _, near = nearest(nodes, nodes, neighbours, exclude_self=True)
-    return np.concatenate([np.arange(len(nodes))[:, None], near], axis=1)
 
 
 def _is_mutual(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n k"]:

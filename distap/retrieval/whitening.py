@@ -48,14 +48,6 @@ class Whitening:
     learned_from: str  # path or URL of the images
     described_by: DescribedBy  # how they were described; the whitening fits no other descriptors
 
-    def __post_init__(self) -> None:
-        if self.mean.ndim != 1 or self.projection.ndim != 2 or self.projection.shape[1:] != self.mean.shape:
-            raise DistapError(
-                f"whitening: mean {self.mean.shape} and projection {self.projection.shape}; expected (C,) and (D, C)"
-            )
-        if not (np.isfinite(self.mean).all() and np.isfinite(self.projection).all()):
-            raise DistapError("whitening: a number is not finite; learn it again")
-
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Mean (C,) and projection (D, C) in float64, for the last layer of a network."""
@@ -104,12 +96,9 @@ def load_whitening(path: Path) -> Whitening:
     if path.is_dir():
         path /= WHITENING_FILE
     with reading(path, "distap whiten"):
-        try:
-            with safetensors.safe_open(path, "numpy") as file:
-                about = json.loads(file.metadata()["whitening"])
-                mean, projection = file.get_tensor("mean"), file.get_tensor("projection")
-        except safetensors.SafetensorError as error:
-            raise ValueError(str(error)) from error
+        with safetensors.safe_open(path, "numpy") as file:
+            about = json.loads(file.metadata()["whitening"])
+            mean, projection = file.get_tensor("mean"), file.get_tensor("projection")
         if about["version"] != VERSION:
             raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; learn it again")
         if about["kind"] not in get_args(WhiteningKind) or mean.dtype != np.float64 or projection.dtype != np.float64:
@@ -237,21 +226,15 @@ def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C
             "classes"
         )
     matched = matched[np.argsort(number[matched], kind="stable")]
-    result = np.zeros((values.shape[1],) * 2)
-    pending, done = np.zeros(values.shape[1]), 0  # sum of a class that continues in the next block; rows seen
+    result, sums = np.zeros((values.shape[1],) * 2), np.zeros((len(count), values.shape[1]))
+    weight = 2 / np.maximum(count - 1, 1)[:, None]
     for some, block in row_blocks(values, np.float64, matched):
         block -= mean
         of_row = number[matched[some]]
-        done += len(of_row)
         begins = np.flatnonzero(np.diff(of_row, prepend=-1))
-        sums, size = np.add.reduceat(block, begins, axis=0), count[of_row[begins]][:, None]
-        sums[0] += pending
-        pending = np.zeros(values.shape[1])
-        if done < len(matched) and number[matched[done]] == of_row[-1]:
-            pending, sums, size = sums[-1], sums[:-1], size[:-1]
-        weight = (2 * count / np.maximum(count - 1, 1))[of_row][:, None]
-        result += (block * weight).T @ block
-        result -= (sums * 2 / (size - 1)).T @ sums
+        sums[of_row[begins]] += np.add.reduceat(block, begins, axis=0)
+        result += (block * (count[:, None] * weight)[of_row]).T @ block
+    result -= (sums * weight).T @ sums
     return result / len(matched)
 
 

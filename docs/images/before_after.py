@@ -15,9 +15,9 @@ RIGHT, WRONG, TEXT = "#2e9e5b", "#d64545", "#1f2933"
 
 def results(folder: Path) -> list[tuple[str, list[str]]]:
     """Return keys of the queries and of their nearest images, of queries drawn at random."""
-    queries, neighbours = (np.load(folder / name) for name in ("queries.npz", "neighbours.npz"))
-    keys = dict(zip(queries["sample"].tolist(), queries["key"].tolist(), strict=True))
-    nearest = neighbours["neighbour"].reshape(len(neighbours["sample"]), -1)
+    retrieved = np.load(folder / "retrieved.npz")
+    keys = retrieved["key"].tolist()
+    nearest = retrieved["neighbours"].reshape(len(keys), -1)
     drawn = permutation(len(nearest), 1)[:QUERIES]
     return [(keys[int(row)], [keys[int(hit)] for hit in nearest[row, :HITS]]) for row in drawn]
 

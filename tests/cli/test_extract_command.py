@@ -41,7 +41,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     assert found.described_by.scale_power == pytest.approx(3.0, abs=0.1)
     whitening = learn_pca(found, dimensions=4)
     save_whitening(tmp_path / "whitening", whitening)
-    whitened = ("--whitening", tmp_path / "whitening", "--format", "parquet", photos, tmp_path / "whitened")
+    whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened")
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
     expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)

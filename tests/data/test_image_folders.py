@@ -50,12 +50,12 @@ def test_training_and_evaluation_are_those_of_the_packed_images(folders):
 
 def test_an_image_that_has_changed_is_damaged(folders):
     opened = open_set(f"imagefolder:{folders / 'test'}")
-    assert opened.images.reader.where(0) == "test-0/0.png"
-    assert len(opened.images) == len(load_index(folders / "test-shards"))
+    assert opened.queries.reader.where(0) == "test-0/0.png"
+    assert len(opened.queries) == len(load_index(folders / "test-shards"))
     path = folders / "test" / "test-0" / "0.png"
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DamagedImageError, match="truncated"):
-        opened.images.reader.encoded(0)
+        opened.queries.reader.encoded(0)
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):

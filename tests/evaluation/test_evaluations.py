@@ -8,7 +8,6 @@ import torch
 from commands import distap
 from dataset_trees import TREES
 from extractions import encoded
-from launching import Program, output_of
 from PIL import Image
 from ranks import on_ranks
 from retrieval_reference import (
@@ -89,15 +88,6 @@ def test_the_figures_of_revisited_oxford_are_those_of_its_files(converted, train
     assert (evaluation.queries, evaluation.left_out) == (2, 1)
 
 
-def test_distractors_join_the_gallery_and_can_only_lower_its_figures(converted, training_shards, tmp_path):
-    how = describing(tmp_path, training_shards)
-    plain = open_set(str(converted / "roxford5k")).describe(how).evaluate()
-    more = open_set(str(converted / "roxford5k"), distractors=[str(converted / "revisitop1m/distractors")])
-    evaluation = more.describe(how).evaluate()
-    assert (plain.about["images"], evaluation.about["images"]) == (2 + 6, 2 + 9)
-    assert all(evaluation.figures[name] <= plain.figures[name] + 1e-12 for name in plain.figures)
-
-
 def test_the_figures_of_google_landmarks_count_100_images(converted, training_shards, tmp_path):
     how = describing(tmp_path, training_shards)
     evaluation = open_set(str(converted / "gldv2")).describe(how).evaluate()
@@ -163,7 +153,7 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
         assert retrieved.neighbours[row].tolist() == nearest.tolist()
     assert (retrieved.first_positive > 0).nonzero()[0].max() < len(keys)
     refined = described.evaluate(Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=Diffusion()))
-    assert refined.figures != evaluation.figures and refined.about["gallery"] == str(folder / "gallery")
+    assert refined.figures != evaluation.figures and refined.gallery == str(folder / "gallery")
 
 
 def test_a_gallery_is_drawn_as_vehicle_id_does(query_and_gallery, training_shards, tmp_path):
@@ -204,8 +194,7 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
         open_set(query, gallery=query)
     assert distap(monkeypatch, "eval", "--checkpoint", run, "--gap=4") == 2
     assert distap(monkeypatch, "report", run) == 0
-    page = (run / "report.html").read_text()
-    assert "Hardest queries" in page and "Precision over recall" in page and page.count("data:image/webp") > 10
+    assert (run / "report.html").read_text().count("data:image/webp") > 10
     options = ["--before", tmp_path / "drawn", "--after", tmp_path / "drawn", "--output", tmp_path]
     assert distap(monkeypatch, "report", run, *options) == 0
     assert "kept neither of galleries that are drawn" in (tmp_path / "report.html").read_text()
@@ -216,25 +205,14 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
         train(World(), tmp_path, [gallery], sampling=batch, **data | {"data__validation": str(training_shards[1])})
 
 
-def test_in_shop_and_vehicle_id_are_evaluated_by_their_protocols(training_shards, tmp_path):
-    how = describing(tmp_path, training_shards)
-    for name, data, among, counts in (
-        ("inshop", "query", {"gallery": str(tmp_path / "inshop/gallery")}, (2, 4)),
-        ("vehicleid", "test_large", {"gallery_draws": 10}, (3, 6)),
-    ):
-        TREES[name](tmp_path / "source" / name)
-        convert(DATASETS[name], tmp_path / "source" / name, tmp_path / name)
-        evaluation = open_set(str(tmp_path / name / data), **among).describe(how).evaluate()
-        assert (evaluation.queries, evaluation.about["images"]) == counts and evaluation.left_out == 0
-        assert 0 < evaluation.figures["mAP"] <= 1
-
-
-def test_kept_descriptors_are_found_again(converted, training_shards, tmp_path, monkeypatch):
+def test_descriptors_are_found_again_and_distractors_lower_figures(converted, training_shards, tmp_path, monkeypatch):
     how = describing(tmp_path, training_shards, kept_in=tmp_path / "kept")
     opened = open_set(
         str(converted / "roxford5k"), "oxford", distractors=[str(converted / "revisitop1m/distractors")]
     )
-    first = opened.describe(how).evaluate()
+    first, plain = opened.describe(how).evaluate(), open_set(str(converted / "roxford5k")).describe(how).evaluate()
+    assert (plain.images, first.images) == (2 + 6, 2 + 9)
+    assert all(first.figures[name] <= plain.figures[name] + 1e-12 for name in plain.figures)
     monkeypatch.setattr(type(how.describer), "__call__", None)
     again = opened.describe(how).evaluate()
     assert again.figures == first.figures
@@ -270,34 +248,6 @@ def test_two_ranks_find_the_same_figures_as_one(converted, training_shards, tmp_
     alone = evaluate_on_ranks(World(), tmp_path, training_shards, converted / "roxford5k")
     for figures in on_ranks(2, evaluate_on_ranks, tmp_path, training_shards, converted / "roxford5k"):
         assert figures == pytest.approx(alone)
-
-
-@pytest.mark.slow
-def test_the_command_gives_the_same_figures_on_two_ranks_as_on_one(training_shards, tmp_path, monkeypatch):
-    train(World(), tmp_path / "run", training_shards, steps=1)
-    command = (
-        "eval",
-        "--checkpoint",
-        f"{tmp_path / 'run'}",
-        "--data",
-        str(training_shards[1]),
-        "--max-side=40",
-        "--output",
-    )
-    assert distap(monkeypatch, *command, tmp_path / "one") == 0
-    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "distap.cli"
-    output_of(Program((*torchrun, *command, str(tmp_path / "two"))), tmp_path)
-    one, two = (read_evaluation(tmp_path / name).figures for name in ("one", "two"))
-    assert two == pytest.approx(one)
-
-
-def test_training_evaluates_on_other_sets_as_well(converted, training_shards, tmp_path):
-    also = {"oxford": {"data": str(converted / "roxford5k"), "max_side": 8, "scales": [1.0, 0.7]}}
-    settings = {"data__validation": str(training_shards[1]), "evaluation": {"every": 2, "also": also}}
-    train(World(), tmp_path, training_shards, steps=2, **settings)
-    lines = [entry for entry in read_run_log(tmp_path) if "validation" in entry]
-    assert [line["step"] for line in lines] == [0, 2]
-    assert set(lines[0]["also"]) == {"oxford"} and 0 <= lines[0]["also"]["oxford"]["Medium mAP"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -404,12 +354,14 @@ def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path)
     with pytest.raises(DistapError, match="says nothing of classes"):
         open_set(str(converted / "source/roxford5k/jpg"))
     truth = json.loads((converted / "roxford5k/ground_truth.json").read_text())
-    truth["queries"][0]["name"] = "somewhere_else"
+    boxed = json.loads(json.dumps(truth))
+    truth["queries"][0]["name"], boxed["queries"][1]["box"] = "somewhere_else", [5, 0, 5, 1]
     for split in ("query", "gallery"):
         (tmp_path / split).symlink_to(converted / "roxford5k" / split)
-    (tmp_path / "ground_truth.json").write_text(json.dumps(truth))
-    with pytest.raises(DistapError, match="query somewhere_else and 0 more are not in it"):
-        open_set(str(tmp_path)).describe(describing(tmp_path, training_shards))
+    for changed, message in ((truth, "query somewhere_else and 0 more are not in it"), (boxed, "expected left, top")):
+        (tmp_path / "ground_truth.json").write_text(json.dumps(changed))
+        with pytest.raises(DistapError, match=message):
+            open_set(str(tmp_path)).describe(describing(tmp_path, training_shards))
 
 
 def test_the_evaluations_of_a_recipe_are_opened_before_it_trains(training_shards, tmp_path):

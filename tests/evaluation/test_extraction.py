@@ -1,3 +1,4 @@
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +15,9 @@ from distap.data.images.image_sets import ImageFolder, open_images
 from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
-from distap.evaluation.extraction import parts, to_folder
+from distap.evaluation.extraction import extracted_folder, extracting
+from distap.evaluation.extraction.extracting import BrokenOffError, Extraction, extract_descriptors
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.extraction.parts import BrokenOffError, Extraction, extract_descriptors
-from distap.evaluation.extraction.to_folder import left_out_of
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
 
@@ -111,25 +111,15 @@ def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, ph
 
 def test_boxes_are_cut_out_first(photos):
     maker, images = describer("original"), open_images(photos)
-    boxes = {"0/00.png": (3.6, 4.4, 30.0, 28.0), "1/03.png": (0, 0, 20, 20)}
+    boxes = {images.keys.tolist().index("0/00.png"): (4, 4, 30, 28), 17: (0, 0, 20, 20)}
     _, found, _ = extract_descriptors(Extraction(maker, images, World(), boxes, workers=0))
     _, plain, _ = extract_descriptors(Extraction(maker, images, World(), workers=0))
     for row, key in enumerate(images.keys.tolist()):
-        if key not in boxes:
+        if row not in boxes:
             np.testing.assert_allclose(found[row], plain[row], atol=1e-6)
             continue
-        box = [round(edge) for edge in boxes[key]]
-        cut = encoded(Image.open(photos / key).crop(box))
+        cut = encoded(Image.open(photos / key).crop(boxes[row]))
         np.testing.assert_allclose(found[row], maker.describe([cut])[0], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("boxes", "message"),
-    [({"nobody": (0, 0, 1, 1)}, "no image is called so"), ({"0/00.png": (5, 0, 5, 1)}, "expected left, top")],
-)
-def test_a_box_of_no_image_or_without_content_is_refused(photos, boxes, message):
-    with pytest.raises(DistapError, match=message):
-        extract_descriptors(Extraction(describer(), open_images(photos), World(), boxes, workers=0))
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path, photos):
@@ -141,12 +131,12 @@ def test_damaged_images_are_left_out_and_named(tmp_path, photos):
     (images / "d.jpg").write_bytes(b"none")
     (images / "e.png").symlink_to(photos / "0" / "00.png")
     written = extract(images, tmp_path / "out")
-    assert (len(written), len(left_out_of(tmp_path / "out"))) == (2, 3)
+    assert len(written) == 2
     found = read_descriptors(tmp_path / "out")
     assert found.keys.tolist() == ["a.png", "c.png"]
-    lines = (tmp_path / "out" / "left_out.txt").read_text().splitlines()
-    assert [line.split("\t")[0] for line in lines] == ["b.png", "d.jpg", "e.png"]
-    assert "truncated" in lines[0] and "not an image" in lines[1] and "out of the folder" in lines[2]
+    assert list(found.left_out) == ["b.png", "d.jpg", "e.png"]
+    told = "\n".join(found.left_out.values())
+    assert re.fullmatch(r".*truncated.*\n.*not an image.*\n.*out of the folder.*", told)
 
 
 def test_a_descriptor_that_is_not_finite_is_left_out(tmp_path, photos):
@@ -162,9 +152,9 @@ def test_images_too_small_for_the_network_are_left_out(tmp_path):
     for name, size in (("a", (40, 32)), ("b", (3, 40)), ("c", (40, 32))):
         (tmp_path / f"{name}.png").write_bytes(encoded(photo(*size, seed=1)))
     extract(tmp_path, tmp_path / "out", maker=maker)
-    assert read_descriptors(tmp_path / "out").keys.tolist() == ["a.png", "c.png"]
-    (left_out,) = (tmp_path / "out" / "left_out.txt").read_text().splitlines()
-    assert left_out == "b.png\tdecode_error: 3 x 40 pixels are too few for the network"
+    found = read_descriptors(tmp_path / "out")
+    assert found.keys.tolist() == ["a.png", "c.png"]
+    assert found.left_out == {"b.png": "decode_error: 3 x 40 pixels are too few for the network"}
     with pytest.raises(DamagedImageError, match="3 x 40 pixels are too few"):
         maker.describe([(tmp_path / "b.png").read_bytes()])
 
@@ -186,24 +176,13 @@ def test_bf16_is_near_to_float32(photos):
     assert 0.99 < (single * half).sum(axis=1).min() < 1
 
 
-def test_parquet_holds_the_same(tmp_path, photos):
-    extract(photos, tmp_path / "npy")
-    extract(photos, tmp_path / "parquet", form="parquet")
-    arrays, table = (read_descriptors(tmp_path / form) for form in ("npy", "parquet"))
-    assert np.array_equal(arrays.descriptors, table.descriptors)
-    assert arrays.keys.tolist() == table.keys.tolist()
-    assert sorted(path.name for path in (tmp_path / "parquet").iterdir()) == [
-        *("about.json", "descriptors.parquet", "extraction.json")
-    ]
-
-
 class StoppedError(Exception):
     pass
 
 
 def stopped_after(monkeypatch, parts: int) -> None:
     """The next extraction ends as if it were killed when it has written so many parts."""
-    file_of = to_folder.part_file
+    file_of = extracted_folder.part_file
     left = iter(range(parts))
 
     def file_or_stop(*arguments):
@@ -211,7 +190,7 @@ def stopped_after(monkeypatch, parts: int) -> None:
             raise StoppedError
         return file_of(*arguments)
 
-    monkeypatch.setattr(to_folder, "part_file", file_or_stop)
+    monkeypatch.setattr(extracted_folder, "part_file", file_or_stop)
 
 
 def test_an_extraction_that_was_stopped_describes_what_is_missing(tmp_path, photos, monkeypatch, described):
@@ -219,7 +198,7 @@ def test_an_extraction_that_was_stopped_describes_what_is_missing(tmp_path, phot
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
             extract(photos, tmp_path / "out", part_images=4)
-    with pytest.raises(DistapError, match="`distap extract` writes it"):
+    with pytest.raises(DistapError, match="out: its extraction has not ended; the command that began it continues"):
         read_descriptors(tmp_path / "out")
     described.clear()
     extract(photos, tmp_path / "out")  # the size of parts is that of the beginning
@@ -248,7 +227,7 @@ def test_one_that_is_finished_is_not_done_again(tmp_path, photos, described):
         ({"maker": {"scales": (1.0, 0.5)}}, r"scales was \[1.0\] and is \[1.0, 0.5\]"),
         ({"maker": {"precision": "bf16"}}, "precision was 'float32' and is 'bf16'"),
         ({"dtype": "float16"}, "dtype was 'float32' and is 'float16'"),
-        ({"boxes": {"0/00.png": (0, 0, 9, 9)}}, "boxes was None and is"),
+        ({"boxes": {0: (0, 0, 9, 9)}}, "boxes was None and is"),
         ({"source": "0"}, "fingerprint was"),
     ],
 )
@@ -268,7 +247,7 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path, photos):
         extract(photos, tmp_path / "file")
 
 
-def test_a_part_that_is_damaged_is_described_again(tmp_path, photos, monkeypatch, described):
+def test_a_part_that_is_damaged_is_named(tmp_path, photos, monkeypatch, described):
     with monkeypatch.context() as patch:
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
@@ -277,9 +256,10 @@ def test_a_part_that_is_damaged_is_described_again(tmp_path, photos, monkeypatch
     data = bytearray(part.read_bytes())
     data[400] ^= 1
     part.write_bytes(data)
-    with pytest.raises(DistapError, match=r"000001.npz: damaged .* describes this part again"):
+    with pytest.raises(DistapError, match=r"000001.npz: not readable as .*CRC.*; remove it"):
         extract(photos, tmp_path / "out")
     described.clear()
+    part.unlink()
     extract(photos, tmp_path / "out")
     assert described.total() == 4
 
@@ -336,7 +316,7 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
 
 def break_off_on_a_rank(world, source, waiting):
     """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on together."""
-    parts.PROGRESS_SECONDS = 600 if world.rank == waiting else 0
+    extracting.PROGRESS_SECONDS = 600 if world.rank == waiting else 0
     maker = describer("original", batch_pixels=4 * 40 * 40)
     extraction = Extraction(maker, open_images(source), world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
     with pytest.raises(BrokenOffError):
@@ -347,3 +327,17 @@ def break_off_on_a_rank(world, source, waiting):
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_ranks_break_off_together(photos, waiting):
     assert on_ranks(2, break_off_on_a_rank, photos, waiting) == [[7, 7]] * 2
+
+
+def extract_into_a_folder_of_its_own(world, photos, folder):
+    """As on hosts that share no file system; another run left the same plan on rank 1's."""
+    if world.rank == 1:
+        extract(photos, folder / "1", maker=describer())
+    with pytest.raises(DistapError, match=r"rank 1 does not see rank 0's folder; name one that all hosts share"):
+        extract(photos, folder / str(world.rank), world, describer())
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_see_one_folder_are_told(tmp_path, photos):
+    on_ranks(2, extract_into_a_folder_of_its_own, photos, tmp_path)
+    assert not (tmp_path / "0" / "parts").exists()

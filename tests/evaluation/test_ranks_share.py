@@ -1,19 +1,13 @@
-"""Ranks share an evaluation: the same bits on any number of them, and no folder that all of them see."""
+"""Ranks share an evaluation: the same bits on any number of them."""
 
 import numpy as np
 import pytest
 import torch
-from extractions import describer, write_photos
 from ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from distap.data.images.image_sets import open_images
-from distap.evaluation.describing import Describing
-from distap.evaluation.extraction.parts import Extraction
-from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.retrieval import evaluate, ranks
-from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.figures import LANDMARKS, REVISITED, labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.world import World
@@ -70,39 +64,3 @@ def assert_same(found, expected):
             assert_same(found[name], expected[name])
     else:
         assert found == expected
-
-
-def extract_without_a_shared_folder(world, photos, folder):
-    """Each rank's folder is its own, as on hosts that share no file system; another run left a file on rank 1's."""
-    own = folder / str(world.rank)
-    images, entered, collective = open_images(photos), [], World.collective
-
-    def counted(world, name, *more):
-        entered.append(name)
-        return collective(world, name, *more)
-
-    World.collective = counted
-    extract_to_folder(Extraction(describer(), images, world, workers=0), own / "extracted", part_images=4)
-    describing = Describing(describer(), world, workers=0, kept_in=own / "kept")
-    stale = own / "kept" / "photos" / "descriptors.npy"
-    if world.rank == 1:
-        stale.parent.mkdir(parents=True)
-        np.save(stale, np.zeros((31, 8), np.float32))
-    described = describing.descriptors(images, "photos")
-    World.collective = collective
-    return *described, entered
-
-
-@pytest.mark.slow
-def test_only_rank_0_needs_the_folder_of_descriptors(tmp_path):
-    (tmp_path / "photos").mkdir()
-    photos = write_photos(tmp_path / "photos")
-    samples, expected, _ = extract_without_a_shared_folder(World(), photos, tmp_path / "alone")
-    found = on_ranks(3, extract_without_a_shared_folder, photos, tmp_path / "several")
-    for own, descriptors, entered in found:
-        assert np.array_equal(own, samples)
-        assert np.array_equal(descriptors, expected)
-        assert entered == found[0][2] and "handing over of parts" in entered  # the watchdog compares their numbers
-    found = read_descriptors(tmp_path / "several" / "0" / "extracted")
-    assert np.array_equal(found.descriptors, read_descriptors(tmp_path / "alone" / "0" / "extracted").descriptors)
-    assert not (tmp_path / "several" / "2").exists()

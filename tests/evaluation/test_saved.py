@@ -38,20 +38,19 @@ def cut(path):
 
 def spoil_neighbours(path):
     with path.open("rb") as file, np.load(file) as arrays:
-        changed = {**arrays, "neighbour": arrays["neighbour"] + 1}
+        changed = {**arrays, "neighbours": arrays["neighbours"] + 1}
     np.savez(path, **changed)
 
 
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("queries.npz", cut, "queries.npz: not readable"),
-        ("neighbours.npz", cut, "neighbours.npz: not readable"),
-        ("neighbours.npz", Path.unlink, "neighbours.npz: not readable"),
-        ("neighbours.npz", spoil_neighbours, "not of one evaluation"),
+        ("retrieved.npz", cut, "retrieved.npz: not readable"),
+        ("retrieved.npz", Path.unlink, "retrieved.npz: no such file; `distap eval` writes it"),
+        ("retrieved.npz", spoil_neighbours, "not of one evaluation"),
         ("result.json", cut, "result.json: not readable"),
-        ("result.json", lambda path: path.write_text("[]"), "not the result of an evaluation"),
-        ("result.json", lambda path: path.write_text('{"figures": 3}'), "not the result of an evaluation"),
+        ("result.json", lambda path: path.write_text("[]"), "result.json: not readable"),
+        ("result.json", lambda path: path.write_text('{"figures": 3}'), "result.json: not readable"),
     ],
 )
 def test_a_damaged_evaluation_is_refused(tmp_path, file, damage, message):

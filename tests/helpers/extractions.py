@@ -11,9 +11,9 @@ from PIL import Image
 from benchmarks.photos import photo
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
+from distap.evaluation.extraction.extracted_folder import extract_to_folder
+from distap.evaluation.extraction.extracting import Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.extraction.parts import Extraction
-from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.world import World
 
 SHAPES = [(40, 32), (32, 40), (40, 40), (40, 32), (48, 33), (32, 40)]  # width and height
@@ -47,7 +47,7 @@ def write_photos(folder: Path) -> Path:
 
 
 def extract(source, output, world=World(), maker=None, workers=0, boxes=None, **settings):  # noqa: B008 - it is frozen
-    extraction = Extraction(maker or describer("original"), open_images(source), world, boxes, workers)
+    extraction = Extraction(maker or describer("original"), open_images(source), world, boxes or {}, workers)
     return extract_to_folder(extraction, output, **settings)
 
 

@@ -12,9 +12,9 @@ from small_trainings import recipe
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
+from distap.evaluation.extraction.extracted_folder import extract_to_folder
+from distap.evaluation.extraction.extracting import Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.extraction.parts import Extraction
-from distap.evaluation.extraction.to_folder import extract_to_folder
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.index_files import write_index
 from distap.retrieval.indexing import build_index

@@ -76,7 +76,6 @@ def retrieved(seed: int = 0, index: Index | None = None) -> Retrieved:
         key=np.array([f"key-{row}" for row in range(40)]) if index is None else index.key,
         label=label,
         average_precision=random.random(40).round(1),
-        average_precision_at_r=random.random(40),
         first_positive=random.integers(0, 4, 40),
         class_name=names,
         neighbours=np.stack(others),
@@ -90,5 +89,6 @@ def write_retrieved(run: Path, step: int, each: Retrieved, figures: dict[str, fl
     curve = [1 - recall / 101 for recall in range(101)]
     about = {"data": "d", "fingerprint": "f", "images": 40, "precision_at_recall": curve, "classes": classes, **about}
     figures = {name: value + gain * (figures is FIGURES) for name, value in figures.items()}
-    Evaluation(figures, int((each.first_positive > 0).sum()), 0, about, each).save(folder, step=step)
+    queries = int((each.first_positive > 0).sum())
+    Evaluation(figures=figures, queries=queries, hits=each, **about).save(folder, step=step)
     return folder

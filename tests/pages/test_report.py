@@ -129,7 +129,7 @@ def test_right_hits_are_counted_out_of_the_positives_that_there_are(tmp_path, tr
     pack(images, tmp_path / "shards")
     index = load_index(tmp_path / "shards")
     alike = np.stack([random.permutation(np.delete(np.arange(19), row))[:12] for row in range(19)])
-    shape = {"average_precision": np.ones(19), "average_precision_at_r": np.ones(19), "neighbours": alike}
+    shape = {"average_precision": np.ones(19), "neighbours": alike}
     first = np.ones(19, dtype=int)
     each = Retrieved(
         np.arange(19), index.key, index.label.astype(int), first_positive=first, class_name=index.class_name, **shape
@@ -315,7 +315,7 @@ def test_a_folder_with_another_recipe_is_refused(run):
         ({"folders": ["b", f"{ODD}a"], "before": "b"}, "for one run"),
         ({"folders": ["b", "b"]}, "named twice"),
         ({"folders": ["shards"]}, "no such run log"),
-        ({"folders": ["b"], "after": "shards"}, "result.json: not readable"),
+        ({"folders": ["b"], "after": "shards"}, "result.json: no such file; `distap eval` writes it"),
     ],
 )
 def test_a_report_that_cannot_be_made_is_refused(tmp_path, evaluated, arguments, message):

@@ -58,6 +58,8 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
     assert index.about["index"]["kind"] == kind
     assert kind in KINDS or (index.about["index"]["factory"], index.about["index"]["search"]) == (kind, search)
     assert index.about["measured"] == {"recall": 0.5}
+    figures = measure_recall(built[name].index, gallery.descriptors)
+    assert figures.bytes == (tmp_path / "index.faiss").stat().st_size
 
 
 def test_a_flat_index_is_exact_also_for_a_map_in_half_precision_in_blocks(tmp_path, monkeypatch, gallery):
@@ -106,13 +108,6 @@ def test_recall_is_measured_with_held_out_queries_too(gallery, built):
     assert (figures.recall, figures.at, figures.queries) == (1, 3, 50)
     with pytest.raises(DistapError, match="dimensions"):
         measure_recall(built["flat"].index, gallery.descriptors, queries[:, :5])
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_bytes_are_those_of_the_file(tmp_path, gallery, built, name):
-    faiss.write_index(built[name].index, str(tmp_path / "file"))
-    figures = measure_recall(built[name].index, gallery.descriptors)
-    assert figures.bytes == (tmp_path / "file").stat().st_size
 
 
 @pytest.mark.parametrize("images", [2, 5, 40, 300])
@@ -196,22 +191,9 @@ def test_a_folder_without_an_index_or_with_another_record_is_refused(tmp_path, w
         read_index(tmp_path)
     path = written / "about.json"
     about = json.loads(path.read_text())
-    for key, value in (
-        ("version", 9),
-        ("dimensions", 17),
-        ("images", 699),
-        ("files", {}),
-        ("files", 3),
-        ("described_by", []),
-        ("images", "many"),
-        ("images", float("inf")),
-    ):
+    for key, value in (("dimensions", 17), ("images", 699), ("files", {}), ("images", float("inf"))):
         path.write_text(json.dumps({**about, key: value}))
         with pytest.raises(DistapError, match=str(written)):
-            read_index(written)
-    for text in ("", "[]", "{", "null"):
-        path.write_text(text)
-        with pytest.raises(DistapError, match=r"about\.json: not readable"):
             read_index(written)
 
 
@@ -263,22 +245,20 @@ def test_threads_that_search_at_once_find_what_one_finds(gallery, written):
     ]
 
 
-def test_an_index_does_not_take_the_folder_of_descriptors(tmp_path, gallery, built):
-    write_descriptors(tmp_path, gallery)
-    with pytest.raises(DistapError, match="holds descriptors"):
-        write_index(tmp_path, built["flat"], gallery)
-
-
 def test_an_index_does_not_take_the_folder_of_anything_else(tmp_path, gallery, built):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(DistapError, match=r"notes\.txt would be lost"):
-        write_index(tmp_path, built["flat"], gallery)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    write_descriptors(tmp_path / "descriptors", gallery)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for name, message in (("descriptors", "holds descriptors"), ("mine", r"notes\.txt would be lost")):
+        before = sorted((tmp_path / name).iterdir())
+        with pytest.raises(DistapError, match=message):
+            write_index(tmp_path / name, built["flat"], gallery)
+        assert sorted((tmp_path / name).iterdir()) == before
 
 
 def test_an_index_that_could_not_be_written_is_none(small_disk, gallery, built):
     disk = small_disk("16k")
-    with pytest.raises(DistapError, match="the index cannot be written"):
+    with pytest.raises(DistapError, match="cannot be written"):
         write_index(disk / "index", built["flat"], gallery)
     with pytest.raises(DistapError, match="no such file"):
         read_index(disk / "index")

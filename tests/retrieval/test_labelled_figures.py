@@ -73,19 +73,6 @@ def test_a_head_comes_first_whatever_its_similarity(seed, kept):
     assert all(len(set(row)) == 5 for row in result.neighbours.tolist())
 
 
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        ([[1, 1], [0, 2], [0, 1]], "twice"),
-        ([[1, 3], [0, 2], [0, 1]], "numbers below 3"),
-        ([[1, 2], [0, 2], [0, 2]], "the query itself"),
-    ],
-)
-def test_a_head_that_is_no_head_is_an_error(head, message):
-    with pytest.raises(DistapError, match=message):
-        evaluated(torch.eye(3), torch.tensor([0, 0, 1]), head=torch.tensor(head))
-
-
 def test_precision_at_recall_and_the_figures_of_classes_are_means_over_queries():
     generator = torch.Generator().manual_seed(3)
     labels = torch.tensor([4] * 130 + [1] * 9 + [7] + [2] * 2)[torch.randperm(142, generator=generator)]

@@ -2,8 +2,6 @@ import numpy as np
 import pytest
 from postprocessing_reference import clustered, diffused, first_ranking, k_reciprocal, unit
 
-from distap.errors import DistapError
-from distap.retrieval.nearest import nearest
 from distap.retrieval.refinement import RERANKERS, Diffusion, KReciprocal, reranked_heads
 
 SIZES = [1, 2, 15, 500]
@@ -51,29 +49,6 @@ def test_diffusion_is_the_dense_solution(queries, gallery, size, exclude_self, s
         assert np.all(np.diff([of_row[row] for row in head]) <= 1e-6)
 
 
-def arcs(seed=0, images=300, noise=0.06):
-    """Two curves on the sphere that bend through each other's neighbourhood, as two moons do."""
-    generator = np.random.default_rng(seed)
-    of_image = np.arange(images) % 2
-    angle = generator.uniform(0, np.pi, images)
-    flat = np.where(
-        of_image[:, None] == 0,
-        np.stack([np.cos(angle), np.sin(angle)], axis=1),
-        np.stack([1 - np.cos(angle), 0.5 - np.sin(angle)], axis=1),
-    )
-    flat += noise * generator.normal(size=flat.shape)
-    return unit(np.hstack([flat - flat.mean(axis=0), np.full((images, 1), 2.0)])).astype(np.float32), of_image
-
-
-@pytest.mark.parametrize("reranker", [KReciprocal(40, 10, 0.1), Diffusion(10)])
-def test_reranking_follows_a_manifold(reranker):
-    values, of_image = arcs()
-    first = nearest(values[:60], values, 60, exclude_self=True)[1]
-    again = reranked_heads(reranker, values[:60], values, 299, exclude_self=True).numpy()[:, :60]
-    before, after = ((of_image[rows] == of_image[:60, None]).mean() for rows in (first, again))
-    assert after > before + 0.05
-
-
 def test_images_that_no_path_joins_to_the_query_keep_their_order():
     gallery = np.concatenate([np.eye(8, dtype=np.float32)[:3].repeat(4, axis=0), np.eye(8, dtype=np.float32)[4:6]])
     query = unit(np.array([[3, 2, 1, 0, 0.2, 0.1, 0, 0]], np.float32))
@@ -89,26 +64,3 @@ def test_exact_duplicates_and_a_collapsed_model_are_reordered_without_loss(reran
     heads = reranked_heads(reranker, values, values, 20, exclude_self=True)
     for number, head in enumerate(heads.tolist()):
         assert len(set(head)) == 20 and number not in head
-
-
-@pytest.mark.parametrize("reranker", [kind() for kind in RERANKERS.values()], ids=RERANKERS)
-def test_half_precision_maps_are_reranked(tmp_path, gallery, reranker):
-    np.save(tmp_path / "gallery.npy", gallery.astype(np.float16))
-    mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
-    expected = reranked_heads(reranker, gallery.astype(np.float16).astype(np.float32), gallery, 10)
-    assert reranked_heads(reranker, mapped, mapped, 10).shape == expected.shape
-
-
-@pytest.mark.parametrize(
-    ("reranker", "settings"),
-    [
-        *((KReciprocal, {name: value}) for name, value in (("neighbours", 0), ("smoothing", 0), ("original", 1.5))),
-        *(
-            (Diffusion, {name: value})
-            for name, value in (("neighbours", 0), ("seeds", 0), ("power", -1.0), ("walk", 1.0))
-        ),
-    ],
-)
-def test_settings_that_are_no_use_are_refused(reranker, settings):
-    with pytest.raises(DistapError, match="expected"):
-        reranker(**settings)

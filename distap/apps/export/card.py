@@ -21,7 +21,7 @@ from distap.config.recipe import NetworkRecipe
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.saved import SavedEvaluation, folder_of_step, read_evaluation
+from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation
 from distap.model.backbone import SOURCES
 from distap.retrieval.whitening import Whitening
 from distap.storage.locations import from_folder, parse_source
@@ -55,7 +55,7 @@ class Origin:
     settings: dict[str, Any]  # the whole recipe as it was recorded, which another version of distap may have written
     data: TrainingData
     figures: dict[str, dict[str, float]]  # of this very state by data set, the validation set first
-    validation: SavedEvaluation | None  # details of the validation set's figures
+    validation: Evaluation | None  # details of the validation set's figures
 
 
 def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
@@ -150,9 +150,7 @@ def _data(data: dict[str, Any], folder: str | None, fingerprint: Any) -> Trainin
     return TrainingData(text, None if fingerprint is None else str(fingerprint), images, classes)
 
 
-def _scored(
-    run: Path, step: int, score: float, name: str
-) -> tuple[dict[str, dict[str, float]], SavedEvaluation | None]:
+def _scored(run: Path, step: int, score: float, name: str) -> tuple[dict[str, dict[str, float]], Evaluation | None]:
     figures: dict[str, dict[str, float]] = {name: {"mAP": score}}
     with suppress(DistapError):
         for line in read_run_log(run):

@@ -9,7 +9,6 @@ from itertools import islice
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from distap.data.images.cropping import Box
@@ -38,35 +37,6 @@ class DescribedPart:
     left_out: dict[int, str]  # reason by image number
 
 
-@dataclass(eq=False)
-class Outbox:
-    """Files that a rank hands over to rank 0, which receives them: only rank 0 needs the folder."""
-
-    world: World
-    receive: Callable[[str, bytes], None]  # on rank 0
-    files: dict[str, bytes] = field(default_factory=dict)
-
-    def add(self, name: str, data: bytes) -> None:
-        if self.world.rank == 0:
-            self.receive(name, data)
-        else:
-            self.files[name] = data
-
-    def exchange(self) -> None:
-        """Empty the outboxes of all ranks, which call this together."""
-        world, listed = self.world, self.world.gather_values([[name, len(data)] for name, data in self.files.items()])
-        with world.collective("handing over of parts"):  # also by ranks without any: the watchdog counts on it
-            for rank, files in enumerate(listed):
-                for name, size in files if world.rank in (0, rank) else []:
-                    if world.rank == rank:
-                        sent = torch.frombuffer(bytearray(self.files.pop(name)), dtype=torch.uint8)
-                        dist.send(sent.to(world.device), group=world.group, group_dst=0)
-                        continue
-                    received = torch.empty(size, dtype=torch.uint8, device=world.device)
-                    dist.recv(received, group=world.group, group_src=rank)
-                    self.receive(name, received.cpu().numpy().tobytes())
-
-
 class BrokenOffError(Exception):
     """A rank was asked to stop. All ranks raise this after the same exchange of their progress."""
 
@@ -78,7 +48,7 @@ class Extraction:
     describer: ImageDescriber
     images: ImageSet
     world: World
-    boxes: Mapping[str, Sequence[float]] | None = None  # by key, the part of an image to describe, in pixels
+    boxes: Mapping[int, Box] = field(default_factory=dict)  # by image number, the part to describe, in pixels
     workers: int = 2  # loader processes of each rank; 0 loads in the rank itself
     shown: bool = False  # whether rank 0 shows a progress bar
     is_asked_to_stop: Callable[[], bool] = lambda: False  # then all ranks raise a BrokenOffError
@@ -87,22 +57,6 @@ class Extraction:
         if len(set(self.world.gather_values(self.images.fingerprint))) > 1:
             mine = f"rank {self.world.rank} has fingerprint {self.images.fingerprint[:12]}"
             raise DistapError(f"{self.images.name}: the ranks see different images; {mine}")
-
-    @cached_property
-    def numbered_boxes(self) -> dict[int, Box]:
-        """Boxes of whole pixels by image number."""
-        if not self.boxes:
-            return {}
-        images, found = self.images, {}
-        numbers = {key: number for number, key in enumerate(images.keys.tolist())}
-        for key, box in self.boxes.items():
-            if key not in numbers:
-                raise DistapError(f"{images.name}: a box is given for {key!r}, but no image is called so")
-            edges = [round(edge) for edge in box]
-            if len(edges) != 4 or edges[0] >= edges[2] or edges[1] >= edges[3]:
-                raise DistapError(f"{images.name}: box {list(box)} of {key!r}; expected left, top, right, bottom")
-            found[numbers[key]] = (edges[0], edges[1], edges[2], edges[3])
-        return found
 
     @property
     def part_size(self) -> int:
@@ -118,8 +72,8 @@ class Extraction:
         mine = self.world.slots(len(self.images))
         shapes = np.zeros((len(mine), 2), dtype=np.int64)
         for row, (sample, (width, height)) in enumerate(zip(mine, self.images.sizes(mine).tolist(), strict=True)):
-            if sample in self.numbered_boxes:
-                left, top, right, bottom = self.numbered_boxes[sample]
+            if sample in self.boxes:
+                left, top, right, bottom = self.boxes[sample]
                 width, height = right - left, bottom - top
             shapes[row] = sizing.shape(width, height) if width and height else (0, 0)
         gathered = self.world.gather_rows(torch.from_numpy(shapes).to(self.world.device), len(self.images))
@@ -137,22 +91,19 @@ class Extraction:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def described(
-        self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int], outbox: Outbox | None = None
+        self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int]
     ) -> Iterator[tuple[int, DescribedPart]]:
-        """Yield this rank's share of the parts numbered `missing`; workers read ahead across their borders.
-
-        What is in the outbox is handed over every few seconds.
-        """
+        """Yield this rank's share of the parts numbered `missing`; workers read ahead across their borders."""
         describer, images, world = self.describer, self.images, self.world
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
         requests = [worker_requests(parts[number].tolist(), areas, limit) for number in mine]
-        sized = SizedImages(images.reader, describer.sizing, self.numbered_boxes, describer.scaled)
+        sized = SizedImages(images.reader, describer.sizing, self.boxes, describer.scaled)
         chunks = sized_chunks(sized, (request for part in requests for request in part), self.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = self.shown and world.rank == 0
         with closing(chunks), counting(f"describing {images.name}", len(images), done, shown) as show:
-            progress = SharedProgress(world, show, self.is_asked_to_stop, outbox)
+            progress = SharedProgress(world, show, self.is_asked_to_stop)
             for number, part in zip(mine, requests, strict=True):
                 with describer.evaluating():
                     described = _described(describer, islice(chunks, len(part)), limit, progress.add)
@@ -208,14 +159,8 @@ class SharedProgress:
     these seconds and one batch.
     """
 
-    def __init__(
-        self,
-        world: World,
-        show: Callable[[int], None],
-        is_asked_to_stop: Callable[[], bool],
-        outbox: Outbox | None = None,
-    ) -> None:
-        self._world, self._show, self._is_asked_to_stop, self._outbox = world, show, is_asked_to_stop, outbox
+    def __init__(self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool]) -> None:
+        self._world, self._show, self._is_asked_to_stop = world, show, is_asked_to_stop
         self._images, self._last = 0, time.monotonic()
 
     def add(self, images: int) -> None:
@@ -229,12 +174,9 @@ class SharedProgress:
             pass
 
     def _exchange(self, finished: bool) -> bool:
-        waiting = len(self._outbox.files) if self._outbox else 0
-        mine = [self._images, int(finished), int(self._is_asked_to_stop()), waiting]
+        mine = [self._images, int(finished), int(self._is_asked_to_stop())]
         counts = torch.tensor(mine, dtype=torch.int64, device=self._world.device)
-        images, done, asked, files = self._world.sum(counts).tolist()
-        if self._outbox and files:
-            self._outbox.exchange()
+        images, done, asked = self._world.sum(counts).tolist()
         if asked:
             raise BrokenOffError
         self._show(images)

@@ -1,0 +1,175 @@
+"""Describe a data set into a folder that all ranks see. A stopped extraction continues from its finished parts.
+
+OUTPUT/extraction.json     the plan: what is described in which way; written first, by rank 0
+OUTPUT/parts/000012.npz    a part, written by the rank that described it; removed at the end
+OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descriptor_files.py`, and what was left out
+"""
+
+import hashlib
+import io
+import json
+import logging
+import shutil
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from distap.checkpoint.agreement import on_all
+from distap.errors import DistapError
+from distap.evaluation.extraction.extracting import DescribedPart, Extraction
+from distap.retrieval.descriptor_files import (
+    DESCRIPTORS_FILE,
+    EXTRACTION_FILE,
+    DescriptorSet,
+    new_descriptors,
+    read_descriptors,
+    reading,
+    write_described,
+)
+from distap.storage.atomic import write_whole
+
+PARTS_FOLDER = "parts"
+PLAN_VERSION = 2
+REMEDY = "give what it was begun with, remove the folder, or choose another one"
+
+DType = Literal["float32", "float16"]
+logger = logging.getLogger("distap")
+
+
+def extract_to_folder(
+    extraction: Extraction, output: Path, *, dtype: DType = "float32", part_images: int | None = None
+) -> DescriptorSet:
+    """Describe every image of a data set into a folder that `read_descriptors` reads.
+
+    Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images, describer
+    and dtype, a stopped extraction continues from its finished parts, on any number of ranks.
+
+    Args:
+        output: a new or empty folder that all ranks see, or that of a stopped extraction.
+        dtype: of the stored descriptors.
+        part_images: images of a part, which is described again if it is interrupted; by default a 1024th of all,
+            from 128 to 4096.
+    Returns:
+        The descriptors, on every rank.
+    """
+    describer, images, world = extraction.describer, extraction.images, extraction.world
+    boxes = json.dumps(sorted(extraction.boxes.items())).encode()
+    plan = {
+        "version": PLAN_VERSION,
+        "fingerprint": images.fingerprint,
+        "images": len(images),
+        **asdict(describer.described_by),
+        "precision": describer.precision,
+        "scaled_decoding": describer.scaled,
+        "max_pixels": describer.max_pixels,
+        "boxes": hashlib.sha256(boxes).hexdigest() if extraction.boxes else None,
+        "dtype": dtype,
+        "part_images": part_images or extraction.part_size,
+    }
+
+    def begin() -> list[Any]:
+        size = _begin(output, plan)
+        with suppress(DistapError):
+            read_descriptors(output)
+            shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
+            return [size, [], True]
+        count = -(-len(images) // size)
+        return [size, [number for number in range(count) if not _part_path(output, number).exists()], False]
+
+    size, missing, is_complete = on_all(world, begin, mine=world.rank == 0)[0]
+    _require_shared(output, extraction)
+    parts = extraction.parts(size)
+    before = len(images) - sum(len(parts[number]) for number in missing)
+    if before and world.rank == 0:
+        logger.info("%s: %d of %d images are described already", output, before, len(images))
+    for number, part in extraction.described(parts, missing):
+        write_whole(_part_path(output, number), part_file(part, dtype))
+    if not is_complete:
+        on_all(world, lambda: _join_parts(extraction, output, len(parts), dtype), mine=world.rank == 0)
+    return read_descriptors(output)
+
+
+def part_file(part: DescribedPart, dtype: str) -> bytes:
+    """Return the contents of a part's file."""
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        samples=part.samples,
+        descriptors=part.descriptors.astype(dtype, copy=False),
+        left_out=np.array(list(part.left_out), dtype=np.int64),
+        reasons=np.array(list(part.left_out.values()), dtype=np.str_),
+    )
+    return buffer.getvalue()
+
+
+def _part_path(output: Path, number: int) -> Path:
+    return output / PARTS_FOLDER / f"{number:06d}.npz"
+
+
+def _read_part(output: Path, number: int, *names: str) -> list[Any]:
+    """Read arrays of a part, or raise a DistapError that names its file."""
+    path = _part_path(output, number)
+    try:
+        with reading(path, "distap extract"), np.load(path, allow_pickle=False) as file:
+            return [file[name] for name in names]
+    except DistapError as error:
+        raise DistapError(f"{error}; remove it, and the same command describes this part again") from error
+
+
+def _begin(output: Path, plan: dict[str, Any]) -> int:
+    """Write the plan into a new or empty folder, or require the same plan there. Return its images of a part."""
+    path, plan = output / EXTRACTION_FILE, json.loads(json.dumps(plan))
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        write_whole(path, json.dumps(plan, indent=2) + "\n")
+        return int(plan["part_images"])
+    if not path.exists():
+        raise DistapError(f"{output}: holds something that is no extraction; choose another folder")
+    with reading(path, "distap extract"):
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        part_images = plan["part_images"] = max(int(earlier["part_images"]), 1)
+    different = [name for name, value in plan.items() if earlier.get(name) != value]
+    if different:
+        told = "; ".join(f"{name} was {earlier.get(name)!r} and is {plan[name]!r}" for name in different)
+        raise DistapError(f"{output}: an extraction of something else was begun there: {told}; {REMEDY}")
+    return part_images
+
+
+def _require_shared(output: Path, extraction: Extraction) -> None:
+    """Raise a DistapError on all ranks if one does not see the plan that rank 0 has written."""
+    try:
+        status = (output / EXTRACTION_FILE).stat()
+        seen = [status.st_ino, status.st_size, status.st_mtime_ns]
+    except OSError:
+        seen = []
+    of_ranks = extraction.world.gather_values(seen)
+    if others := [rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]]:
+        raise DistapError(f"{output}: rank {others[0]} does not see rank 0's folder; name one that all hosts share")
+
+
+def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) -> None:
+    """Write one array of all parts in the order of the data set, without holding it in memory."""
+    describer, images = extraction.describer, extraction.images
+    left_out: dict[int, str] = {}
+    present = np.zeros(len(images), dtype=bool)
+    for number in range(parts):
+        samples, lost, reasons = _read_part(output, number, "samples", "left_out", "reasons")
+        present[samples] = True
+        left_out.update(zip(lost.tolist(), reasons.tolist(), strict=True))
+    if not present.any():
+        shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
+        first = next(iter(left_out.values()), "")
+        raise DistapError(f"{images.name}: none of its {len(images)} images can be described; first: {first}")
+    row = np.cumsum(present) - 1
+    array = new_descriptors(output / DESCRIPTORS_FILE, (int(present.sum()), describer.dimensions), dtype)
+    for number in range(parts):
+        samples, descriptors = _read_part(output, number, "samples", "descriptors")
+        array[row[samples]] = descriptors
+    array.flush()
+    told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())} | dict(images.left_out)
+    keys, classes = images.keys[present], images.classes[present]
+    joined = DescriptorSet(array, keys, classes, describer.described_by, images.name, told)
+    write_described(output, joined, {DESCRIPTORS_FILE: None})
+    shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
