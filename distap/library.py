@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from distap.retrieval.truth import ClassTruth
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
 from distap.telemetry.terminal import track
 from distap.trainer import trained
-from distap.training.build import GIVEN_PARTS, network_of, trained_network, with_given
+from distap.training.build import GIVEN_PARTS, describing_of, network_of, trained_network, with_given
 from distap.world import World
 
 CHUNK = 128  # images that are decoded before they are described
@@ -247,19 +248,12 @@ def load(
             name.removeprefix(HUB), device=place, network=network
         )
         return found
-    recipe, whole = trained_network(source, World(device=place), best, given=network)
-    data = recipe.data
-    describer = ImageDescriber(
-        whole,
-        Sizing.parse(sizing or recipe.evaluation.sizing(data.image_size)),
-        tuple(map(float, scales or recipe.evaluation.scales)),
-        whitening=None if whitening is None else load_whitening(Path(whitening)),
-        max_pixels=data.max_pixels,
-        scaled=data.scaled_decoding,
-        antialias=recipe.evaluation.antialias,
-        batch_pixels=recipe.evaluation.batch_size * data.image_size**2,
-    )
-    return DescriptorNetwork(describer, recipe.model)
+    world = World(device=place)
+    recipe, whole = trained_network(source, world, best, given=network)
+    how = None if sizing is None else Sizing.parse(sizing), tuple(map(float, scales or recipe.evaluation.scales))
+    describer = describing_of(recipe, whole, world, *how).describer
+    learned = None if whitening is None else load_whitening(Path(whitening))
+    return DescriptorNetwork(replace(describer, whitening=learned), recipe.model)
 
 
 def evaluate(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.commands import QUIET, VERBOSE, App, set_loudness
+from distap.cli.commands import LOUDNESS, QUIET, VERBOSE, App
 from distap.cli.data import data
 from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
@@ -13,6 +13,7 @@ from distap.cli.options import run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
 from distap.cli.train import report_command, train_command
+from distap.telemetry.logs import origin
 
 app = App(help="Train image-retrieval descriptors by optimising Average Precision over huge batches.")
 app.command("init")(init_command)
@@ -47,7 +48,8 @@ def every_command(
     quiet: QUIET = False,
     verbose: VERBOSE = False,
 ) -> None:
-    set_loudness(quiet, verbose)
+    if quiet or verbose:
+        origin.level = LOUDNESS["--verbose" if verbose else "--quiet"]
 
 
 def main() -> None:

@@ -1,11 +1,9 @@
 """Common parts of all commands: -h, -q and -v, refusal of URLs where a path is due, and results as JSON."""
 
-import inspect
 import json
 import logging
 import re
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,18 +15,22 @@ from distap.telemetry.logs import origin
 
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and results only.")]
 VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Show debug messages too.")]
-HIDDEN: dict[str, Any] = {  # each command takes them, and `distap --help` shows them
-    "quiet": Annotated[bool, typer.Option("--quiet", "-q", hidden=True)],
-    "verbose": Annotated[bool, typer.Option("--verbose", "-v", hidden=True)],
-}
-JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead, and nothing else to the standard output.")]
+LOUDNESS = {"--quiet": logging.WARNING, "-q": logging.WARNING, "--verbose": logging.DEBUG, "-v": logging.DEBUG}
+JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]
 
 
 class CommonCommand(TyperCommand):
-    """A command that refuses URLs in place of folders and files."""
+    """A command that takes -q and -v, and refuses URLs in place of folders and files."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # Typer would break the help where the lines of the docstring end.
+        self.help = re.sub(r"(?<=\S)\n *(?=\S)", " ", self.help or "")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        left = super().parse_args(ctx, args)
+        for level in [LOUDNESS[word] for word in args if word in LOUDNESS]:
+            origin.level = level
+        left = super().parse_args(ctx, [word for word in args if word not in LOUDNESS])
         for value in ctx.params.values():
             if isinstance(value, Path) and re.match(r"\w{2,}:/", str(value)):
                 url = str(value).replace(":/", "://", 1)
@@ -44,36 +46,9 @@ class App(typer.Typer):
         super().__init__(**settings, no_args_is_help=True, context_settings=context, pretty_exceptions_enable=False)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
-        register = super().command(name, cls=CommonCommand, **settings)
-
-        def registered(function: Callable[..., None]) -> Callable[..., None]:
-            register(_with_loudness(function))
-            return function
-
-        return registered
-
-
-def set_loudness(quiet: bool, verbose: bool) -> None:
-    """Set what is said on the standard error; without -q and -v, leave it as it is."""
-    if quiet or verbose:
-        origin.level = logging.DEBUG if verbose else logging.WARNING
+        return super().command(name, cls=CommonCommand, **settings)
 
 
 def print_json(value: Any) -> None:
     """Print a value to the standard output as JSON."""
     typer.echo(json.dumps(value, indent=1))
-
-
-def _with_loudness(function: Callable[..., None]) -> Callable[..., None]:
-    @wraps(function)
-    def called(*arguments: Any, quiet: bool = False, verbose: bool = False, **options: Any) -> None:
-        set_loudness(quiet, verbose)
-        function(*arguments, **options)
-
-    signature = inspect.signature(function)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    more = [inspect.Parameter(name, keyword, default=False, annotation=each) for name, each in HIDDEN.items()]
-    # Typer reads the signature of a command, and would break its help where the lines of the docstring end.
-    called.__doc__ = re.sub(r"(?<=\S)\n +(?=\S)", " ", function.__doc__ or "")
-    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])  # type: ignore[attr-defined]
-    return called

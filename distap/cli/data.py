@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from distap.cli.commands import App
 from distap.data.shards.parallel import usable_cores
-from distap.errors import DistapError, problem_of
+from distap.errors import DistapError
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import print_result, print_warning, tell, text_table, track
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from distap.data.converters.converting import Converted
     from distap.data.shards.image_folders import Skipped
     from distap.data.shards.index import Index
-    from distap.storage.remotes import RemoteSettings
 
 SHOWN = 5  # missing or damaged images that are named
 FEW_CLASSES = 20  # that are shown in a table
@@ -31,27 +30,26 @@ FEW_CLASSES = 20  # that are shown in a table
 data = App(help="Convert, pack, index, check and count images.")
 
 SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
-INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="beside the shards")]
-SETTINGS = "The settings that a recipe has as data.remote: '{options: {s3: {anon: true}}}'."
-REMOTE = Annotated[str | None, typer.Option(help=SETTINGS)]
-WORKERS = Annotated[int, typer.Option(help="Number of processes.", min=1, show_default="one a core")]
+INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="next to the shards")]
+WORKERS = Annotated[int, typer.Option(help="Number of worker processes.", min=1, show_default="one for each core")]
 CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
-NESTED = "What names the class of images in folders of folders: the top, the leaf, merged leaves, or the path."
+NESTED = "Take the class in folders of folders from the top folder, the leaf, leaves of one name merged, or the path."
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
-LEFT_OUT = "CSV of every file that is left out, and why."
-ORDER = "Seed of a random order; streamed reading needs classes mixed, reading by the index does not."
+LEFT_OUT = "CSV file to write with every file that is left out, and the reason."
+ORDER = "Shuffle the images with this seed. Streamed reading needs mixed classes; indexed reading does not."
 SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = "sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, revisitop1m"
 
 
 @data.command("convert")
 def convert_command(
-    name: Annotated[str, typer.Argument(help=NAMES)],
+    name: Annotated[str, typer.Argument(help=f"Data set: {NAMES}.")],
     source: Annotated[Path, typer.Argument(help="Folder of the files that you downloaded.")],
     output: Annotated[Path, typer.Argument(help="Folder to write one folder per split into.")],
     split: Annotated[
-        list[str] | None, typer.Option(help="A split to convert; can be repeated.", show_default="the usual ones")
+        list[str] | None,
+        typer.Option(help="Split to convert. Repeat the option for several.", show_default="the usual ones"),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop with an error if images are missing.")] = False,
     images_per_shard: IMAGES_PER_SHARD = 1000,
@@ -84,18 +82,15 @@ def pack_command(
     source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV or Parquet file.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
-    max_shard_mb: Annotated[
-        float | None, typer.Option(help="Maximum size of a shard, megabytes.", min=0.001, show_default="no limit")
-    ] = None,
     shuffle: SHUFFLE = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Decode all images to find damage, not only those without an end.")
+        bool, typer.Option("--decode", help="Decode every image to find damage, not only images that are cut short.")
     ] = False,
     nested: Annotated[
         Literal["top", "leaf", "merge", "path"] | None, typer.Option(help=NESTED, show_default="refuse them")
     ] = None,
     split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of --split.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random choice that --split makes.", min=0)] = 0,
     left_out: Annotated[Path | None, typer.Option(help=LEFT_OUT, show_default="only counted")] = None,
     workers: WORKERS = CORES,
 ) -> None:
@@ -112,7 +107,6 @@ def pack_command(
 
     started = time.monotonic()
     layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
-    layout["max_shard_bytes"] = None if max_shard_mb is None else int(max_shard_mb * 1e6)
     listing = list_images(source, nested)
     parts = {"": listing}
     if split is not None and listing.parts:
@@ -133,7 +127,7 @@ def pack_command(
 
 
 @data.command("index")
-def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = CORES, remote: REMOTE = None) -> None:
+def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = CORES) -> None:
     """Write the index of WebDataset shards that others made: reads every byte once and lists all damaged tars.
 
     Each sample needs one image and a .cls member with its class number. A file classes.txt beside the shards may name
@@ -143,7 +137,7 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     from distap.data.shards.indexing import index_shards
 
     started = time.monotonic()
-    index, skipped = index_shards(parse_source(source, path), track, workers, _remote(remote))
+    index, skipped = index_shards(parse_source(source, path), track, workers)
     _print_indexed(source, index)
     _print_left_out(skipped)
     _print_rate(len(index), started, workers)
@@ -154,10 +148,9 @@ def check_command(
     source: SOURCE,
     path: INDEX = None,
     output: Annotated[
-        Path | None, typer.Option(help="CSV of the damage to write.", show_default="only printed")
+        Path | None, typer.Option(help="CSV file to write all damage to.", show_default="only printed")
     ] = None,
     workers: WORKERS = CORES,
-    remote: REMOTE = None,
 ) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
 
@@ -166,7 +159,7 @@ def check_command(
     from distap.data.shards.checking import check, write_damage
 
     started = time.monotonic()
-    index, damaged = check(parse_source(source, path), workers, track, _remote(remote))
+    index, damaged = check(parse_source(source, path), workers, track)
     _print_left_out(index.left_out)
     _print_rate(len(index), started, workers)
     for damage in damaged:
@@ -186,7 +179,6 @@ def check_command(
 def stats_command(
     source: SOURCE,
     path: INDEX = None,
-    remote: REMOTE = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to, as JSON.")] = None,
 ) -> None:
     """Count classes, images per class and sizes, and describe the batches that each way of sampling would give.
@@ -199,29 +191,13 @@ def stats_command(
     from distap.data.shards.statistics import statistics
     from distap.storage.atomic import write_whole
 
-    parsed, settings = parse_source(source, path), _remote(remote)
-    reader = Reader(parsed, load_index(parsed, settings), remote=settings)
+    parsed = parse_source(source, path)
+    reader = Reader(parsed, load_index(parsed))
     _print_left_out(reader.index.left_out)
     figures = statistics(reader)
     print_result(*statistics_tables(figures))
     if json_file is not None:
         write_whole(json_file, json.dumps(figures, indent=1) + "\n")
-
-
-def _remote(text: str | None) -> "RemoteSettings | None":
-    """Parse --remote with the checks of a recipe."""
-    import yaml
-    from pydantic import TypeAdapter, ValidationError
-
-    from distap.storage.remotes import RemoteSettings
-
-    try:
-        return None if text is None else TypeAdapter(RemoteSettings).validate_python(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise DistapError(f"--remote {text!r}: {error}") from error
-    except ValidationError as error:
-        problems = [problem_of(dict(item), ["--remote", *map(str, item["loc"])]) for item in error.errors()]
-        raise DistapError("; ".join(problems)) from error
 
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:

@@ -13,20 +13,20 @@ from distap.cli.commands import JSON, print_json
 from distap.errors import DistapError
 
 SOURCE = "Folder, pattern or URL of shards, or any folder with images."
-OUTPUT = "New folder, or that of a stopped extraction to continue."
-BATCH_PIXELS = "Most pixels to describe at once: height times width, summed over the images."
-PART = "Images of a part, the most that is lost when a rank is stopped."
+OUTPUT = "New folder to write, or the folder of a stopped extraction to continue."
+BATCH_PIXELS = "Maximum number of pixels to describe at once, over all images. Lower it if memory runs out."
+PART = "Number of images in a part file; a rank that is stopped loses at most one part."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
-METHOD = "pca scales the principal components; lw (Radenović) shrinks directions in which matching images differ."
-PAIRS = "With lw: JSON list of {query, positive}, names of matching images, from `distap data convert`."
-CENTRE = "With --pairs, subtract the mean of all images, or of the queries as the authors' code does."
-KIND = "flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; settings follow from the gallery's size."
-FACTORY = "Instead of --kind, any string for faiss.index_factory, such as OPQ64,IVF4096,PQ64."
-RECALL = "Folder of descriptors to measure recall with."
-POWER = "With pca: power of the variance to divide by; 0.5 whitens fully."
-WRITTEN = "File to write, such as RUN/whitening.safetensors."
-COMPARE = "Also build and measure the other kinds, without writing them."
+METHOD = "Scale the principal components (pca), or shrink directions in which matching images differ (lw, Radenović)."
+PAIRS = "JSON file from `distap data convert` with names of matching images, as {query, positive}, for --kind lw."
+CENTRE = "Subtract the mean of all images, or of the queries of --pairs as the authors' code does."
+KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
+FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
+RECALL = "Folder of descriptors to use as queries when recall is measured."
+POWER = "Power of the variance by which --kind pca divides; 0.5 whitens fully."
+WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
+COMPARE = "Also build and measure the other kinds of index, without writing them."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
@@ -37,7 +37,7 @@ def extract_command(
     checkpoint: Annotated[str, options.CHECKPOINT],
     best: options.BEST = False,
     index: Annotated[
-        Path | None, typer.Option(help="Index file of the shards.", show_default="beside the shards")
+        Path | None, typer.Option(help="Index file of the shards.", show_default="next to the shards")
     ] = None,
     dtype: Annotated[
         Literal["float32", "float16"], options.output(help="Number format of the stored descriptors.")
@@ -50,7 +50,8 @@ def extract_command(
         typer.Option(help=BATCH_PIXELS, min=1, show_default="as many as evaluation.batch_size images have"),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Loader processes of each rank.", min=0, show_default="as in the recipe")
+        int | None,
+        typer.Option(help="Number of loader processes of each rank.", min=0, show_default="as in the recipe"),
     ] = None,
     part_images: Annotated[int | None, options.output(help=PART, min=1, show_default="a 64th, 128 to 4096")] = None,
     ranks: options.RANKS = 1,
@@ -120,7 +121,7 @@ def whiten_command(
         Path | None, typer.Option(help=PAIRS, show_default="each image with all others of its class")
     ] = None,
     centre: Annotated[Literal["images", "queries"] | None, typer.Option(help=CENTRE, show_default="images")] = None,
-    output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="beside the descriptors")] = None,
+    output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="next to the descriptors")] = None,
 ) -> None:
     """Learn a whitening from the extracted descriptors of a training set.
 
@@ -168,7 +169,7 @@ def index_command(
         Path | None, typer.Option(help=RECALL, show_default="1,000 of the indexed, each without itself")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Build on all GPUs; needs the extra `gpu`.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Build the index on all GPUs; needs the extra `gpu`.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.

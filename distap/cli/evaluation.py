@@ -21,12 +21,12 @@ DRAWS = "Draw an image of each class as the gallery of the others, this many tim
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a class has images."
-COMPARE = "Also evaluate without refinement, and with each part of it by itself."
-RECIPE = "Recipe whose network is evaluated as it is before training."
+COMPARE = "Also evaluate without refinement, and with each refinement by itself."
+RECIPE = "Recipe of the network to evaluate as it is before training."
 NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
-KEPT = "Folder to keep descriptors in, and to reuse them from."
+KEPT = "Folder to keep descriptors in, and to take them from if they are there."
 GAP = "Also give by how much mAP is higher within random batches of this many images."
-OUTPUT = "Folder for results.json, and for each set's result.json, its queries and their neighbours."
+OUTPUT = "Folder to write results.json to, and each set's result.json, queries and neighbours."
 
 
 @options.with_options(options.Preparation)

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import BEST, SCALE_POWER, SCALES, WHITENING, parse_scales
+from distap.cli.options import BEST, SCALES, WHITENING, parse_scales
 
-CHECKPOINT = "A run folder, or one of its checkpoints, or a URL of either."
-OUTPUT = "New folder to write; one that an export wrote is replaced."
-FORMAT = "Format: pt2 (torch.export), onnx, or safetensors (for distap.load and timm); repeatable."
-SIZE = "Height and width of the images, pixels."
+CHECKPOINT = "Trained network: a run folder, one of its checkpoints, or a URL of either."
+OUTPUT = "Folder to write; it must be new or of an earlier export, which is replaced."
+FORMAT = "Format to write: pt2 (torch.export), onnx, or safetensors (for distap.load and timm). Repeat for several."
+SIZE = "Height and width of the images that the program takes, pixels."
 
 
 def export_command(
@@ -20,10 +20,11 @@ def export_command(
     format: Annotated[list[str] | None, typer.Option(help=FORMAT, show_default="all installed")] = None,
     whitening: WHITENING = None,
     scales: SCALES = None,
-    scale_power: SCALE_POWER = None,
     image_size: Annotated[int | None, typer.Option(help=SIZE, min=1, show_default="as in the recipe")] = None,
-    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help="Take images of any size.")] = False,
-    opset: Annotated[int, typer.Option(help="Version of ONNX's operators.")] = 20,
+    dynamic_size: Annotated[
+        bool, typer.Option("--dynamic-size", help="Let the program take images of any size.")
+    ] = False,
+    opset: Annotated[int, typer.Option(help="Version of ONNX operators to use.")] = 20,
 ) -> None:
     """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.
 
@@ -35,7 +36,7 @@ def export_command(
 
     set_up_logging(0)
     formats = format or installed_formats()
-    settings = ExportSettings(formats, image_size, dynamic_size, parse_scales(scales), scale_power, opset)
+    settings = ExportSettings(formats, image_size, dynamic_size, parse_scales(scales), opset)
     exported = export_to_folder(checkpoint, output, settings, whitening, best)
     rows = [
         (

@@ -4,10 +4,8 @@ import glob
 import inspect
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,12 +49,10 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
         return asked or 1
     import torch
 
-    # CUDA must not begin in this process, of which the ranks are forks.
-    with ProcessPoolExecutor(1, get_context("fork")) as process:
-        return max(1, process.submit(torch.cuda.device_count).result())
+    return max(1, torch.cuda.device_count())
 
 
-EACH_GPU = "Number of processes on this machine, one for each GPU; auto takes as many as there are GPUs."
+EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."
 RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="N|auto")]
 RECIPE = "Recipe: a YAML file, or a name of `distap recipes`."
 CONFIG = Annotated[Path, typer.Argument(help=RECIPE, show_default=False, autocompletion=complete_recipe)]
@@ -74,13 +70,11 @@ output = partial(typer.Option, rich_help_panel="Output")
 TRAINED = "run folder, one of its checkpoints, or a URL of either"
 CHECKPOINT = network(help=f"Trained network: a {TRAINED}.", show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
-CROP = "Crop the central square and resize it to this side, in pixels; with --resize, cut the square after it."
+CROP = "Crop the central square and resize it to this side, in pixels; after --resize, crop only."
 WHOLE = "Keep whole images, with the longer side reduced to this many pixels."
 FACTORS = "Describe each image at these scale factors, such as 1,0.7071,0.5."
 SCALES = Annotated[str | None, image(help=FACTORS, show_default="as in the recipe")]
-MEAN = "Power of the generalised mean over the scales."
-SCALE_POWER = Annotated[float | None, image(help=MEAN, show_default="GeM's, or 1 where a projection follows it")]
-SMOOTH = "Smooth images before shrinking them to a scale; the code of earlier papers does not."
+SMOOTH = "Smooth images before shrinking them to a scale below 1; the code of earlier papers does not."
 ANTIALIAS = Annotated[bool | None, image("--antialias/--no-antialias", help=SMOOTH, show_default="as in the recipe")]
 WHITENING = Annotated[
     Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
@@ -117,7 +111,6 @@ class Preparation:
     max_side: Annotated[int | None, image(help=WHOLE, min=1)] = None
     original: Annotated[bool, image("--original", help="Keep whole images at their original size.")] = False
     scales: SCALES = None
-    scale_power: SCALE_POWER = None
     antialias: ANTIALIAS = None
     whitening: WHITENING = None
 
@@ -138,9 +131,8 @@ class Preparation:
         own = SizedSection(resize=self.resize, crop=self.image_size, max_side=self.max_side, original=self.original)
         asked, evaluation = own != SizedSection(), recipe.evaluation
         sizing = (own if asked else evaluation).sizing(evaluation.crop or recipe.data.image_size)
-        scales = parse_scales(self.scales)
-        how = Sizing.parse(sizing), scales, self.scale_power, self.antialias
-        describing = describing_of(recipe, network, world, *how, shown=True, **settings)
+        how: dict[str, Any] = {"scales": parse_scales(self.scales), "antialias": self.antialias}
+        describing = describing_of(recipe, network, world, Sizing.parse(sizing), shown=True, **how, **settings)
         return describing, None if self.whitening is None else load_whitening(self.whitening)
 
 

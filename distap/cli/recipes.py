@@ -11,19 +11,27 @@ from distap.cli.commands import print_json
 from distap.cli.options import OVERRIDES, RECIPE, complete_recipe
 from distap.errors import DistapError
 
+SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
-IMAGES = "Folder with a sub-folder a class, shards, or a folder with `train` and `test` of either."
-SCHEMA = "Print the JSON Schema of recipes, with which an editor completes and checks them."
-KEYS = "Print every key that a recipe may have, with what it takes, its default and its meaning."
+IMAGES = "Folder with a sub-folder for each class, shards, or a folder with `train` and `test` of either."
+SCHEMA = "Print the JSON Schema of recipes, for completion and checks in an editor."
+KEYS = "Print every key of a recipe with its values, its default and its meaning."
 
 
 def init_command(
     images: Annotated[str, typer.Argument(help=IMAGES, show_default=False)],
-    output: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
-    run: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="runs/, then the name")] = None,
-    backbone: Annotated[str | None, typer.Option(help="Name of timm.", show_default="by the machine")] = None,
-    weights: Annotated[str, typer.Option(help="Where training begins: timm, random, or as in a recipe.")] = "timm",
-    image_size: Annotated[int | None, typer.Option(min=1, show_default="by images and machine")] = None,
+    output: Annotated[Path, typer.Option(help="File to write the recipe to.")] = Path("recipe.yaml"),
+    run: Annotated[
+        str | None,
+        typer.Option(help="Folder that the recipe's run writes into.", show_default="runs/, then the name"),
+    ] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="Architecture of timm to train.", show_default="by the machine")
+    ] = None,
+    weights: Annotated[
+        str, typer.Option(help="Weights to begin with: timm, random, or a mapping as in a recipe.")
+    ] = "timm",
+    image_size: Annotated[int | None, typer.Option(help=SIZE, min=1, show_default="by images and machine")] = None,
 ) -> None:
     """Look at your images and write a recipe to begin with, which says why it is as it is.
 

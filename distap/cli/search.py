@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
 QUERIES = "Image files, folders of images, or keys of the index (key:NAME if a file has the same name)."
-PAGE = "Write the results to this HTML file, with pictures."
+PAGE = "HTML file to write the results to, with pictures."
 IMAGES = Annotated[
     str | None,
-    typer.Option(help="Data set that was indexed, to show pictures from.", show_default="where it was indexed"),
+    typer.Option(
+        help="Data set to show pictures from, the one that was indexed.", show_default="where it was indexed"
+    ),
 ]
 
 

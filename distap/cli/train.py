@@ -13,15 +13,15 @@ from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start
 from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
 
-OUTPUT = "Folder to write report.html and summary.json to; by default the run's, or the parent of all runs."
-BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote; by default the run's."
-AFTER = "Evaluation after the training, a folder like --before; by default the run's."
-RESTARTS = "Start ranks again after a failure, at most this many times; they go on from the newest checkpoint."
-FOLLOW = "Write the page again every so many seconds while a run trains, and let it reload itself."
-DRY_RUN = "Only look for mistakes, load the weights, and say what would be done."
+OUTPUT = "Folder to write report.html and summary.json to."
+BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote."
+AFTER = "Evaluation after the training, a folder that `distap eval --output` wrote."
+RESTARTS = "Restart all ranks after a failure, from the newest checkpoint, at most this many times."
+FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
+DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
 
 TAKES_OVER = Annotated[
-    bool, typer.Option("--take-over", help="Train in a run folder although another training seems to use it.")
+    bool, typer.Option("--take-over", help="Take the run folder over from another training that seems to use it.")
 ]
 
 
@@ -115,9 +115,9 @@ def report_command(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run. Several runs are compared.")
     ],
-    output: Annotated[Path | None, typer.Option(help=OUTPUT)] = None,
-    before: Annotated[Path | None, typer.Option(help=BEFORE)] = None,
-    after: Annotated[Path | None, typer.Option(help=AFTER)] = None,
+    output: Annotated[Path | None, typer.Option(help=OUTPUT, show_default="the run, or the parent of all")] = None,
+    before: Annotated[Path | None, typer.Option(help=BEFORE, show_default="the run's own")] = None,
+    after: Annotated[Path | None, typer.Option(help=AFTER, show_default="the run's own")] = None,
     follow: Annotated[int | None, typer.Option(metavar="SECONDS", help=FOLLOW, min=1)] = None,
     as_json: JSON = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from distap.config.images import DescribingSection, ImagesSection
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, problem_of
 from distap.registry import GIVEN, REGISTRY, Part, fields_of, suggestion
@@ -23,18 +24,6 @@ PLACES = {
     "weight_decay": "weight_decay of optimizer.backbone, optimizer.pooling or optimizer.head",
 }
 
-# Keys that decide what a network sees; a recorded value that this version cannot read is an error.
-OF_PIXELS = (
-    "image_size",
-    "max_pixels",
-    "scaled_decoding",
-    "resize",
-    "crop",
-    "max_side",
-    "original",
-    "scales",
-    "antialias",
-)
 LENGTHS = ("steps", "epochs")  # one of the two is the length of a training, and an override of either replaces it
 R = TypeVar("R", bound=NetworkRecipe)
 logger = logging.getLogger("distap")
@@ -119,32 +108,17 @@ def recorded_recipe(
 ) -> NetworkRecipe:
     """Read what a trained network needs of the recipe that was recorded with it, and nothing else.
 
-    So a loss, sampler or key that this version does not know does no harm. An unknown key of the sections that are
-    read, or a value that only reading the recorded data set needs, is left out with a warning.
-
     Args:
         source: what a DistapError about a wrong value names.
         folder: that relative paths in it were relative to; None takes them as they are.
         overrides: changes, such as `data.image_size=320`.
     """
-    kept: dict[str, Any] = {}
-    for name in ("model", "data", "evaluation"):
-        whole, part = (kind.model_fields[name].annotation for kind in (Recipe, NetworkRecipe))
-        of_training = set(fields_of(whole)) - set(fields_of(part))  # type: ignore[arg-type]
-        kept[name] = {key: value for key, value in settings.get(name, {}).items() if key not in of_training}
-    kept["model"]["weights"] = "random"
+    kept: dict[str, Any] = {"model": {**settings["model"], "weights": "random"}}
+    for name, section in (("data", ImagesSection), ("evaluation", DescribingSection)):
+        kept[name] = {key: value for key, value in settings.get(name, {}).items() if key in fields_of(section)}
     for key in ("validation", "validation_index", "gallery"):
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
-    try:
-        NetworkRecipe.model_validate(kept)
-    except ValidationError as error:
-        for item in error.errors():
-            section, key = map(str, item["loc"][:2])
-            is_unknown = item["type"] in UNKNOWN_KEY and len(item["loc"]) == 2
-            if key in kept[section] and (is_unknown or (section != "model" and key not in OF_PIXELS)):
-                del kept[section][key]
-                logger.warning("%s: %s.%s is left out: this version cannot read it", source, section, key)
     for override in overrides:
         _override(kept, override)
     return _checked(NetworkRecipe, kept, source)

@@ -238,17 +238,6 @@ def test_parquet_without_pyarrow_says_what_to_install(image_folder, monkeypatch)
         list_images(image_folder / "list.parquet")
 
 
-def test_shards_keep_to_the_size_that_they_may_have(tmp_path):
-    images = write_images(tmp_path / "images", {"a": 9}, size=80)
-    limit = 3 * max(path.stat().st_size for path in images.rglob("*.png"))
-    pack(images, tmp_path / "out", max_shard_bytes=limit)
-    sizes = [shard.stat().st_size for shard in sorted((tmp_path / "out").glob("*.tar"))]
-    assert len(sizes) == 5
-    assert all(size <= limit + tarfile.RECORDSIZE for size in sizes)
-    pack(images, tmp_path / "single", max_shard_bytes=1)
-    assert len(list((tmp_path / "single").glob("*.tar"))) == 9
-
-
 def test_shuffling_mixes_classes_and_loses_nothing(tmp_path):
     images = write_images(tmp_path / "images", {"a": 8, "b": 8})
     for name, options in {"listed": {}, "mixed": {"shuffle": 1}, "again": {"shuffle": 1}}.items():

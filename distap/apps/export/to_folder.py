@@ -40,7 +40,6 @@ class ExportSettings:
     image_size: int | None = None  # of the largest square, pixels; None takes images as the recipe does
     dynamic_size: bool = False  # allow other heights and widths as well
     scales: tuple[float, ...] | None = None  # of MultiScaleNetwork; None takes the recipe's
-    scale_power: float | None = None
     opset: int = OPSET  # version of ONNX's operators
 
     def __post_init__(self) -> None:
@@ -95,7 +94,7 @@ def _write(
     if settings.dynamic_size and (required := required_size(network)) is not None:
         raise DistapError(f"--dynamic-size: {architecture} takes images of {required[1]} x {required[0]} pixels only")
     scales = settings.scales or recipe.evaluation.scales
-    describer = ImageDescriber(network, sizing, scales, settings.scale_power, whitening)
+    describer = ImageDescriber(network, sizing, scales, whitening=whitening)
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     sizes: tuple[checking.Range, checking.Range] = ((image_size, image_size), (image_size, image_size))

@@ -6,13 +6,12 @@ Neither the number of processes nor an interruption changes a byte.
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
-from distap.data.shards.tar import BLOCK, LABEL_FIELD, DamagedShardError
+from distap.data.shards.tar import LABEL_FIELD, DamagedShardError
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import UnwritableError, locked, replacing, sync_path, write_whole
@@ -56,7 +55,6 @@ class _Job(NamedTuple):
 
 class _Layout(NamedTuple):
     images_per_shard: int
-    max_shard_bytes: int | None
     shuffle: int | None
     decode: bool
 
@@ -87,7 +85,6 @@ def pack_parts(
     images_per_shard: int = 1000,
     track: Track = untracked,
     *,
-    max_shard_bytes: int | None = None,
     shuffle: int | None = None,
     decode: bool = False,
     workers: int = 1,
@@ -98,7 +95,6 @@ def pack_parts(
         parts: by name, "" for one that fills the output itself.
         output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
         images_per_shard: at most; the last shard, and those with damaged images, have fewer.
-        max_shard_bytes: at most; a larger image has a shard of its own.
         shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
         decode: find damage by decoding every image, not only those whose end is missing.
     Raises:
@@ -107,7 +103,7 @@ def pack_parts(
     """
     require_free(output)
     groups = {name: group_of_each_class(part.images) for name, part in parts.items()}
-    layout = _Layout(images_per_shard, max_shard_bytes, shuffle, decode)
+    layout = _Layout(images_per_shard, shuffle, decode)
     aside = output.with_name(f".{output.name}.packing")
     whole, asides = aside / "whole", {name: aside / (name and f"{name}.part") for name in parts}
     try:
@@ -184,15 +180,9 @@ def _pack_aside(
 
 
 def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
-    starts, held = [0], 0
-    for place, entry in enumerate(entries):
-        size = 3 * BLOCK + -(-entry.size // BLOCK) * BLOCK  # two headers, the label and the image
-        full = place - starts[-1] == layout.images_per_shard or held + size > (layout.max_shard_bytes or math.inf)
-        if full and place > starts[-1]:
-            starts.append(place)
-            held = 0
-        held += size
-    for number, (start, end) in enumerate(pairwise([*starts, len(entries)])):
+    starts = range(0, len(entries), layout.images_per_shard)
+    for number, start in enumerate(starts):
+        end = min(start + layout.images_per_shard, len(entries))
         shard, record = aside / SHARDS / f"{number:06d}.tar", aside / RECORDS / f"{number:06d}.json"
         labels = {name: numbers[name] for name in _class_names(entries[start:end])}
         yield _Job(shard, record, start, entries[start:end], labels, layout.decode)
