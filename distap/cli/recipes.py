@@ -11,7 +11,7 @@ from distap.cli.commands import print_json
 from distap.cli.options import OVERRIDES, RECIPE, complete_recipe
 from distap.errors import DistapError
 
-SIZE = "Width and height of the network's input, pixels."
+INPUT_SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
 IMAGES = "Folder with a sub-folder for each class, shards, or a folder with `train` and `test` of either."
 SCHEMA = "Print the JSON Schema of recipes, for completion and checks in an editor."
@@ -31,7 +31,9 @@ def init_command(
     weights: Annotated[
         str, typer.Option(help="Weights to begin with: timm, random, or a mapping as in a recipe.")
     ] = "timm",
-    image_size: Annotated[int | None, typer.Option(help=SIZE, min=1, show_default="by images and machine")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help=INPUT_SIZE, min=1, show_default="by images and machine")
+    ] = None,
 ) -> None:
     """Look at your images and write a recipe to begin with, which says why it is as it is.
 
