@@ -14,8 +14,8 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import load_state_dict
-from timm.models._hub import load_model_config_from_hf, load_model_config_from_path
+from timm.models import load_model_config_from_hf, load_state_dict
+from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
 
 from distap.errors import DistapError

@@ -90,9 +90,9 @@ class CallersReplica(Replica):
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
         found = torch.autograd.grad(descriptors, self.inputs, gradient * self.scale, allow_unused=True)
         pairs = list(zip(self.gradients, found, strict=True))
-        both = [(old, new) for old, new in pairs if old is not None and new is not None]
-        if both:
-            torch._foreach_add_([old for old, _ in both], [new for _, new in both])
+        for old, new in pairs:
+            if old is not None and new is not None:
+                old += new
         # A copy to add to: autograd may give one tensor to several parameters, or one that repeats a number.
         self.gradients = [new.clone() if old is None and new is not None else old for old, new in pairs]
 

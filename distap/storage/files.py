@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 from urllib.parse import quote
 
+from fsspec.core import strip_protocol
+
 from distap.errors import DistapError
 from distap.storage.atomic import make_folder, replacing
 from distap.storage.locations import joined, scheme_of
@@ -93,14 +95,14 @@ class Storage:
     @retried("listed")
     def names(self, pattern: str) -> list[str]:
         """Return the names of the files that match a glob, sorted."""
-        start = joined(self._files._strip_protocol(self.base), "")
+        start = joined(strip_protocol(self.base), "")
         found = self._files.glob(start + pattern, detail=True)
         return sorted(path.removeprefix(start) for path, info in found.items() if info["type"] == "file")
 
     @retried("listed")
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file below a folder, by name; {} if there is no such folder."""
-        start = joined(self._files._strip_protocol(self.base), "")
+        start = joined(strip_protocol(self.base), "")
         try:
             found = self._files.find(start + folder, detail=True)
         except FileNotFoundError:
