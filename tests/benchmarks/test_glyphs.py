@@ -9,7 +9,6 @@ from PIL import Image, ImageFont
 
 from benchmarks.fetch import glyphs, rendered_sets
 from benchmarks.fetch.glyphs import Font, Task
-from distap.errors import DistapError
 
 AILERON = ImageFont.load_default(10).path.getvalue()  # a TrueType font of Latin that Pillow holds
 RANGES = "U+30-39,U+41-5A,U+61-7a,U+2c,U+4e00"  # with a mark and an ideograph that are not to be drawn
@@ -34,21 +33,9 @@ def write_package(folder, name, units=1000, data=AILERON):
     return Font(f"@fontsource/{name}", "1.0.0", 400), path
 
 
-@pytest.fixture
-def packages(tmp_path):
-    """Seven fonts, two of which draw alike."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    return [
-        write_package(folder, f"font-{i}", units) for i, units in enumerate((1000, 1100, 1200, 1200, 1300, 900, 800))
-    ]
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def test_no_two_images_are_equal_and_classes_are_split(tmp_path, packages):
+def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
+    sizes = (1000, 1100, 1200, 1200, 1300, 900, 800)  # two of these fonts draw alike
+    packages = [write_package(tmp_path, f"font-{number}", units) for number, units in enumerate(sizes)]
     record = glyphs.draw_set(tmp_path / "set", 32, packages)
     images = sorted((tmp_path / "set").rglob("*.png"))
     pixels = {Image.open(path).tobytes() for path in images}
@@ -56,37 +43,9 @@ def test_no_two_images_are_equal_and_classes_are_split(tmp_path, packages):
     assert record["fonts"]["font-2"]["licence"] == "OFL-1.1"
     assert record["fonts"]["font-3"]["images"] == 0
     train, test = ({path.name for path in (tmp_path / "set" / part).iterdir()} for part in ("train", "test"))
-    assert not train & test
-    assert train | test <= {
-        f"U+{code:04X}" for code in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0xC4)
-    }
+    drawn = {f"U+{code:04X}" for code in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0xC4)}
+    assert not train & test and train | test <= drawn
     assert abs(len(train) - len(test)) <= 1
-
-
-def test_an_interrupted_set_continues_and_has_the_same_bytes_on_any_number_of_cores(tmp_path, packages, monkeypatch):
-    glyphs.draw_set(tmp_path / "whole", 32, packages)
-
-    def stop_while(stage):
-        def track(items, about, total):
-            for number, item in enumerate(items):
-                if about == stage and number == 3:
-                    raise KeyboardInterrupt
-                yield item
-
-        return track
-
-    monkeypatch.setattr(glyphs, "usable_cores", lambda: 1)
-    for stage in ("comparing", "drawing"):
-        with pytest.raises(KeyboardInterrupt):
-            glyphs.draw_set(tmp_path / "resumed", 32, packages, stop_while(stage))
-        assert not (tmp_path / "resumed" / glyphs.COMPLETE).exists()
-    drawn_before = {path: path.stat().st_mtime_ns for path in (tmp_path / "resumed").rglob("*.png")}
-    assert drawn_before
-    for _, archive in packages[:3]:
-        archive.write_bytes(b"not read again")
-    glyphs.draw_set(tmp_path / "resumed", 32, packages)
-    assert {path: path.stat().st_mtime_ns for path in drawn_before} == drawn_before
-    assert contents(tmp_path / "resumed") == contents(tmp_path / "whole")
 
 
 FONTS = [f"font {number}" for number in range(12)]
@@ -114,18 +73,6 @@ def test_a_character_that_most_fonts_draw_as_another_is_no_class():
     classes = parts["train"] | parts["test"]
     assert sorted(classes) == ["A", "Б", "б"]
     assert not {*FONTS[:2]} & set(classes["б"])
-
-
-def test_a_package_that_is_not_there_and_one_without_fonts_are_named(tmp_path, monkeypatch):
-    npm = tmp_path / "npm"
-    npm.write_text("#!/bin/sh\necho 404 Not Found >&2\nexit 1\n")
-    npm.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(DistapError, match=r"npm could not fetch @fontsource/x@1\.0\.0: 404 Not Found"):
-        rendered_sets.fetch_packages(["@fontsource/x@1.0.0"], tmp_path, lambda items, *_: items)
-    font, archive = write_package(tmp_path, "x", data=AILERON)
-    with pytest.raises(DistapError, match=r"@fontsource/x@1\.0\.0, weight 700, cannot be read: .*x-latin-700-normal"):
-        glyphs.survey(Task(font._replace(weight=700), archive, 32, tmp_path / "survey.json", {}))
 
 
 @pytest.mark.slow
