@@ -14,7 +14,6 @@ from browser import Browser, chromium
 from hosts import Hosts, two_hosts
 from hypothesis import settings
 from images import write_images
-from installing import Installed, install
 
 from distap.data.shards.packing import pack
 from distap.processes.stopping import SIGNALS, TRACE_SIGNAL
@@ -110,12 +109,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One headless Chromium for all tests of pages."""
     with chromium(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """distap as its wheel installs it, in an environment that does not see the repository."""
-    return install(tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture

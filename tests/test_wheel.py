@@ -2,13 +2,18 @@
 
 import os
 import re
+import shutil
+import site
+import subprocess
+import sys
 import tarfile
+import venv
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from installing import ROOT
+from launching import ROOT
 
 import distap
 
@@ -28,15 +33,54 @@ print(distap.__file__, evaluate(torch.eye(8), labels)["mAP"])
 pytestmark = pytest.mark.slow
 
 
+BUILDING = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+
+
+class Installed:
+    """distap as it is released, in a virtual environment that sees the packages of this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source, self.programs = folder / "source", folder / "environment/bin"
+        for name in ("benchmarks", "distap", "docs", "tests"):
+            shutil.copytree(ROOT / name, self.source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in BUILDING:
+            shutil.copy(ROOT / name, self.source)
+        venv.create(folder / "environment")
+        (self.packages,) = folder.glob("environment/lib/python*/site-packages")
+        (self.packages / "shared.pth").write_text(
+            "\n".join(site.getsitepackages()) + "\n"
+        )  # torch and all the others
+        make = f"import setuptools.build_meta as backend; backend.build_sdist({str(folder)!r})"
+        subprocess.run([sys.executable, "-c", make], cwd=self.source, check=True, capture_output=True)
+        (self.sdist,) = folder.glob("distap-*.tar.gz")
+        pip, quiet = [sys.executable, "-m", "pip"], ["--quiet", "--no-deps", "--no-index"]
+        build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", folder, self.sdist]
+        subprocess.run(build, check=True, capture_output=True)
+        (self.wheel,) = folder.glob("distap-*.whl")
+        add = [*pip, "--python", self.programs / "python", "install", *quiet, "--ignore-installed", self.wheel]
+        subprocess.run(add, check=True, capture_output=True)
+
+    def run(self, program: str, *arguments: object, folder: Path) -> str:
+        """Standard output of one of its programs, which has to succeed, in a folder outside the repository."""
+        unset = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [str(self.programs / program), *map(str, arguments)]
+        done = subprocess.run(command, cwd=folder, env=unset, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    return Installed(tmp_path_factory.mktemp("installed"))
+
+
 def package_in(source: Path) -> set[str]:
-    walk = os.walk(source / "distap")
-    return {str(Path(folder, name).relative_to(source)) for folder, _, names in walk for name in names}
+    return {str(path.relative_to(source)) for path in (source / "distap").rglob("*") if path.is_file()}
 
 
 def without_metadata(names: list[str]) -> set[str]:
-    return {
-        name for name in names if not re.search(r"(^|/)(distap[^/]*\.(dist|egg)-info/|PKG-INFO$|setup\.cfg$)", name)
-    }
+    of_setuptools = re.compile(r"(^|/)(distap[^/]*\.(dist|egg)-info/|PKG-INFO$|setup\.cfg$)")
+    return {name for name in names if not of_setuptools.search(name)}
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(installed):
@@ -69,7 +113,7 @@ def test_links_of_the_description_lead_to_files_of_this_version(installed):
 
 def test_the_library_and_the_commands_run_outside_the_repository(tmp_path, installed, training_shards):
     (tmp_path / "user.py").write_text(USER)
-    assert str(installed.package) in installed.run("python", "user.py", folder=tmp_path)
+    assert str(installed.packages / "distap") in installed.run("python", "user.py", folder=tmp_path)
     assert "Usage: distap" in installed.run("distap", "--help", folder=tmp_path)
     assert "roadmap-sop" in installed.run("distap", "recipes", folder=tmp_path)
     (tmp_path / "recipe.yaml").write_text(

@@ -57,15 +57,6 @@ class Browser:
         names = self.driver.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
         return [name for name in names if not name.startswith("data:")]
 
-    def picture(self, path: Path) -> Path:
-        """Write a PNG of the whole page."""
-        self.driver.execute_script("document.querySelectorAll('img').forEach(each => { each.loading = 'eager'; })")
-        size = self.driver.execute_script("return [innerWidth, document.documentElement.scrollHeight]")
-        metrics = {"width": size[0], "height": min(size[1], 16_000), "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        self.driver.save_screenshot(str(path))
-        return path
-
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:

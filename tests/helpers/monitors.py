@@ -1,22 +1,15 @@
-"""Prometheus and what is written for it in k8s/monitoring, as the tests of monitoring need them."""
+"""What is written for Prometheus and Grafana in k8s/monitoring."""
 
 import json
 import re
 import shutil
 import subprocess
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from textwrap import dedent
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 import yaml
-from launching import ROOT, Job, started
+from launching import ROOT
 
 MONITORING = ROOT / "k8s/monitoring"
 
@@ -72,66 +65,3 @@ def leaves(value: Any, path: str = "") -> set[tuple[str, str]]:
     """The path and the value of everything in parsed JSON that is no list or object, or an empty one."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return set().union(*(leaves(one, f"{path}.{key}") for key, one in entries)) if entries else {(path, repr(value))}
-
-
-@dataclass(frozen=True)
-class Series:
-    """One that an expression gave."""
-
-    labels: dict[str, str]
-    value: float
-
-
-class Prometheus:
-    """One that was started, by its HTTP API."""
-
-    def __init__(self, url: str, job: Job) -> None:
-        self.url, self.job = url, job
-
-    def get(self, path: str, **parameters: str) -> Any:
-        """The data of an answer; an error that Prometheus reports fails the test with its text."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urlencode(parameters)}", timeout=30) as answer:
-                content = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error
-        assert content["status"] == "success", content
-        assert not content.get("warnings"), content
-        return content["data"]
-
-    def series(self, expression: str, at: float | None = None) -> list[Series]:
-        """What an expression gives at a time in seconds since the epoch, or now."""
-        when = {} if at is None else {"time": str(at)}
-        found = self.get("query", query=expression, **when)["result"]
-        return [Series(one["metric"], float(one["value"][1])) for one in found]
-
-    def knows(self, awaited: list[str]) -> bool:
-        """Whether each of the expressions has given anything by now; those that did are taken out."""
-        awaited[:] = [expression for expression in awaited if not self.series(expression)]
-        return not awaited
-
-    def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=30):
-                return True
-        except OSError:
-            return False
-
-
-@contextmanager
-def prometheus(folder: Path, port: int, targets: list[str], training: str) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes a training every second and evaluates its rules as often."""
-    folder.mkdir()
-    (folder / "rules.yaml").write_text(plain_rules())
-    settings = {
-        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": training, "static_configs": [{"targets": targets}]}],
-    }
-    (folder / "prometheus.yaml").write_text(yaml.safe_dump(settings))
-    command = [program("prometheus"), f"--config.file={folder / 'prometheus.yaml'}"]
-    command += [f"--storage.tsdb.path={folder / 'series'}", f"--web.listen-address=127.0.0.1:{port}"]
-    with started(command, folder) as job:
-        server = Prometheus(f"http://127.0.0.1:{port}", job)
-        job.wait_until(server.is_ready)
-        yield server

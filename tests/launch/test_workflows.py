@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 import yaml
-from installing import ROOT
+from launching import ROOT
 from packaging.requirements import Requirement
 from packaging.version import Version
 

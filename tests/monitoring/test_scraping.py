@@ -4,13 +4,17 @@ import json
 import re
 import signal
 import time
-import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from launching import Program, started
-from monitors import Series, dashboard, panel_expressions, prometheus, promtool, rules
+import yaml
+from launching import Job, Program, started
+from monitors import dashboard, panel_expressions, plain_rules, program, promtool, rules
 from servers import free_ports
 from small_trainings import recipe
 
@@ -21,6 +25,63 @@ TRAINING = "nets"
 # Of a cache that this training does not have, of alerts, which a training that is well has none of, and of a server.
 OF_SERVER = {"Seconds of a search", "Requests answered a second", "Requests under way, uploads refused"}
 EMPTY = {"Shard cache", "Alerts"} | OF_SERVER
+
+
+@dataclass(frozen=True)
+class Series:
+    """One that an expression gave."""
+
+    labels: dict[str, str]
+    value: float
+
+
+class Prometheus:
+    """One that was started, by its HTTP API."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """The data of an answer; an error that Prometheus reports fails the test with its text."""
+        content = self._client.get(f"/api/v1/{path}", params=parameters).json()
+        assert content["status"] == "success" and not content.get("warnings"), content
+        return content["data"]
+
+    def series(self, expression: str, **at: str) -> list[Series]:
+        """What an expression gives at a `time` in seconds since the epoch, or now."""
+        found = self.get("query", query=expression, **at)["result"]
+        return [Series(one["metric"], float(one["value"][1])) for one in found]
+
+    def knows(self, awaited: list[str]) -> bool:
+        """Whether each of the expressions has given anything by now; those that did are taken out."""
+        awaited[:] = [expression for expression in awaited if not self.series(expression)]
+        return not awaited
+
+    def is_ready(self) -> bool:
+        try:
+            return self._client.get("/-/ready").is_success
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def prometheus(folder: Path, port: int, targets: list[str]) -> Iterator[tuple[Prometheus, Job]]:
+    """A Prometheus that scrapes the training every second and evaluates its rules as often."""
+    folder.mkdir()
+    (folder / "rules.yaml").write_text(plain_rules())
+    settings = {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [{"job_name": TRAINING, "static_configs": [{"targets": targets}]}],
+    }
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(settings))
+    command = [program("prometheus"), f"--config.file={folder / 'prometheus.yaml'}"]
+    command += [f"--storage.tsdb.path={folder / 'series'}", f"--web.listen-address=127.0.0.1:{port}"]
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+    with started(command, folder) as job, client:
+        server = Prometheus(client)
+        job.wait_until(server.is_ready)
+        yield server, job
 
 
 @dataclass(frozen=True)
@@ -64,22 +125,22 @@ def observed(tmp_path_factory, training_shards) -> Observed:
     targets = [f"127.0.0.1:{port + rank}" for rank in range(2)]
     launch = "-m", "distap.launcher", "--standalone", "--nproc-per-node=2", str(folder / "recipe.yaml")
     with (
-        prometheus(folder / "prometheus", port + 2, targets, TRAINING) as server,
+        prometheus(folder / "prometheus", port + 2, targets) as (server, job),
         started(Program(launch), folder) as training,
     ):
         awaited = [one for title, expressions in PANELS.items() if title not in EMPTY for one in expressions]
         training.wait_until(lambda: server.knows(awaited), 180)
-        now = time.time()
+        now = str(time.time())
         known = {
-            "expositions": [urllib.request.urlopen(f"http://{target}/metrics").read().decode() for target in targets],
+            "expositions": [httpx.get(f"http://{target}/metrics").text for target in targets],
             "targets": server.series("max_over_time(up[1m])"),
-            "answers": {one: server.series(one, at=now) for one in {*ANNOTATIONS}.union(*PANELS.values())},
+            "answers": {one: server.series(one, time=now) for one in {*ANNOTATIONS}.union(*PANELS.values())},
             "rules": [rule for group in server.get("rules")["groups"] for rule in group["rules"]],
         }
         training.process.send_signal(signal.SIGTERM)
         assert training.status() == RESTART
         # A training that left before its last step is missed.
-        server.job.wait_until(lambda: server.knows(['ALERTS{alertname="DistapTrainingAbsent"}']))
+        job.wait_until(lambda: server.knows(['ALERTS{alertname="DistapTrainingAbsent"}']))
         return Observed(**known)
 
 
