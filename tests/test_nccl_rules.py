@@ -22,7 +22,6 @@ from distap.retrieval.figures import LANDMARKS, labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
 
 IMAGES = 91  # uneven on two ranks
-MODES = {"sharded": LOSSES, "central": ["ap_q", "smooth_ap", "proxy_nca"]}
 
 
 def shared(world):
@@ -34,13 +33,12 @@ def shared(world):
         present = torch.arange(IMAGES) != 17
         facts = (one[mine].to(device) for one in (descriptors, labels, present))
         gathered, found = gather(*facts, world, IMAGES), {}
-        for mode, names in MODES.items():
-            for name in names:
-                loss = build_loss(name).sized(60, 8, 0)
-                if loss.learned is not None:
-                    loss.learned.to(device)
-                ranking = rank_descriptors(loss, gathered, mode, memory_bytes=2**16)
-                found[mode, name] = values(ranking.loss), values(ranking.gradient)
+        for name in LOSSES:
+            loss = build_loss(name).sized(60, 8, 0)
+            if loss.learned is not None:
+                loss.learned.to(device)
+            ranking = rank_descriptors(loss, gathered, memory_bytes=2**16)
+            found[name] = values(ranking.loss), values(ranking.gradient)
         evaluate.MOST_QUERIES = 8  # several blocks a rank
         gallery, truth = descriptors.to(device), ClassTruth(labels.to(device))
         figures = evaluate.evaluate_descriptors(gallery, gallery, truth, labelled_figures(), 10, world=world)
@@ -61,13 +59,12 @@ def shared(world):
 def test_ranks_share_their_work_by_what_nccl_allows():
     [alone] = on_ranks(1, shared)
     answers = on_ranks(2, shared)
-    for mode, names in MODES.items():
-        for name in names:
-            expected, rows = alone[mode, name]
-            for rank, answer in enumerate(answers):
-                found, own = answer[mode, name]
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(own, rows[rank::2], rtol=1e-4, atol=1e-6)
+    for name in LOSSES:
+        expected, rows = alone[name]
+        for rank, answer in enumerate(answers):
+            found, own = answer[name]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(own, rows[rank::2], rtol=1e-4, atol=1e-6)
     for answer in answers:
         assert (answer["figures"], answer["truth"]) == (alone["figures"], alone["truth"])
         assert answer["values"] == [{"rank": rank} for rank in range(2)]

@@ -20,34 +20,32 @@ from distap.world import World
 
 SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 2 and on 4 ranks, and fill no micro-batch of 4
 STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}
-# What is tried on every number of ranks: network, micro-batches of describe and replay, where stage two runs, and how
-# many micro-batches of a rank keep their graph.
+# What is tried on every number of ranks: network, micro-batches of describe and replay, and how many of a rank keep
+# their graph.
 CASES = {
-    "stochastic, sharded": (STOCHASTIC, None, 4, "sharded"),
-    "stochastic, central": (STOCHASTIC, None, 4, "central"),
-    "describe 7, replay 2": ({}, 7, 2, "sharded"),
-    "describe 1, replay 5": ({}, 1, 5, "sharded"),
-    "replay of one image": ({}, 3, 1, "central"),
-    "everything at once": ({}, 100, 100, "sharded"),
-    "padded": ({}, 5, 5, "sharded"),
-    "two graphs kept": (STOCHASTIC, None, 4, "sharded", 2),
-    "all graphs kept": ({}, None, 2, "sharded", 99),
-    "describe 7, one graph kept": ({}, 7, 2, "central", 1),
+    "stochastic": (STOCHASTIC, None, 4),
+    "describe 7, replay 2": ({}, 7, 2),
+    "describe 1, replay 5": ({}, 1, 5),
+    "replay of one image": ({}, 3, 1),
+    "everything at once": ({}, 100, 100),
+    "two graphs kept": (STOCHASTIC, None, 4, 2),
+    "all graphs kept": ({}, None, 2, 99),
+    "describe 7, one graph kept": ({}, 7, 2, 1),
 }
 
 
-def step_on(world, network, describe_size, replay_size, mode, keep=0, **options):
+def step_on(world, network, describe_size, replay_size, keep=0, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     learner = learning(network, optimizer, world)
     sizes = MicroBatchSizes(replay_size, describe_size, keep)
-    return step_with(learner, QuantizedAP(), world, SEED, sizes, mode, **options)
+    return step_with(learner, QuantizedAP(), world, SEED, sizes, **options)
 
 
-def three_stage_gradients(world, settings, describe_size, replay_size, mode, keep=0):
+def three_stage_gradients(world, settings, describe_size, replay_size, keep=0):
     """Each parameter's gradient after one step of SGD with rate 1: by how much it moved."""
     network = small_network(**settings)
     before = [p.detach().clone() for p in network.parameters()]
-    step = step_on(world, network, describe_size, replay_size, mode, keep=keep)
+    step = step_on(world, network, describe_size, replay_size, keep=keep)
     result = step(TensorBatch(*small_images(IMAGES), world, STEP), learning_rate=1.0)
     moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
     return moved, result
@@ -104,7 +102,7 @@ def vision_transformer():
 def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trains_exactly():
     network, images, labels = vision_transformer(), noise(10, 64), torch.arange(10) % 3
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
-    result = step_on(World(), network, None, 4, "sharded")(TensorBatch(images, labels, World(), STEP), 1.0)
+    result = step_on(World(), network, None, 4)(TensorBatch(images, labels, World(), STEP), 1.0)
     whole, descriptors = vision_transformer(), []
     for start in range(0, 10, 4):
         torch.manual_seed(seed_for(DROPOUT, SEED, STEP, start))
@@ -127,7 +125,7 @@ def test_the_profiler_sees_one_large_reduction_whatever_the_number_of_micro_batc
 def count_reductions(world):
     def large_all_reduces(replay_size):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-            three_stage_gradients(world, {}, None, replay_size, "sharded")
+            three_stage_gradients(world, {}, None, replay_size)
         shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
         return sum(any(size and size[0] > 100 for size in sizes) for sizes in shapes)
 
@@ -139,7 +137,7 @@ def bytes_of_a_step(world):
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(243, 512), Unit()).double()
     batch = TensorBatch(*small_images(256), world)
-    step = step_on(world, network, None, 16, "sharded")
+    step = step_on(world, network, None, 16)
     found = collectives_of(lambda: step(batch, 1.0))
     parameters = sum(p.numel() * p.element_size() for p in network.parameters())
     slopes = 2 * (QuantizedAP().bins - 1)
@@ -158,7 +156,7 @@ def test_a_step_sends_little_more_than_descriptors_and_slopes_once():
 
 def test_a_kept_graph_needs_no_second_forward():
     forwards = []
-    step = step_on(World(), small_network(), None, 4, "sharded", keep=2)
+    step = step_on(World(), small_network(), None, 4, keep=2)
     step.learner.network.register_forward_hook(lambda module, images, descriptors: forwards.append(len(descriptors)))
     result = step(TensorBatch(*small_images(IMAGES), World()), 1.0)
     assert forwards == [4, 4, 4, 4, 4, 1, 4, 4, 4, 4]
@@ -260,7 +258,7 @@ class Greedy(torch.nn.Module):
 def test_micro_batches_are_halved_where_memory_runs_out(limits, sizes, caplog):
     network = small_network()
     before = [p.detach().clone() for p in network.parameters()]
-    step = step_on(World(), Greedy(network, **limits), 8, 8, "sharded")
+    step = step_on(World(), Greedy(network, **limits), 8, 8)
     result = step(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
     moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
     expected, loss = full_batch_gradients(1, {}, 8)
@@ -275,7 +273,7 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
     network = small_network()
     before = [p.detach().clone() for p in network.parameters()]
     greedy = Greedy(network, 99, graphs=3)
-    step = step_on(World(), greedy, None, 4, "sharded", keep=5)
+    step = step_on(World(), greedy, None, 4, keep=5)
     greedy.register_forward_pre_hook(lambda module, images: setattr(greedy, "graphs", max(greedy.graphs, 0)))
     with pytest.raises(torch.OutOfMemoryError):
         greedy.graphs = -99
@@ -291,10 +289,10 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
 
 
 def test_memory_that_does_not_suffice_for_one_image_is_an_error_that_says_what_to_change():
-    step = step_on(World(), Greedy(small_network(), 99, without=0), None, 2, "sharded")
+    step = step_on(World(), Greedy(small_network(), 99, without=0), None, 2)
     with pytest.raises(DistapError, match=r"out of memory in describe .* one image; .*data\.image_size"):
         step(TensorBatch(*small_images(IMAGES), World()), 1.0)
-    step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), None, 2, "sharded")
+    step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), None, 2)
     with pytest.raises(DistapError, match="drops at random"):
         step(TensorBatch(*small_images(IMAGES), World()), 1.0)
 
@@ -307,7 +305,7 @@ def test_a_kept_graph_with_a_descriptor_that_is_not_finite_is_described_again():
     for keep in (0, 3):
         network = small_network()
         before = [p.detach().clone() for p in network.parameters()]
-        step = step_on(World(), Overflowing(network), None, 4, "sharded", keep=keep)
+        step = step_on(World(), Overflowing(network), None, 4, keep=keep)
         result = step(TensorBatch(spoilt, labels, World()), 1.0)
         assert (result.not_finite, result.skipped, result.kept) == ([18], None, 5 if keep else 0)
         moved.append([b - p.detach() for b, p in zip(before, network.parameters(), strict=True)])
@@ -317,7 +315,7 @@ def test_a_kept_graph_with_a_descriptor_that_is_not_finite_is_described_again():
 
 def test_dropout_changes_from_step_to_step():
     images, labels = small_images(IMAGES)
-    step = step_on(World(), small_network(**STOCHASTIC), None, 4, "sharded")
+    step = step_on(World(), small_network(**STOCHASTIC), None, 4)
     first, second = (
         step.stages.describe(TensorBatch(images, labels, World(), number)).descriptors for number in (0, 1)
     )
@@ -326,9 +324,9 @@ def test_dropout_changes_from_step_to_step():
 
 def test_a_network_that_mixes_images_needs_equal_micro_batches():
     with pytest.raises(DistapError, match="drop_path drops at random"):
-        step_on(World(), small_network(drop_path=0.2), 2, 4, "sharded")
+        step_on(World(), small_network(drop_path=0.2), 2, 4)
     with pytest.raises(DistapError, match="statistics of its micro-batch"):
-        step_on(World(), small_network(frozen=False), 2, 4, "sharded")
+        step_on(World(), small_network(frozen=False), 2, 4)
 
 
 class Restless(torch.nn.Module):
@@ -348,7 +346,7 @@ def test_replay_drift_is_an_error_that_says_why_and_moves_nothing():
     network = Restless(small_network())
     before = [p.detach().clone() for p in network.parameters()]
     with pytest.raises(DistapError, match=r"step 8: replay drift .* gave different descriptors"):
-        step_on(World(), network, None, 4, "sharded")(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
+        step_on(World(), network, None, 4)(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
     assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
 
 
@@ -358,7 +356,7 @@ def test_drift_on_one_rank_is_an_error_on_every_rank():
 
 def drift_on_rank_one(world):
     network = Restless(small_network()) if world.rank == 1 else small_network()
-    step = step_on(world, network, None, 4, "sharded")
+    step = step_on(world, network, None, 4)
     with pytest.raises(DistapError, match="replay drift"):
         step(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
     return True
@@ -382,7 +380,7 @@ def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_
     spoilt[4] = 1e6
     network = small_network()
     before = [p.detach().clone() for p in network.parameters()]
-    result = step_on(World(), Overflowing(network), None, 4, "sharded")(TensorBatch(spoilt, labels, World()), 1.0)
+    result = step_on(World(), Overflowing(network), None, 4)(TensorBatch(spoilt, labels, World()), 1.0)
     moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
     assert result.not_finite == [4]
     assert result.skipped is None
@@ -399,14 +397,14 @@ def test_a_batch_whose_descriptors_are_not_finite_is_a_step_that_moves_nothing(s
     images[list(spoilt)] = 1e6
     network = small_network()
     before = [p.detach().clone() for p in network.parameters()]
-    result = step_on(World(), Overflowing(network), None, 4, "sharded")(TensorBatch(images, labels, World()), 1.0)
+    result = step_on(World(), Overflowing(network), None, 4)(TensorBatch(images, labels, World()), 1.0)
     assert result.skipped == "descriptor" and result.not_finite == list(spoilt)
     assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
 
 
 def test_the_spread_of_a_network_that_tells_no_images_apart_is_zero():
     network = small_network()
-    step = step_on(World(), network, None, 4, "sharded")
+    step = step_on(World(), network, None, 4)
     batch = TensorBatch(*small_images(IMAGES), World())
     assert step(batch, 0.0).spread > 1e-3
     torch.nn.init.zeros_(network.head.weight)
@@ -416,7 +414,7 @@ def test_the_spread_of_a_network_that_tells_no_images_apart_is_zero():
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
     network = small_network()
-    step = step_on(World(), network, None, 4, "sharded")
+    step = step_on(World(), network, None, 4)
     network.head.weight.register_hook(lambda gradient: gradient * torch.nan)
     before = [p.detach().clone() for p in network.parameters()]
     result = step(TensorBatch(*small_images(IMAGES), World()), 1.0)
@@ -425,7 +423,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
 
 
 def test_the_step_leaves_torchs_random_state_alone():
-    step = step_on(World(), small_network(**STOCHASTIC), None, 4, "sharded")
+    step = step_on(World(), small_network(**STOCHASTIC), None, 4)
     torch.manual_seed(5)
     state = torch.get_rng_state()
     step(TensorBatch(*small_images(IMAGES), World()), 1.0)
@@ -433,7 +431,7 @@ def test_the_step_leaves_torchs_random_state_alone():
 
 
 def test_the_stages_add_up_to_the_step():
-    step = step_on(World(), small_network(), None, 4, "sharded")
+    step = step_on(World(), small_network(), None, 4)
     step(TensorBatch(*small_images(IMAGES), World()), 1.0)
     seconds = dict(step.stages.stopwatch.seconds)
     assert set(seconds) == {"describe", "gather", "rank", "replay", "reduce", "optimizer", "network"}

@@ -172,8 +172,7 @@ class StepCost:
 
     @property
     def _ranked(self) -> tuple[int, int]:  # queries and gallery
-        rows = self.batch if self.recipe.rank.mode == "central" else self.share
-        return rows, self.batch + self.recipe.memory.size
+        return self.share, self.batch + self.recipe.memory.size
 
     @property
     def _ranking_bytes(self) -> float:
@@ -220,9 +219,7 @@ class StepCost:
         """Data that ranks send each other, by stage; one rank sends nothing of it."""
         network, sharding, share, bins = self.network, self.sharding, self.share, bins_of(self.recipe.loss)
         own, trained = share * network.dimensions * FLOAT32, network.trained * FLOAT32
-        if self.recipe.rank.mode == "central":
-            rank = Transfer("gradients of descriptors", "scatter", own)
-        elif bins is None:
+        if bins is None:
             rank = Transfer("gradients of descriptors", "reduce_scatter", own * self.ranks)
         else:
             rank = Transfer("slope tables", "all_gather", share * 2 * (bins - 1) * FLOAT32)

@@ -38,7 +38,6 @@ class ListwiseLoss(nn.Module):
         loss: AnyLoss = "ap_q",
         weights: str = "uniform",
         group: dist.ProcessGroup | None = None,
-        mode: str = "sharded",
         memory: int = 0,
         memory_bytes: int | None = None,
         **options: Any,
@@ -46,7 +45,7 @@ class ListwiseLoss(nn.Module):
         super().__init__()
         self.loss = build_loss(loss, weights, **options)
         self.learned = self.loss.learned
-        self.group, self.mode, self.memory_bytes = group, mode, memory_bytes
+        self.group, self.memory_bytes = group, memory_bytes
         self.memory = CrossBatchMemory(memory)
 
     def forward(self, embeddings: Tensor, labels: Tensor, images: Tensor | None = None) -> Tensor:
@@ -64,7 +63,6 @@ class ListwiseLoss(nn.Module):
                 labels,
                 self.loss,
                 group=self.group,
-                mode=self.mode,
                 memory=self.memory if self.memory.size and self.training else None,
                 images=images,
                 memory_bytes=self.memory_bytes,

@@ -257,7 +257,6 @@ def step_of(
         world,
         recipe.seed,
         MicroBatchSizes(replay, describe, 0 if isinstance(keep, str) else keep),
-        mode=recipe.rank.mode,
         memory_bytes=recipe.rank.memory_bytes,
         memory=CrossBatchMemory(0) if memory is None else memory,
         memory_after=recipe.memory.after,
