@@ -120,7 +120,8 @@ class Multistage(nn.Module):
         """
         if not isinstance(self.network, DistributedDataParallel):
             return self._loss(self.network, images, labels, samples)
-        # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters.
+        # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters. They come from
+        # KnownGradient, once, whatever the number of micro-batches.
         replicas, network = self.network, self.network.module
         replicas.module = ReplacedForward(network, lambda _: self._loss(network, images, labels, samples))
         try:
@@ -164,6 +165,8 @@ class Multistage(nn.Module):
         if not (torch.is_grad_enabled() and trained):
             return value
 
+        # Stage three runs when the caller calls `backward`: by then autocast, accumulation and a loss scale have
+        # acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             scaled = replace(ranking, gradient=gradient * upstream)
             with torch.enable_grad(), self._frozen(network):

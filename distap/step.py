@@ -85,6 +85,7 @@ class ThreeStages:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
                 rows = slice(start, min(start + size, share if keeps else first_kept))
+                # Micro-batches that keep their graph are the last ones, so that graphs wait the shortest for replay.
                 try:
                     with torch.set_grad_enabled(keeps):
                         descriptors = self._forward(batch, rows, self.replica.forward if keeps else cheap, keeps)
@@ -134,6 +135,7 @@ class ThreeStages:
         with self.stage("replay", batch.step), self.replica.replaying():
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.replica.lockstep else None
+            # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
             while True:
                 cutting = self.sizes.replay, self.skip_below * longest, self._mixing is None, others
                 passes = backward_passes(ranking.gradient, described.kept, *cutting)

@@ -1,21 +1,16 @@
 """What only a GPU can show; test_on_a_device.py and test_nccl_rules.py show what can be seen without one."""
 
 import copy
-import gzip
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from batches import TensorBatch
 from networks import noise, random_network
 from problems import problem
-from prometheus_client import CollectorRegistry
 from servers import free_ports
 from steps import learning, step_with
-from stores import found_checkpoint, writer_to
 from torch.nn.functional import normalize
 
 from distap.device_copies import DeviceCopies, ToHost
@@ -28,8 +23,6 @@ from distap.registry import REGISTRY
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.sizes import free_memory
 from distap.stopwatch import Stopwatch
-from distap.telemetry.metrics import TrainingMetrics
-from distap.telemetry.tracing import Tracer
 from distap.world import World, joined_world
 
 pytestmark = [
@@ -79,19 +72,6 @@ def test_dropout_is_the_same_in_describe_and_replay_and_leaves_the_random_state_
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert first.replay_drift < 1e-4 and first.loss == pytest.approx(second.loss, rel=1e-5)
     assert distance(moved, again) < 1e-2
-
-
-def test_float16_halves_its_scale_where_gradients_overflow():
-    network = random_network().train()
-    network.to(DEVICE)
-    learner = learning(network, torch.optim.SGD(network.parameters()), World(device=DEVICE), precision="fp16")
-    before, scale = next(network.parameters()).clone(), float(learner.state_dict()["scaler.scale"])
-    descriptors = learner.replica.forward(noise(2).to(DEVICE))
-    learner.replica.backward(descriptors, torch.full_like(descriptors, 1e30), is_last=True)
-    assert not math.isfinite(learner.update(0.1))
-    assert float(learner.state_dict()["scaler.scale"]) == scale / 2 and torch.equal(
-        next(network.parameters()), before
-    )
 
 
 class Hungry(torch.nn.Module):
@@ -161,49 +141,7 @@ def test_ddp_sums_its_bucket_over_nccl(monkeypatch):
         assert float(world.sum(torch.tensor(2.0, device=world.device))) == 2
 
 
-def test_a_checkpoint_takes_tensors_of_the_device(tmp_path):
-    tensors = {"network.a": torch.arange(6.0, device=DEVICE).view(2, 3)}
-    writer = writer_to(tmp_path, World(device=DEVICE), 1)
-    writer.save(3, tensors, {"step": 3}, {"data": "d"}, None)
-    tensors["network.a"].zero_()  # what follows does not reach what was saved
-    writer.wait()
-    assert torch.equal(found_checkpoint(tmp_path).tensors()["network.a"], torch.arange(6.0).view(2, 3))
-
-
-def test_nvml_tells_the_utilisation():
-    pytest.importorskip("pynvml")
-    registry = CollectorRegistry()
-    TrainingMetrics(True, (), registry)
-    assert 0 <= registry.get_sample_value("distap_device_utilization_ratio") <= 1
-
-
 def test_evaluation_is_that_of_the_cpu():
     raw, labels = problem(5, 500, 16, dtype=torch.float32)
     found = evaluate(normalize(raw).to(DEVICE), labels.to(DEVICE))
     assert found == pytest.approx(evaluate(normalize(raw), labels), abs=1e-4)
-
-
-def test_faiss_searches_on_the_gpu():
-    faiss = pytest.importorskip("faiss")
-    if not faiss.get_num_gpus():
-        pytest.skip("this Faiss has no GPU")
-    from distap.retrieval.nearest import nearest
-
-    values = np.random.default_rng(0).normal(size=(5000, 32)).astype(np.float32)
-    similarities, rows = nearest(values[:50], values, 10, exclude_self=True)
-    exact = values[:50] @ values.T
-    np.fill_diagonal(exact, -np.inf)
-    assert (rows == np.argsort(-exact, axis=1)[:, :10]).mean() > 0.99
-    np.testing.assert_allclose(similarities, -np.sort(-exact, axis=1)[:, :10], rtol=1e-4)
-
-
-def test_a_trace_has_the_kernels(tmp_path):
-    tracer = Tracer(tmp_path, rank=0)
-    tracer.agreed()
-    tracer.begin(1)
-    (torch.ones(64, 64, device=DEVICE) @ torch.ones(64, 64, device=DEVICE)).sum().item()
-    tracer.step_done(1)
-    tracer.finish()
-    (path,) = tmp_path.glob("*.json.gz")
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    assert any(event.get("cat") == "kernel" for event in events)

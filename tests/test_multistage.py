@@ -466,20 +466,6 @@ def test_an_image_whose_other_loss_is_not_finite_is_left_out():
     assert_near(gradients_of(network), gradients_of(again))
 
 
-def test_an_image_without_a_finite_descriptor_is_left_out():
-    images, labels = small_images(IMAGES)
-    images[3] = torch.nan
-    network, again = small_network(), small_network()
-    multistage = Multistage(network, "ap_q", 4)
-    value = multistage(images, labels)
-    value.backward()
-    rest = torch.arange(IMAGES) != 3
-    expected, gradients = full_batch(again, images[rest], labels[rest], LOSSES["ap_q"][1])
-    assert multistage.not_finite == [3] and images[3].isnan().all()
-    assert value.item() == pytest.approx(expected, rel=NEAR)
-    assert_near(gradients_of(network), gradients)
-
-
 def test_a_loop_trains_with_its_own_optimiser_and_memory():
     network = small_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)

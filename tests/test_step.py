@@ -41,14 +41,21 @@ def step_on(world, network, describe_size, replay_size, keep=0, **options):
     return step_with(learner, QuantizedAP(), world, SEED, sizes, **options)
 
 
+def moved_by(step, batch):
+    """Each parameter's gradient after one step of SGD with rate 1, by how much it moved, and the step's result."""
+    before = [p.detach().clone() for p in step.learner.network.parameters()]
+    result = step(batch, 1.0)
+    return [b - p.detach() for b, p in zip(before, step.learner.network.parameters(), strict=True)], result
+
+
+def assert_near(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 1e-9 * other.norm()
+
+
 def three_stage_gradients(world, settings, describe_size, replay_size, keep=0):
-    """Each parameter's gradient after one step of SGD with rate 1: by how much it moved."""
-    network = small_network(**settings)
-    before = [p.detach().clone() for p in network.parameters()]
-    step = step_on(world, network, describe_size, replay_size, keep=keep)
-    result = step(TensorBatch(*small_images(IMAGES), world, STEP), learning_rate=1.0)
-    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
-    return moved, result
+    step = step_on(world, small_network(**settings), describe_size, replay_size, keep=keep)
+    return moved_by(step, TensorBatch(*small_images(IMAGES), world, STEP))
 
 
 def all_cases(world):
@@ -85,8 +92,7 @@ def test_gradients_equal_those_of_one_full_batch_pass(stepped, case):
     for answer in answers:
         moved, result = answer[case]
         assert result.loss == pytest.approx(loss, rel=1e-12)
-        for got, wanted in zip(moved, expected, strict=True):
-            assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+        assert_near(moved, expected)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,21 +121,6 @@ def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trai
     for name, p in whole.named_parameters():
         moved = before[name] - network.get_parameter(name).detach()
         assert (moved - p.grad).norm() <= 1e-9 * p.grad.norm() + 1e-15, name
-
-
-def test_the_profiler_sees_one_large_reduction_whatever_the_number_of_micro_batches():
-    for few, many in on_ranks(2, count_reductions):
-        assert few == many == 1
-
-
-def count_reductions(world):
-    def large_all_reduces(replay_size):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-            three_stage_gradients(world, {}, None, replay_size)
-        shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
-        return sum(any(size and size[0] > 100 for size in sizes) for sizes in shapes)
-
-    return large_all_reduces(11), large_all_reduces(2)
 
 
 def bytes_of_a_step(world):
@@ -179,7 +170,6 @@ class Indifferent(Loss):
 def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
     """How the parameters move, how many images were replayed, and the sizes of replay's forward passes."""
     network = small_network(**settings)
-    before = [p.detach().clone() for p in network.parameters()]
     learner = learning(network, torch.optim.SGD(network.parameters(), lr=1.0), world)
     loss = Indifferent(chosen, factor)
     step = step_with(learner, loss, world, SEED, MicroBatchSizes(4, None, keep), skip_below=skip_below)
@@ -190,8 +180,7 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
             sizes.append(len(descriptors))
 
     network.register_forward_hook(note)
-    result = step(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
-    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    moved, result = moved_by(step, TensorBatch(*small_images(IMAGES), world, STEP))
     return moved, (result.replayed, result.kept), sizes
 
 
@@ -215,10 +204,8 @@ def test_images_without_gradient_are_not_replayed():
         assert sum(answer["kept"][1]) == 6
         assert answer["one rank only"][1] == (2, 0)
         for case in ("plain", "kept", "one rank only"):
-            for got, wanted in zip(answer[case][0], alone[case if case != "kept" else "plain"][0], strict=True):
-                assert (got - wanted).norm() <= 1e-9 * wanted.norm()
-        for got, wanted in zip(answer["small ones left out"][0], alone["plain"][0], strict=True):
-            assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+            assert_near(answer[case][0], alone[case if case != "kept" else "plain"][0])
+        assert_near(answer["small ones left out"][0], alone["plain"][0])
     assert together[0]["one rank only"][2] == [1]  # padding, so that it takes part in the reduction
 
 
@@ -256,23 +243,17 @@ class Greedy(torch.nn.Module):
     ],
 )
 def test_micro_batches_are_halved_where_memory_runs_out(limits, sizes, caplog):
-    network = small_network()
-    before = [p.detach().clone() for p in network.parameters()]
-    step = step_on(World(), Greedy(network, **limits), 8, 8)
-    result = step(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
-    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    step = step_on(World(), Greedy(small_network(), **limits), 8, 8)
+    moved, result = moved_by(step, TensorBatch(*small_images(IMAGES), World(), STEP))
     expected, loss = full_batch_gradients(1, {}, 8)
     assert result.loss == pytest.approx(loss, rel=1e-12)
-    for got, wanted in zip(moved, expected, strict=True):
-        assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+    assert_near(moved, expected)
     assert (step.stages.sizes.replay, step.stages.sizes.describe, step.stages.sizes.keep) == sizes
     assert "out of memory in" in caplog.text
 
 
 def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
-    network = small_network()
-    before = [p.detach().clone() for p in network.parameters()]
-    greedy = Greedy(network, 99, graphs=3)
+    greedy = Greedy(small_network(), 99, graphs=3)
     step = step_on(World(), greedy, None, 4, keep=5)
     greedy.register_forward_pre_hook(lambda module, images: setattr(greedy, "graphs", max(greedy.graphs, 0)))
     with pytest.raises(torch.OutOfMemoryError):
@@ -282,10 +263,9 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
     described = step.stages.describe(TensorBatch(*small_images(IMAGES), World(), STEP))
     assert (step.stages.sizes.keep, described.kept) == (2, {})
     greedy.graphs = 99
-    step(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
-    expected, _ = full_batch_gradients(1, {}, 4)
-    for b, p, wanted in zip(before, network.parameters(), expected, strict=True):
-        assert (b - p.detach() - wanted).norm() <= 1e-9 * wanted.norm()
+    assert_near(
+        moved_by(step, TensorBatch(*small_images(IMAGES), World(), STEP))[0], full_batch_gradients(1, {}, 4)[0]
+    )
 
 
 def test_memory_that_does_not_suffice_for_one_image_is_an_error_that_says_what_to_change():
@@ -303,14 +283,11 @@ def test_a_kept_graph_with_a_descriptor_that_is_not_finite_is_described_again():
     spoilt[18] = 1e6
     moved = []
     for keep in (0, 3):
-        network = small_network()
-        before = [p.detach().clone() for p in network.parameters()]
-        step = step_on(World(), Overflowing(network), None, 4, keep=keep)
-        result = step(TensorBatch(spoilt, labels, World()), 1.0)
+        step = step_on(World(), Overflowing(small_network()), None, 4, keep=keep)
+        found, result = moved_by(step, TensorBatch(spoilt, labels, World()))
         assert (result.not_finite, result.skipped, result.kept) == ([18], None, 5 if keep else 0)
-        moved.append([b - p.detach() for b, p in zip(before, network.parameters(), strict=True)])
-    for got, wanted in zip(*moved, strict=True):
-        assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+        moved.append(found)
+    assert_near(*moved)
 
 
 def test_dropout_changes_from_step_to_step():
@@ -378,28 +355,24 @@ def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_
     images, labels = small_images(IMAGES)
     spoilt = images.clone()
     spoilt[4] = 1e6
-    network = small_network()
-    before = [p.detach().clone() for p in network.parameters()]
-    result = step_on(World(), Overflowing(network), None, 4)(TensorBatch(spoilt, labels, World()), 1.0)
-    moved = [b - p.detach() for b, p in zip(before, network.parameters(), strict=True)]
+    step = step_on(World(), Overflowing(small_network()), None, 4)
+    moved, result = moved_by(step, TensorBatch(spoilt, labels, World()))
     assert result.not_finite == [4]
     assert result.skipped is None
     kept = torch.arange(IMAGES) != 4
     reference = small_network()
     listwise_loss("ap_q", reference(images[kept]), labels[kept]).backward()
-    for got, parameter in zip(moved, reference.parameters(), strict=True):
-        assert (got - parameter.grad).norm() <= 1e-9 * parameter.grad.norm()
+    assert_near(moved, [parameter.grad for parameter in reference.parameters()])
 
 
 @pytest.mark.parametrize("spoilt", [range(IMAGES), range(IMAGES - 1)], ids=["all", "all but one"])
 def test_a_batch_whose_descriptors_are_not_finite_is_a_step_that_moves_nothing(spoilt):
     images, labels = small_images(IMAGES)
     images[list(spoilt)] = 1e6
-    network = small_network()
-    before = [p.detach().clone() for p in network.parameters()]
-    result = step_on(World(), Overflowing(network), None, 4)(TensorBatch(images, labels, World()), 1.0)
+    step = step_on(World(), Overflowing(small_network()), None, 4)
+    moved, result = moved_by(step, TensorBatch(images, labels, World()))
     assert result.skipped == "descriptor" and result.not_finite == list(spoilt)
-    assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
+    assert not any(one.any() for one in moved)
 
 
 def test_the_spread_of_a_network_that_tells_no_images_apart_is_zero():
@@ -416,10 +389,8 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     network = small_network()
     step = step_on(World(), network, None, 4)
     network.head.weight.register_hook(lambda gradient: gradient * torch.nan)
-    before = [p.detach().clone() for p in network.parameters()]
-    result = step(TensorBatch(*small_images(IMAGES), World()), 1.0)
-    assert result.skipped == "gradient"
-    assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
+    moved, result = moved_by(step, TensorBatch(*small_images(IMAGES), World()))
+    assert result.skipped == "gradient" and not any(one.any() for one in moved)
 
 
 def test_the_step_leaves_torchs_random_state_alone():

@@ -42,7 +42,7 @@ class ZeroReplica(Replica):
         weakref.finalize(self, _forget, self.engine, is_alone)
 
     def _initialized(self, optimizer: Optimizer, config: dict[str, Any]) -> tuple[Any, bool]:
-        """Return DeepSpeed's own engine, and whether a process group was made for it."""
+        # The engine, and whether a process group was made for it alone.
         # Without these DeepSpeed searches for an accelerator, and complains if it finds a CPU.
         os.environ.setdefault("DS_ACCELERATOR", self.world.device.type)
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
@@ -112,6 +112,7 @@ class ZeroReplica(Replica):
             pass
 
     def discard(self) -> None:
+        # DeepSpeed adds gradients up in buffers of its own, next to `.grad`: both are cleared.
         for parameter in self.trained.values():
             parameter.grad = None  # stage 3 does not clear these on a CPU
         self.zero.zero_grad()
@@ -133,7 +134,7 @@ class _NothingToFetch:
 
 
 def _forget(engine: Any, is_alone: bool) -> None:
-    """Clear DeepSpeed's global references to an engine, so that the process group and its threads can end."""
+    # DeepSpeed holds engines in module globals; with them the process group and its threads would never end.
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
     from deepspeed.utils import groups
 

@@ -50,6 +50,7 @@ class FSDPReplica(Replica):
     @contextmanager
     def describing(self) -> Iterator[None]:
         """Gather the parameters; if a replay follows that need not free them, they stay until its end."""
+        # Otherwise FSDP would free a unit after each micro-batch and gather it again before the next one.
         self._stay_whole(True)
         self._gather()
         try:
@@ -78,6 +79,8 @@ class FSDPReplica(Replica):
             return super().forward(images)
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
+        # Without synchronisation FSDP adds whole gradients up; the last pass reduces the sum. With `reshard` there is
+        # no room for whole gradients, so that every pass reduces its own.
         reduces = (is_last or self.lockstep) and self._syncs
         root = self._units[-1]
         root.set_requires_gradient_sync(reduces)
@@ -100,7 +103,10 @@ class FSDPReplica(Replica):
             unit.reshard()
 
     def _gather(self) -> None:
-        """Make sharded parameters whole; one unit travels while the one before it is copied into place."""
+        # One unit travels while the one before it is copied into place:
+        #
+        #     travels    1   2   3   4
+        #     copied         1   2   3   4
         if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
             return
         with self.world.collective("all_gather of the parameters"):
@@ -112,7 +118,8 @@ class FSDPReplica(Replica):
             arriving.pop().wait()
 
     def _stay_whole(self, stays: bool) -> None:
-        """Choose whether a unit stays whole after each pass; the network itself stays between its two passes."""
+        # The network itself, the last unit, is whole between its forward and its backward pass in any case: gathering
+        # it again at once would only cost a message.
         for unit in self._units:
             unit.set_reshard_after_forward(not stays and unit is not self._units[-1], recurse=False)
             unit.set_reshard_after_backward(not stays, recurse=False)
@@ -120,10 +127,9 @@ class FSDPReplica(Replica):
             unit.set_modules_to_backward_prefetch([unit] if stays else [])
 
     def _leave_backward(self) -> None:
-        """Reset FSDP's state after a backward pass that failed, in which torch's callback does not run.
-
-        torch's own remedy, reset_iter_state, would make the other ranks wait for this one to gather.
-        """
+        # After a backward pass that failed torch's final callback does not run, and the next pass would find the
+        # state of this one. torch's own remedy, reset_iter_state, would make the other ranks wait for this one to
+        # gather.
         state = self._units[-1]._get_fsdp_state()
         if state._state_ctx.post_backward_final_callback_queued:
             state._root_post_backward_final_callback()
@@ -139,6 +145,7 @@ def shard(network: nn.Module, world: World, by_block: bool) -> set[str]:
     if len(trained) > 1:
         raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype")
     scalars = make_contiguous(network)
+    # Ranks that drew other first parameters would each train a shard of another network.
     with world.collective("broadcast of the parameters"):
         for tensor in (*network.parameters(), *network.buffers()):
             dist.broadcast(tensor.data, group=world.group, group_src=0)
@@ -148,6 +155,7 @@ def shard(network: nn.Module, world: World, by_block: bool) -> set[str]:
     # Each unit holds the parameters which no earlier one holds.
     for module in [*(blocks(network) if by_block else ()), network]:
         unit = fully_shard(module, mesh=mesh)
+        # Stage two has divided by the global number of queries: gradients are summed, where FSDP would average.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         module.register_forward_pre_hook(_keep_layout)
@@ -182,11 +190,8 @@ def _count(module: nn.Module) -> int:
 
 
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Restore the memory layout of a unit's inputs, which FSDP replaces by views in passes with a graph.
-
-    The view of a single channels-last image no longer counts as channels-last, and dropout, which draws in memory
-    order, would drop other elements than in stage one.
-    """
+    # In passes with a graph FSDP replaces a unit's inputs by views. That of a single channels-last image no longer
+    # counts as channels-last, and dropout, which draws in memory order, would drop other elements than in stage one.
 
     def kept(one: Any) -> Any:
         if not isinstance(one, Tensor) or one.ndim != 4 or len(one) != 1 or one.stride(0) == one.numel():

@@ -30,6 +30,7 @@ class GivenBatch:
         self._is_blank = torch.zeros(share, dtype=torch.bool)
 
     def images(self, rows: Rows) -> Any:
+        # Rows may lie in several of the caller's parts: pick from each, then join, where all are alike.
         wanted = self._own[rows]
         of_part, pieces = torch.searchsorted(self._starts, wanted, right=True) - 1, []
         for number in of_part.unique().tolist():

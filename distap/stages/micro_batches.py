@@ -126,9 +126,7 @@ def backward_passes(
     regroup: bool = True,
     lockstep: World | None = None,
 ) -> list[BackwardPass]:
-    """Cut stage three into micro-batches, at least one, so that no rank misses the reduction of gradients.
-
-    Kept graphs come first, since they hold memory. Images whose gradient is no longer than `limit` are left out.
+    """Cut stage three into micro-batches, at least one, and leave out images whose gradient is at most `limit` long.
 
     Args:
         gradient: dL/d descriptors of the rank's share.
@@ -139,6 +137,11 @@ def backward_passes(
     """
     # A gradient that is not finite is longer than any limit: the update finds it, and all ranks skip the step.
     longer = torch.logical_not(gradient.norm(dim=1) <= limit).cpu()
+    # Kept graphs come first, to give their memory back. What they do not cover is described again:
+    #
+    #     stage one     | 0 1 2 | 3 4 5 | 6 7 8 |     6 7 8 with a graph, 1 and 3 without gradient
+    #     passes        | 6 7 8 | 0 2 4 | 5 |         regrouped
+    #                   | 6 7 8 | 0 1 2 | 3 4 5 |     as cut, where a descriptor depends on its micro-batch
     passes, rest = [], longer.clone()
     for first, with_graph in kept.items():
         rows = slice(first, first + len(with_graph))
@@ -150,6 +153,7 @@ def backward_passes(
     else:
         again = [rows for rows in cut(0, len(gradient), size) if rest[rows].any()]
     passes += [BackwardPass(rows, gradient[rows]) for rows in again]
+    # Even a rank without any gradient makes a pass, or it would miss the reduction and the others wait.
     count = max(len(passes), 1)
     if lockstep is not None:
         count = int(lockstep.maximum(count))

@@ -16,6 +16,7 @@ def mixes_images(network: nn.Module) -> str | None:
             raise DistapError(f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"{name} normalises by the statistics of its micro-batch"
+        # timm's DropPath and torch's Dropout, by what they have in common.
         probability = getattr(module, "drop_prob", getattr(module, "p", 0))
         if "drop" in type(module).__name__.lower() and isinstance(probability, float) and probability > 0:
             return f"{name} drops at random, drawing for the whole micro-batch"

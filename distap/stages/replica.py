@@ -65,6 +65,8 @@ class Replica:
 
     def reduce(self) -> None:
         """Sum the gradients over the ranks, after the last backward pass of a step."""
+        # No wrapper reduces in a backward pass: a rank that runs out of memory in one can start its replay again
+        # while the others wait here.
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained]
         for parameter, whole in zip(trained, summed(self.world, gradients, trained), strict=True):
@@ -88,6 +90,7 @@ class CallersReplica(Replica):
         self.gradients: list[Tensor | None] = [None] * len(self.inputs)  # for each of `inputs`
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
+        # Not `backward`, which would fill `.grad` and run the hooks of a wrapper once for each micro-batch.
         found = torch.autograd.grad(descriptors, self.inputs, gradient * self.scale, allow_unused=True)
         pairs = list(zip(self.gradients, found, strict=True))
         for old, new in pairs:
@@ -119,11 +122,11 @@ def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor])
     """Sum over the ranks, in one message per dtype. A gradient that no rank has stays None, so nothing decays."""
     if world.size == 1:
         return gradients
+    # One message: | gradient 1 | gradient 2 | ... | how many ranks have 1, 2, ... |
     result = list(gradients)
     for dtype in dict.fromkeys(one.dtype for one in like):
         mine = [number for number, one in enumerate(like) if one.dtype == dtype]
         wholes = [torch.zeros_like(like[n]) if (g := gradients[n]) is None else g for n in mine]
-        # The last numbers of the message count the ranks that have each gradient.
         have = torch.tensor([gradients[n] is not None for n in mine], dtype=dtype, device=wholes[0].device)
         flat = world.sum(torch.cat([*(whole.flatten() for whole in wholes), have]))
         *parts, have = flat.split([*(whole.numel() for whole in wholes), len(mine)])
@@ -147,6 +150,7 @@ def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
+    # Gradients and batches have to be of the same ranks.
     group = group or _group_of(network)
     return World(dist.get_rank(group), dist.get_world_size(group), device=device, group=group)
 

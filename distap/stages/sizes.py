@@ -69,10 +69,9 @@ class Fitting:
         return count
 
     def _fastest(self, stage: str, attempt: Callable[[Tensor], Any]) -> int:
-        """Double the size until the slowest rank gains no more; the result is the same on all ranks.
-
-        Two images can take longer than one, and sixteen much less, where small sizes have other kernels.
-        """
+        # Double the size until the slowest rank gains no more; the result is the same on all ranks. Two images can
+        # take longer than one, and sixteen much less, where small sizes have other kernels: short passes end no
+        # search.
         best, best_seconds, size = 0, math.inf, 1
         while True:
             seconds = self._world.maximum(self._seconds_an_image(size, attempt))
@@ -93,7 +92,7 @@ class Fitting:
         return best
 
     def _seconds_an_image(self, size: int, attempt: Callable[[Tensor], Any]) -> float:
-        """Return infinity if memory runs out."""
+        # Infinity if memory runs out: then the size loses on all ranks.
         device = self._world.device
         try:
             images = self._images(size)
@@ -127,6 +126,7 @@ class SavedBytes(saved_tensors_hooks):
     """Count the bytes that autograd keeps for the backward pass, except the network's own tensors."""
 
     def __init__(self, network: nn.Module) -> None:
+        # Parameters are saved too, but are there without a graph as well.
         self._own = {_storage(tensor) for tensor in (*network.parameters(), *network.buffers())}
         self._saved: dict[int, torch.UntypedStorage] = {}  # holding them keeps an address from being used twice
         super().__init__(self._pack, lambda tensor: tensor)
@@ -173,7 +173,7 @@ def _there_and_back(replica: Replica, images: Tensor, during_forward: Any = None
 
 @contextmanager
 def _untouched(replica: Replica) -> Iterator[None]:
-    """Discard gradients and restore running statistics at the end."""
+    # Trying must not change the training: no gradient stays, and BatchNorm's statistics are as before.
     before = [buffer.clone() for buffer in replica.network.buffers()]
     try:
         yield

@@ -49,10 +49,8 @@ class Learner:
         self.held: Collection[str] = ()  # values of `part` in the optimiser's groups that do not move
         self._average: dict[str, Tensor] = {}  # of the trained parameters, or of this rank's shards of them
 
-    def update(self, learning_rate: float | None) -> float:
+    def update(self, learning_rate: float) -> float:
         """Move the parameters and clear the gradients.
-
-        None leaves the rates of the optimiser's groups alone, as for a schedule of one's own.
 
         Returns the norm of the whole gradient before clipping. If it is not finite, nothing has moved.
         """
@@ -163,9 +161,9 @@ class Learner:
             mean.copy_(_like(mean, averages[name].reshape(mean.shape)))
 
 
-def set_rates(optimizer: Any, learning_rate: float | None) -> None:
-    """Set each group's rate to its factor of the learning rate; None leaves the rates alone."""
-    for group in () if learning_rate is None else optimizer.param_groups:
+def set_rates(optimizer: Any, learning_rate: float) -> None:
+    """Set each group's rate to its factor of the learning rate."""
+    for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("factor", 1.0)
 
 

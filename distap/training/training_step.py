@@ -17,7 +17,7 @@ class StepResult:
     """The outcome of a step. Loss and counts are of the global batch."""
 
     loss: float
-    learning_rate: float  # NaN if the optimiser kept its own
+    learning_rate: float
     gradient_norm: float
     replay_drift: float  # greatest difference between the two descriptors of an image, over all ranks
     replayed: int  # images with a gradient that were described a second time
@@ -37,21 +37,20 @@ class TrainingStep:
     learner: Learner  # of the network
     loss_learner: Learner | None = None  # of the loss's own parameters, which are the same on every rank
 
-    def __call__(self, batch: Batch, learning_rate: float | None = None) -> StepResult:
-        """Train on one global batch; every rank calls it with its own share. See `Learner.update` for the rate.
+    def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
+        """Train on one global batch; every rank calls it with its own share.
 
         A DistapError on all ranks: no image has a positive, or the drift is too large; on one: its memory is short.
         """
         stages = self.stages
         described = stages.describe(batch)
         gathered, not_finite = stages.gather(described, batch)
-        rate = NAN if learning_rate is None else learning_rate
         try:
             ranking = stages.rank(described.gathering, gathered, batch.step)
         except NothingToRankError:
             if not stages.world.sum(torch.tensor(len(not_finite), device=stages.world.device)):
                 raise
-            return StepResult(NAN, rate, NAN, NAN, 0, 0, 0, 0, "descriptor", not_finite)
+            return StepResult(NAN, learning_rate, NAN, NAN, 0, 0, 0, 0, "descriptor", not_finite)
         worst, norm, replayed, kept = NAN, NAN, 0, 0
         if ranking.is_finite:
             worst, replayed, kept = stages.replay(batch, described, ranking)
@@ -64,4 +63,4 @@ class TrainingStep:
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.queries, ranking.skipped_queries
         spread = float(gathered.descriptors.var(dim=0, correction=0).sum())
-        return StepResult(float(ranking.loss), rate, norm, worst, *counts, skipped, not_finite, spread)
+        return StepResult(float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite, spread)

@@ -27,7 +27,7 @@ class ZeroLearner(Learner):
         super().__init__(*parts, **more)
         self._tell_scale()
 
-    def update(self, learning_rate: float | None) -> float:
+    def update(self, learning_rate: float) -> float:
         engine = self.replica.engine
         set_rates(self.replica.zero, learning_rate)
         engine.set_gradient_accumulation_boundary(True)

@@ -105,15 +105,6 @@ def test_a_disk_that_hangs_ends_the_training_and_may_be_tried_again(tmp_path, mo
     answers.set()
 
 
-def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
-    save(tmp_path, 1, 2, 3, 10, 20, keep=2, scores=(0.1, 0.5, 0.3))
-    assert names(tmp_path) == ["step-00000002", "step-00000010", "step-00000020"]
-    assert checkpoints_of(tmp_path).best() == (0.5, "step-00000002")
-    assert found_checkpoint(tmp_path, best=True).step == 2
-    with pytest.raises(DistapError, match="no checkpoint there has been evaluated"):
-        found_checkpoint(tmp_path.parent, best=True)
-
-
 def _killed_while_writing(run, call):
     """Write a step again and die at the `call`-th change of a file or folder."""
     left = [call]

@@ -130,19 +130,6 @@ def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_st
     assert newest(store, tmp_path)[0] == 2
 
 
-@pytest.mark.parametrize("kind", ["store", "disk"])
-def test_nothing_is_removed_while_the_best_may_be_one_that_cannot_be_read(tmp_path, monkeypatch, caplog, kind, store):
-    checkpoints = store if kind == "store" else checkpoints_of(tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr("distap.checkpoint.manifest.FORMAT", 2)
-        save(checkpoints, tmp_path, 1, scores=(0.9,), keep=1)
-    for step, score in ((2, 0.1), (3, 0.2)):
-        assert save(checkpoints, tmp_path, step, scores=(score,), keep=1).error is None
-    assert checkpoints.names() == [f"step-0000000{step}" for step in (1, 2, 3)]
-    assert "an old checkpoint cannot be removed" in caplog.text
-    assert "format 2 of checkpoints" in caplog.text
-
-
 def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch, store):
     save(store, tmp_path, 1, keep=1)
     removed, remove = [], Storage.remove

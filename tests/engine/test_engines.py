@@ -10,7 +10,6 @@ from ranks import on_ranks
 from torch import nn
 
 from distap.errors import DistapError
-from distap.stages.fsdp import blocks
 from distap.stages.replica import Replica
 from distap.training.engines import DeepSpeedSettings
 from distap.world import World
@@ -80,14 +79,6 @@ def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(on_
         for key, parameter in network.named_parameters():
             expected = (before[key] - parameter).detach()
             torch.testing.assert_close(moved[f"network.{key}"], expected, **exactness)
-
-
-@pytest.mark.parametrize("name", of(ENGINES))
-def test_rates_that_the_caller_has_set_are_left_alone(on_two_ranks, name):
-    at_given_rate, at_own_rates = (on_two_ranks(check, name)[0] for check in ("moved", "own rates"))
-    for key, expected in at_given_rate[None][0].items():
-        assert torch.equal(at_own_rates[key], expected), key
-    assert any(moved.any() for moved in at_own_rates.values())
 
 
 @pytest.mark.parametrize("case", of(TRAININGS))
@@ -211,14 +202,6 @@ def test_fsdp_on_one_rank_shares_nothing_out():
     engine = checks.engine_of(World(), "fsdp, resharding")
     assert not engine.replica.lockstep and engine.replica.keeps_graphs
     assert checks.three_stages(World(), engine) == checks.three_stages(World(), checks.engine_of(World(), "ddp"))
-
-
-def test_blocks_are_the_members_of_module_lists():
-    found = blocks(checks.BlockNetwork())
-    assert [type(block) for block in found] == [checks.Block] * 3
-    block, other = checks.Block(7, 0.0), checks.Block(7, 0.0)
-    nested = nn.Sequential(nn.Sequential(block, nn.ModuleList([other])), nn.Linear(1, 1))
-    assert blocks(nested) == [block, other]
 
 
 @pytest.mark.slow

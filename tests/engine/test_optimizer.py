@@ -97,13 +97,6 @@ def test_a_schedule_in_epochs_changes_the_rate_where_an_epoch_ends():
     assert rates(each, 350, Fraction(7, 2))[::7] == pytest.approx([math.exp(-0.02 * pair) for pair in range(50)])
 
 
-def test_a_rate_depends_on_the_step_alone_and_stays_at_the_end_of_a_shorter_schedule():
-    schedule = RateSchedule("cosine", warmup=2, length=6)
-    assert [schedule.factor(step, 9) for step in reversed(range(9))] == rates(schedule, 9)[::-1]
-    assert rates(schedule, 9)[6:] == pytest.approx([0, 0, 0])
-    assert rates(RateSchedule(), 1) == [1] and rates(RateSchedule(warmup=3), 3)[2] == 1
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [

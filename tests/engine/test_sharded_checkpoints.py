@@ -81,8 +81,7 @@ def restore(world, folder, name):
     states = {}
     for saved in ENGINES:
         engine = engine_named(name, world, seed=1)
-        checkpoint, _ = newest_on_disk(folder / saved, world)
-        engine.load_state_dict(checkpoint.tensors())
+        engine.load_state_dict(newest_on_disk(folder / saved, world).tensors())
         before = whole(engine)
         train(engine, world, steps=1)
         states[saved] = before, whole(engine)

@@ -212,24 +212,6 @@ def moved(world, name, clip_norm):
     return {key: before[key] - after[key] for key in before}, norm
 
 
-def moved_at_own_rates(world, name):
-    """Where a step of plain gradient descent ends with rates that the caller has given the optimiser's groups."""
-    network, groups = network_and_groups(is_exact(name))
-
-    def build():
-        optimizer = PLAIN.build(groups())
-        for group in optimizer.param_groups:
-            group["lr"] = group.pop("factor", 1.0)
-        return optimizer
-
-    engine = ENGINES[name].build(network, build, world, None, "float32")
-    before = parameters_of(engine)
-    replay(world, engine.replica)
-    engine.update(None)
-    after = parameters_of(engine)
-    return {key: before[key] - after[key] for key in before}
-
-
 def trained(world, name, keep):
     engine = engine_of(world, name, dropout=0.2, clip_norm=0.05)
     if name != "zero 3":
@@ -364,7 +346,6 @@ def everything(world, names, folder, state):
     found = {}
     for name in names:
         found["moved", name] = {clip_norm: moved(world, name, clip_norm) for clip_norm in (None, 1e-3)}
-        found["own rates", name] = moved_at_own_rates(world, name)
         found["messages", name] = messages(world, name, micro_batches=5)
         found["without damage", name] = without_damage(world, name)
         found["state", name] = there_and_back(world, name, state[is_exact(name)])

@@ -85,12 +85,6 @@ def test_all_behind_the_backbone_is_float32_under_autocast():
         assert several(images()).dtype == torch.float32
 
 
-@torch.inference_mode()
-def test_an_image_too_small_for_a_scale_keeps_a_pixel():
-    found = MultiScaleNetwork(network(), (1.0, 0.1))(images(height=4, width=3))
-    assert found.isfinite().all()
-
-
 @torch.no_grad()
 def test_an_export_scales_each_image_by_its_own_size():
     backbone = nn.Conv2d(3, 16, 7, stride=2, padding=3, bias=False)

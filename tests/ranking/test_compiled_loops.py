@@ -80,22 +80,6 @@ def test_without_a_compiler_the_same_functions_run_and_each_says_so_once():
     assert all("compiler" in line for line in warnings)
 
 
-def test_a_function_that_fails_when_compiled_is_left_alone_from_then_on(monkeypatch, caplog):
-    def only_for_one_row(values):
-        if len(values) > 1:
-            raise RuntimeError("recompilation failed\nmore")
-        return plus_one(values)
-
-    def plus_one(values):
-        return values + 1
-
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: only_for_one_row)
-    chosen = compiling.compiled(plus_one)
-    for rows in (1, 2, 1, 2):
-        assert chosen(torch.ones(rows)).tolist() == [2.0] * rows
-    assert caplog.text.count("plus_one failed when compiled, so it runs slower without: RuntimeError: recompil") == 1
-
-
 def test_a_small_batch_is_not_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", None)
     for name in ("ap_q", "smooth_ap"):

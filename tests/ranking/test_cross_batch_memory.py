@@ -38,13 +38,6 @@ def test_an_image_of_the_batch_is_not_met_again_in_the_memory():
     assert torch.equal(memory.descriptors[2:], batch(1, [2, 3, 4, 5]).descriptors)
 
 
-def test_images_without_a_number_are_all_kept():
-    memory = CrossBatchMemory(100)
-    memory.remember(batch(0, [-1] * 4))
-    memory.remember(batch(1, [-1] * 4))
-    assert len(memory) == 8
-
-
 def test_it_is_saved_and_restored():
     memory, again, smaller = CrossBatchMemory(10), CrossBatchMemory(10), CrossBatchMemory(3)
     memory.remember(batch(0, range(8)))
@@ -81,12 +74,6 @@ def test_over_some_steps_each_batch_meets_what_a_list_of_earlier_ones_holds(name
         torch.testing.assert_close(rows.grad, gradient, rtol=1e-9, atol=1e-13)
         remembered = [*remembered, *zip(images.tolist(), normalize(raw), labels, strict=True)][-20:]
     assert len(gallery[0]) > 10
-
-
-def test_an_empty_one_is_saved_and_restored():
-    again = CrossBatchMemory(10)
-    again.load_state_dict(CrossBatchMemory(10).state_dict())
-    assert len(again.extend(batch(0, range(4))).gallery) == 4
 
 
 def test_a_size_below_zero_is_refused():

@@ -9,11 +9,8 @@ from problems import problem, remembering
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
-from benchmarks.measuring import collectives_of
-from distap.errors import DistapError
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.loss import build_loss
-from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors, start_gathering
 from distap.world import World
 
@@ -106,8 +103,7 @@ def on_two_ranks():
 
 
 def ask_two_ranks(world):
-    answers = {"nothing": nothing_to_rank(world), "traffic": traffic_of_a_step(world)}
-    return answers | {"arrived": first_half_alone(world)} | compare_all_cases(world)
+    return {"arrived": first_half_alone(world)} | compare_all_cases(world)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -154,45 +150,8 @@ def test_too_few_rows_are_refused():
         gathering.finish()
 
 
-def test_nothing_to_rank_is_an_error_on_every_rank(on_two_ranks):
-    assert all("nothing can be ranked" in answer["nothing"] for answer in on_two_ranks)
-
-
-def nothing_to_rank(world):
-    descriptors, _, taking_part, images = share(world, "batch")
-    gathering = start_gathering(QuantizedAP(), world, SLOTS)
-    gathering.add(descriptors, images, taking_part)
-    with pytest.raises(DistapError) as error:
-        rank_descriptors(QuantizedAP(), gathering.finish(), counter=gathering.counter)
-    return str(error.value)
-
-
 ROWS, DIMENSIONS, BINS = 512, 64, 20
 DESCRIPTORS, SLOPES = ROWS // 2 * 4 * DIMENSIONS, ROWS // 2 * 4 * 2 * (BINS - 1)  # of a rank
-
-
-def traffic_of_a_step(world):
-    raw, labels = problem(0, ROWS, ROWS // 8, DIMENSIONS, dtype=torch.float32)
-    mine = slice(world.rank, None, world.size)
-    descriptors, labels = normalize(raw)[mine], labels[mine]
-    loss = QuantizedAP(bins=BINS)
-    gathering = start_gathering(loss, world, ROWS)
-
-    def ranked():
-        for start in range(0, len(labels), 16):
-            part = slice(start, start + 16)
-            gathering.add(descriptors[part], labels[part], torch.ones(16, dtype=torch.bool))
-        rank_descriptors(loss, gathering.finish(), counter=gathering.counter)
-
-    found = collectives_of(ranked)
-    return {one.name: one.calls for one in found}, sum(one.bytes for one in found)
-
-
-def test_chunks_take_no_more_bytes_than_one_all_gather_of_descriptors_and_slope_tables(on_two_ranks):
-    for answer in on_two_ranks:
-        calls, sent = answer["traffic"]
-        assert calls == {"gloo:all_gather": 4 + 1, "gloo:all_reduce": 2}
-        assert 1 <= sent / (DESCRIPTORS + SLOPES) < 1.15
 
 
 def first_half_alone(world):

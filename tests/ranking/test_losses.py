@@ -108,32 +108,6 @@ def test_in_float32_value_and_gradient_are_close_to_the_definition_in_float64(na
     assert_same(*ranked, *listwise_gradient(name, raw, labels), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["uniform", "class"])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *(
-            ("ap_q", {"bins": bins, "low": low, "self_pair": low == 0})
-            for bins in (2, 20, 100)
-            for low in (-1.0, 0.0)
-        ),
-        *(("ap_t", {"bins": bins, "form": form}) for bins in (2, 20, 100) for form in ("simplified", "full")),
-        *(("fast_ap", {"bins": bins, "self_pair": bins == 2}) for bins in (2, 10, 100)),
-        *(("smooth_ap", {"tau": tau, "self_pair": tau == 0.1}) for tau in (0.01, 0.1)),
-        ("sup_ap", {"preset": "released", "self_pair": False}),
-        ("sup_ap", {"rho": 0.0}),
-        ("calibration", {"preset": "released"}),
-        ("roadmap", {"lam": 0.1}),
-        ("blackbox_ap", {"lam": 1.0, "self_pair": True}),
-    ],
-)
-def test_in_float32_options_do_not_cost_precision(name, options, weights):
-    raw, labels = problem(2, 300, 40, dimensions=16)
-    ranked = rank_raw(raw.float(), labels, name, weights=weights, **options)
-    ranking, gradient = rank_raw(raw, labels, name, weights=weights, **options)
-    assert_same(*ranked, ranking.loss.item(), gradient, tolerance=1e-4)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_small_tiles_give_what_one_large_tile_gives(name, monkeypatch):
     raw, labels = problem(2, 150, 15)
@@ -223,21 +197,6 @@ def test_separated_classes_have_no_loss_and_a_gradient_below_any_noise(name, dty
     ranking, gradient = rank_raw(raw.to(dtype), labels, name)
     assert ranking.loss.item() == pytest.approx(0, abs=1e-6)
     assert gradient.abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("name", ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap"])
-def test_without_loss_adam_leaves_the_weights_alone(name):
-    raw, labels = separated()
-    network = torch.nn.Linear(16, 16, bias=False)
-    torch.nn.init.eye_(network.weight)
-    before = network.weight.detach().clone()
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-    for _ in range(100):
-        optimizer.zero_grad()
-        described = network(raw)
-        described.backward(rank_raw(described.detach(), labels, name)[1])
-        optimizer.step()
-    assert (network.weight - before).abs().max() < 1e-6
 
 
 @settings(deadline=None, max_examples=50)

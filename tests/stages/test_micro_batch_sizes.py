@@ -100,15 +100,6 @@ def test_a_slow_small_size_does_not_end_the_search():
     assert max(network.counted) == 16
 
 
-def test_passes_that_other_processes_disturb_do_not_end_the_search(monkeypatch):
-    passed = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: sum(passed))
-    # As long for many images as for one, but every fourth pass takes 40 times as long.
-    network = Limited(small_network(), with_graph=99, without=99)
-    network.register_forward_pre_hook(lambda *_: passed.append(0.01 if len(passed) % 4 else 0.4))
-    assert Fitting(learner_of(network).replica, World(), image_size=16, share=16).replay_size() == 16
-
-
 def test_an_image_that_fits_nowhere_is_an_error():
     with pytest.raises(DistapError, match=r"replay: not even one image of 16 x 16 pixels fits .* data\.image_size"):
         Fitting(learner_with(with_graph=0, without=9).replica, World(), image_size=16, share=64).replay_size()

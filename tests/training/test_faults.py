@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,15 +13,13 @@ import pytest
 import torch
 from faults import recorded_batches
 from launching import started
-from PIL import Image
 from small_trainings import losses, parameters
 from stores import found_checkpoint, list_checkpoints
 from trainings import STEPS, Run
 
 from distap.config.reading import load_recipe
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
-from distap.errors import FAILED, MISTAKE, RESTART
+from distap.errors import FAILED, RESTART
 from distap.telemetry.runlog import read_run_log
 from distap.training.build import network_of
 from distap.world import World
@@ -68,17 +65,6 @@ def test_a_killed_rank_brings_the_job_back_from_the_newest_checkpoint(tmp_path, 
     assert run.batches() == undisturbed.batches()
     assert losses(run.folder) == losses(undisturbed.folder)
     assert same(run, undisturbed)
-
-
-def test_a_killed_rank_costs_no_proxy_its_training(tmp_path, training_shards):
-    loss = {"loss": "proxy_nca", "optimizer": {"loss": {"factor": 100.0}}}
-    undisturbed, run = (Run(tmp_path / name, training_shards, **loss) for name in ("undisturbed", "run"))
-    for one, faults in ((undisturbed, ""), (run, "SIGKILL rank=1 step=5 stage=replay")):
-        status, output = one.go(2, faults, restarts=1)
-        assert status == 0, output
-    assert losses(run.folder) == losses(undisturbed.folder)
-    ours, theirs = (found_checkpoint(one.folder).tensors("") for one in (run, undisturbed))
-    assert "loss.network.proxies" in ours and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_from_4_to_2_to_3_ranks_the_batches_and_the_parameters_are_those_of_one_run(
@@ -212,70 +198,6 @@ def test_the_grace_time_is_a_hard_limit(tmp_path, training_shards):
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
 
 
-def test_on_a_full_disk_the_run_goes_on_and_the_good_checkpoint_stays(small_disk, training_shards, undisturbed):
-    disk = small_disk("7m")  # for a checkpoint and a half
-    run = Run(disk, training_shards)
-    status, output = run.go(2)
-    assert status == MISTAKE, output
-    assert "step-00000004: the checkpoint cannot be written" in output
-    assert re.search(r"ERROR run=run .*step-00000008: the last checkpoint cannot be written.*MB are free", output)
-    assert len(losses(run.folder)) == STEPS
-    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
-    subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
-    status, output = run.go(2)
-    assert status == 0, output
-    assert "step-00000002" in output
-    assert run.batches() == undisturbed.batches()
-    assert same(run, undisturbed)
-
-
-def test_a_tar_that_was_cut_short_is_refused_by_name_before_training(tmp_path, training_shards):
-    shutil.copytree(training_shards[0], tmp_path / "cut")
-    shard = tmp_path / "cut" / "000001.tar"
-    shard.write_bytes(shard.read_bytes()[:-1024])
-    status, output = Run(tmp_path, [tmp_path / "cut"]).go(2, restarts=2)
-    assert status == MISTAKE, output
-    assert re.search(r"ERROR run=run .*000001\.tar: \d+ bytes, but \d+ when it was indexed", output)
-
-
-def test_a_corrupt_jpeg_is_left_out_and_named(tmp_path):
-    generator = np.random.default_rng(0)
-    for number in range(30):
-        path = tmp_path / "images" / f"class-{number % 5}" / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
-    damaged = bytearray(path.read_bytes())  # its header and its end are sound, but not its Huffman table
-    table = damaged.index(b"\xff\xc4") + 5
-    damaged[table : table + 16] = b"\xff" * 16
-    path.write_bytes(damaged)
-    pack(tmp_path / "images", tmp_path / "shards")
-    run = Run(tmp_path, [tmp_path / "shards"], sampling={"name": "random", "batch_size": 30})
-    status, output = run.go(2)
-    assert status == 0, output
-    assert re.search(r"000000\.tar:class-4/29\.jpg: (truncated|decode_error) left out", output)
-    entries = [entry for entry in read_run_log(run.folder) if "loss" in entry]
-    assert [entry["skipped_images"] for entry in entries] == list(range(1, STEPS + 1))
-
-
-def test_a_flipped_byte_in_the_newest_checkpoint_is_found_and_the_one_before_used(
-    tmp_path, training_shards, undisturbed
-):
-    run = Run(tmp_path, training_shards)
-    # By then two checkpoints are whole, however slow the disk: the third waits for the second.
-    status, output = run.go(2, "SIGKILL rank=0 step=7 stage=rank")
-    assert status == FAILED, output
-    newest = list_checkpoints(run.folder / "checkpoints")[-1]
-    damaged = newest / "shard-00002-model-00001-of-00001.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    damaged.write_bytes(content)
-    status, output = run.go(2)
-    assert status == 0, output
-    assert f"{newest}: damaged checkpoint: {damaged.name} is not the file that was written" in output
-    assert f"going on from {list_checkpoints(run.folder / 'checkpoints')[0].parent}/step-" in output
-    assert same(run, undisturbed)
-
-
 def test_an_image_that_gives_nan_is_left_out_of_its_step(tmp_path, training_shards):
     run = Run(tmp_path, training_shards)
     status, output = run.go(2, "nan-descriptor rank=1 step=3 stage=describe")
@@ -303,12 +225,3 @@ def test_a_step_that_is_not_finite_is_not_applied_but_written_down(tmp_path, tra
 def parameters_equal(first: Path, second: Path) -> bool:
     ours, theirs = (found_checkpoint(path).tensors() for path in (first, second))
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_after_some_such_steps_in_a_row_training_stops(tmp_path, training_shards):
-    run = Run(tmp_path, training_shards, step__max_not_finite=3)
-    faults = "; ".join(f"nan-gradient rank=0 step={step} stage=update" for step in (1, 3, 4, 5))
-    status, output = run.go(2, faults, restarts=2)
-    assert status == MISTAKE, output
-    assert "step 6: the gradient was not finite in 3 steps in a row (step.max_not_finite)" in output
-    assert len((run.folder / "not_finite.jsonl").read_text().splitlines()) == 4

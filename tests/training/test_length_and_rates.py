@@ -1,13 +1,10 @@
 """The length of a training in epochs, its learning rates, and the average of its parameters, over whole runs."""
 
-import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import distap
 from ranks import on_ranks
 from small_trainings import losses, parameters, recipe, train
 from stores import found_checkpoint, list_checkpoints
@@ -209,10 +206,3 @@ def test_what_cannot_be_is_refused_with_the_key(tmp_path, training_shards, chang
 def test_a_network_of_a_backbone_alone_has_no_head_to_warm_up(tmp_path, training_shards):
     with pytest.raises(DistapError, match="head_only: nothing but the backbone has parameters to train"):
         Trainer(recipe(tmp_path, training_shards, optimizer__head_only=1, model__pooling="mean"), World())
-
-
-def test_a_report_of_a_run_in_epochs_has_its_last_evaluation_as_after(tmp_path, training_shards, monkeypatch):
-    train(World(), tmp_path, training_shards, **EPOCHS, data__validation=str(training_shards[1]))
-    assert distap(monkeypatch, "report", tmp_path) == 0
-    summary = json.loads((Path(tmp_path) / "summary.json").read_text())
-    assert summary["before"] and summary["after"]

@@ -13,7 +13,6 @@ from distap.training.build import images_of
 from distap.world import World
 
 MODEL = {"backbone": "test_resnet", "weights": "random", "projection": {"dimensions": 8, "start": "whitening"}}
-RANDOM = {**MODEL, "projection": 8}
 
 
 def begun(world, run, shards, **changes):
@@ -61,9 +60,3 @@ def test_too_few_images_for_so_many_dimensions_are_named(tmp_path, training_shar
     model = {**MODEL, "projection": {"dimensions": 500, "start": "whitening", "images": 30}}
     with pytest.raises(DistapError, match=r"projection: 50 images of 96 features .* at most 49 dimensions, not 500"):
         Trainer(recipe(tmp_path, training_shards, model=model), World(), only_check=True)
-
-
-def test_a_check_learns_no_projection(tmp_path, training_shards):
-    settings = recipe(tmp_path, training_shards, model=MODEL), recipe(tmp_path, training_shards, model=RANDOM)
-    checked, random = (Trainer(own, World(), only_check=True).network for own in settings)
-    assert torch.equal(checked.head.weight, random.head.weight)

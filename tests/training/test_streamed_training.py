@@ -82,10 +82,3 @@ def test_shards_of_others_train_without_an_index_and_a_run_goes_on_with_the_same
     assert [len(one[step]) for step in (2, 3)] == [1, 1]  # of other images: one rank's stream has all shards
     ours, theirs = parameters(tmp_path / "two"), parameters(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_a_run_does_not_go_on_with_the_other_way_of_reading(tmp_path, training_shards):
-    Trainer(recipe(tmp_path, training_shards, steps=1), World()).train()
-    changed = recipe(tmp_path, training_shards, steps=2, data__reading="streamed")
-    with pytest.raises(DistapError, match=r"  data\.reading\.name: was unset, is streamed"):
-        Trainer(changed, World()).train()

@@ -16,7 +16,6 @@ from ranks import on_ranks
 from small_trainings import DESCENT, losses, parameters, recipe, train
 from stores import SHARD, found_checkpoint, list_checkpoints
 
-import distap.checkpoint.finding
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import FINISHED, RESTART, DistapError
@@ -91,6 +90,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path, training_shards):
     ("changes", "named"),
     [
         ({"seed": 1}, "  seed: was 0, is 1"),
+        ({"data__reading": "streamed"}, r"  data\.reading\.name: was unset, is streamed"),
         ({"sampling": {"name": "random", "batch_size": 24}}, r"  sampling\.batch_size: was 25, is 24"),
         ({"model__projection": 16, "seed": 1}, r"  seed: was 0, is 1\n  model\.projection: was null, is 16"),
         (
@@ -123,14 +123,6 @@ def test_a_damaged_checkpoint_is_passed_over_until_training_writes_its_step_agai
     assert all(torch.equal(whole[name], again) for name, again in parameters(tmp_path).items())
     kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert kept == ["step-00000002", "step-00000004.1"]
-
-
-def test_a_checkpoint_gives_the_network_back(tmp_path, training_shards):
-    train(World(), tmp_path, training_shards, steps=1, model__projection=8)
-    loaded, network = trained_network(tmp_path, World())
-    assert loaded.model.projection.dimensions == 8
-    saved = parameters(tmp_path)
-    assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
 
 
 def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_path, training_shards):
@@ -221,23 +213,6 @@ def test_a_training_says_what_it_is_about_to_do(tmp_path, training_shards, caplo
         assert line in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "told"),
-    [
-        ({"at_start": False}, "after the last"),
-        ({"every": 3}, "before the first step and after the last, and every 3 steps"),
-        ({"every": 0}, "none, since evaluation.every is 0"),
-    ],
-)
-def test_a_training_says_when_it_evaluates(tmp_path, training_shards, caplog, evaluation, told):
-    caplog.set_level("INFO")
-    settings = {"data__validation": str(training_shards[1]), "evaluation": evaluation}
-    trainer = Trainer(recipe(tmp_path, training_shards, steps=2, **settings), World())
-    trainer.report.begins(0, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
-    (line,) = (text for text in caplog.messages if text.startswith("evaluation "))
-    assert line.removeprefix(f"evaluation  {training_shards[1]}, ").removeprefix("evaluation  ") == told
-
-
 def mistaken(world, run, shards):
     with pytest.raises(DistapError, match=r"^rank 0: sampling\.classes is 900, but only") as raised:
         Trainer(recipe(run, shards, sampling={"name": "p_by_k", "classes": 900}), world)
@@ -302,11 +277,13 @@ def spoil(folder: Path, samples: list[int]) -> None:
             file.write(b"damage")
 
 
-def test_damaged_images_are_skipped_and_counted(tmp_path, training_shards):
+def test_damaged_images_are_skipped_counted_and_named(tmp_path, training_shards, caplog):
     shutil.copytree(training_shards[0], tmp_path / "spoilt")
     spoil(tmp_path / "spoilt", [0, 9])
     sampling = {"name": "random", "batch_size": len(load_index(tmp_path / "spoilt"))}
     on_ranks(2, train_on_ranks, tmp_path / "run", [tmp_path / "spoilt"], {"steps": 2, "sampling": sampling})
+    train(World(), tmp_path / "alone", [tmp_path / "spoilt"], steps=1, sampling=sampling)
+    assert len(re.findall(r"step 1: \S+\.tar:\S+: crc_mismatch left out", caplog.text)) == 2
     entries = [entry for entry in read_run_log(tmp_path / "run") if "loss" in entry]
     assert [entry["skipped_images"] for entry in entries] == [2, 4]
     assert all(entry["loss"] > 0 for entry in entries)
@@ -340,18 +317,6 @@ def start_apart(world, run, shards):
 def test_ranks_that_see_different_data_are_refused_on_every_rank(tmp_path, training_shards):
     for answer in on_ranks(2, start_apart, tmp_path, training_shards):
         assert "the ranks see different data" in answer
-
-
-def test_ranks_that_see_different_checkpoints_are_refused_on_every_rank(tmp_path, training_shards):
-    train(World(), tmp_path / "0", training_shards, steps=1)
-    for answer in on_ranks(2, resume_apart, tmp_path, training_shards):
-        assert "the ranks see different checkpoints" in answer
-
-
-def resume_apart(world, folder, shards):
-    """Each rank has a run folder of its own, and only rank 0's has a checkpoint."""
-    distap.checkpoint.finding.LISTING_SECONDS = 0.0
-    return start_apart(World(world.rank, 2), folder / str(world.rank), [shards[0]] * 2)
 
 
 def scrape_while_training(world, run, shards, port):
