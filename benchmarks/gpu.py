@@ -42,7 +42,6 @@ from distap.data.sampling.random import RandomSampling
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.model.speed.compiling import compile_backbone
 from distap.precision import PrecisionName
 from distap.ranking import compiling
 from distap.ranking.gather import gather
@@ -238,22 +237,21 @@ class GPUBenchmark(harness.Benchmark):
         )
         found = settings.on_rank(world)
         of_step = settings.report_of(found)
-        rows, note = self._compiled_and_fed(settings, world)
+        rows, note = self._fed(settings, world)
         columns = "step={step}|s={seconds:.3f}|images/s={rate:,.0f}|x passes={x_passes:.3f}"
-        title = f"{backbone}, {image_size} px, B = {batch:,}: compiled, and fed with photographs"
+        title = f"{backbone}, {image_size} px, B = {batch:,}: fed with photographs"
         caption = "x passes: times the eager passes 2f + 1b, the medians."
         tables = [*of_step.tables, harness.table_of(title, caption, rows, columns)]
         return harness.Report({"step": found, "more": rows}, tables, [*of_step.notes, note])
 
-    def _compiled_and_fed(self, settings: StepBenchmark, world: World) -> tuple[list[harness.Row], str]:
-        """The step with a compiled network, and with images that a loader reads; and how many cores must read."""
+    def _fed(self, settings: StepBenchmark, world: World) -> tuple[list[harness.Row], str]:
+        """The step with images that a loader reads, and how many cores must read."""
         precision: PrecisionName = "bf16" if settings.bf16 else "float32"
         network = seeded_network(settings.backbone, "random", settings.image_size).to(world.device)
         batch = SeededBatch(settings.batch, settings.image_size, IMAGES_A_CLASS, world)
         task = Task(network, batch, settings.micro_batch, QuantizedAP(), world, precision)
-        eager, compiles = DistapStep(task), partial(compile_backbone, sizes=[settings.micro_batch])
+        eager = DistapStep(task)
         candidates: dict[str, Callable[[], None]] = {TWO_PASSES: Floor(task, True), "eager": eager}
-        candidates["compiled"] = DistapStep(task, change=compiles)
         for candidate in candidates.values():
             candidate()
         seconds = {name: of.median for name, of in harness.take_turns(candidates, self.rounds, world).items()}

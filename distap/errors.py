@@ -20,15 +20,10 @@ RESTART = 75
 CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite, and of a collapse
 # What a value must be, by the beginning of the type of pydantic's error.
 WANTED = {
-    **{
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "string_type": "text",
-        "path": "a path",
-    },
-    **{"tuple": "a list", "list": "a list", "dict": "keys with values", "model": "keys with values"},
-    **{"dataclass": "keys with values"},
+    **{"int": "a whole number", "float": "a number", "bool": "true or false"},
+    **{"string_type": "text", "path": "a path"},
+    **dict.fromkeys(("tuple", "list"), "a list"),
+    **dict.fromkeys(("dict", "model", "dataclass"), "keys with values"),
 }
 
 

@@ -93,10 +93,12 @@ class Trainer:
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
         self.stopwatch.begins = self.tracer.stage_begins
+        # Data: what a person may have got wrong is found by rank 0 alone, and told once.
         self.images, sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)
         self.length = first_on_rank_0(world, partial(Length, recipe, self.images.index, self.images.size))
         self.startup.reached("data")
+        # Network and evaluations, before an engine takes its parameters apart.
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.
         self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None)
@@ -105,6 +107,7 @@ class Trainer:
         self.network.train()
         self.evaluations = evaluations_of(recipe, self.network, world, sets)
         self.learner = learner_of(recipe, self.network, world)
+        # Step: the three stages over this rank's replica, then one update.
         memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
         loss_learner, batch = loss_learner_of(recipe, loss, world), self.images.size
         self.step = step_of(recipe, self.learner, loss, world, batch, memory, self.stopwatch, loss_learner)
@@ -151,10 +154,11 @@ class Trainer:
             result = self.step(share, self.length.rate(share.step))
             self.done = share.step + 1
             stopping = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
+            # Only a step shows what optimiser and activations take, and so what is left for kept graphs.
             if self.done == first + 1:
                 self._after_first_step()
             self.report.step(self.done, share, result, self.stopwatch, time.perf_counter() - lap)
-            self.report.checkpoint(self.state.poll())
+            self.report.checkpoint(self.state.writer.poll())
             self.tracer.step_done(self.done)
             self._count_not_finite(share, result)
             score = None
@@ -167,7 +171,7 @@ class Trainer:
             self._save_if_due(score)
             if self.done < steps:
                 self.tracer.begin(self.done + 1)
-            lap = time.perf_counter()
+            lap = time.perf_counter()  # an evaluation and a checkpoint do not count for the next step
         self.tracer.finish()
         self._finish_checkpoint()
         if stopping and (self.done < steps or self._owes_evaluation()):
@@ -189,11 +193,8 @@ class Trainer:
         logger.info("%s", self.startup.summary(self.stopwatch.seconds))
 
     def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
-        """Exchange requests and damage with the other ranks, and begin a trace if a rank was asked for one.
-
-        Return whether any rank was asked to stop. Of the `images` read since this process started, too many damaged
-        ones raise a DistapError.
-        """
+        # One sum per step carries all that a rank may know alone: damaged images, a request to stop or to trace, a
+        # lost lease. So all ranks act after the same step, or raise together. Returns whether any was asked to stop.
         self.report.reading(self.done, share)
         mine = [len(share.failures), stop.requested, self.tracer.asked(), self.state.lease.problem != ""]
         damaged, stopping, traced, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
@@ -217,7 +218,8 @@ class Trainer:
         return bool(stopping)
 
     def _count_not_finite(self, share: ShareOfBatch, result: StepResult) -> None:
-        """Record the images of a step whose loss or gradient was not finite; raise after too many in a row."""
+        # One such step may be bad luck and is not applied; many in a row will not end by themselves. The images are
+        # written down in the order of slots, so that the step can be looked into.
         if result.skipped is None:
             self.not_finite = 0
             return
@@ -267,13 +269,13 @@ class Trainer:
 
     def _finish_checkpoint(self) -> None:
         """Wait for the last checkpoint, without which the run is not done."""
-        written = self.state.wait()
+        written = self.state.writer.wait()
         self.report.checkpoint(written)
         if written is not None and written.error is not None:
             kind = UnreachableError if written.may_pass else DistapError
             raise kind(f"{written.where}: the last checkpoint cannot be written: {written.error}")
 
     def _average_statistics(self) -> None:
-        """Average BatchNorm's running statistics over the ranks; each has its own if they come from micro-batches."""
+        # With model.batchnorm `batch` each rank has seen other micro-batches, and would evaluate another network.
         for statistic in self.network.running_statistics():
             self.world.sum(statistic).div_(self.world.size)

@@ -65,6 +65,7 @@ class MultiScaleNetwork(nn.Module):
         self.register_buffer("projection", projection)
 
     def forward(self, images: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n D"]:
+        # Each scale with the whole micro-batch, whose images have one size.
         described = [self._at(images, scale) for scale in self.scales]
         with in_full_precision(images.device):
             descriptors = described[0]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -67,8 +67,6 @@ class RetrievalNetwork(nn.Module):
         pooled = self.features * int(getattr(pooling, "widens", 1))
         self.dimensions = projection or pooled
         self.batchnorm, self.layer_norm = batchnorm, layer_norm
-        # Runs the backbone if it is set, see `compile_backbone`.
-        self.compiled: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.memory_format = torch.channels_last  # of the pixels that the backbone gets
         self.backbone = backbone
         self.pooling = pooling
@@ -81,6 +79,7 @@ class RetrievalNetwork(nn.Module):
     def train(self, mode: bool = True) -> "RetrievalNetwork":
         """Set training mode; frozen BatchNorm stays in evaluation mode."""
         super().train(mode)
+        # torch's own `train` would set it back to training mode with each call.
         if self.batchnorm == "frozen":
             for normaliser in self._normalisers:
                 normaliser.eval()
@@ -119,9 +118,10 @@ class RetrievalNetwork(nn.Module):
         self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
     ) -> Float[Tensor, "n F"]:
         """Return what the projection gets, float32 or wider."""
+        # Channels last: convolutions are faster, on CPUs and on GPUs.
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         with self._statistics_kept():
-            features = self.backbone(pixels) if self.compiled is None else self.compiled(self.backbone, pixels)
+            features = self.backbone(pixels)
         if not isinstance(features, Tensor):
             raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
         with in_full_precision(features.device):
@@ -149,7 +149,8 @@ class RetrievalNetwork(nn.Module):
 
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """In a pass without a graph, normalise by the micro-batch but leave the running statistics alone."""
+        # A step describes each image twice; its statistics are to move once. Without tracking, BatchNorm in training
+        # mode still normalises by the micro-batch.
         touched = [] if torch.is_grad_enabled() else [m for m in self._normalisers if m.training]
         for normaliser in touched:
             normaliser.track_running_stats = False

@@ -118,6 +118,7 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
     with opened_checkpoint(source, best) as checkpoint:
         logger.info("the network of %s", checkpoint.where)
         state = checkpoint.state("recipe")
+        # Optimiser and memory stay on disk.
         tensors = {
             name.removeprefix(prefix): tensor  # the average replaces the parameters
             for prefix in (OF_NETWORK, OF_AVERAGE)

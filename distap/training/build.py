@@ -20,9 +20,8 @@ from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import open_set
 from distap.model.backbone import RandomWeights, TimmBackbone
+from distap.model.folding import fold_batchnorm
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
-from distap.model.speed.compiling import compile_backbone
-from distap.model.speed.folding import fold_batchnorm
 from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.precision import computing_in
 from distap.ranking.loss import Loss
@@ -75,6 +74,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
         options: dict[str, Any] = {"layer_norm": model.layer_norm}
         if isinstance(model.backbone, TimmBackbone):
             options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
+        # The first parameters are a function of the seed, whatever was drawn before.
         torch.manual_seed(recipe.seed)
         if isinstance(model.backbone, GivenNetwork):
             refuse_unusable(model.backbone.given, freezes_batchnorm=True)
@@ -91,6 +91,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
         on_all(world, lambda: build(weights or model.weights), mine=world.rank == 0)
     if not built:
         build(RandomWeights())
+    # Rank 0 alone has loaded weights; the others drew parameters of the same shapes.
     network = built[0].to(world.device)
     for tensor in network.state_dict().values():
         tensor.copy_(world.broadcast(tensor.contiguous()))
@@ -191,7 +192,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
-    if recipe.step.fold_batchnorm and not recipe.step.compile:  # the compiler would compute the folded weights slowly
+    if recipe.step.fold_batchnorm:
         fold_batchnorm(network)
     learner: Learner = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     if recipe.ema is not None:
@@ -217,6 +218,7 @@ def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
     if loss.learned is None or not loss.parameters:
         return None
     groups = parameter_groups({"loss": (loss.learned, recipe.optimizer.loss)})
+    # As of a single rank: nothing is left to sum.
     replica = Replica(loss.learned, World(device=world.device))
     return Learner(replica, recipe.optimizer.chosen.build(groups))
 
@@ -242,15 +244,12 @@ def step_of(
     if replay == "auto":
         replay = fitting_of(recipe, replica, world, batch).replay_size()
     if describe == "auto":
+        # A descriptor that depends on its micro-batch needs the same ones in both stages.
         same = mixes_images(network) is not None
         describe = None if same else fitting_of(recipe, replica, world, batch).describe_size(describer)
     keep = recipe.replay.keep
     if isinstance(keep, str) and not replica.keeps_graphs:
         logger.warning("replay.keep is %s, but this engine can hold only one graph at a time: none is kept", keep)
-    if recipe.step.compile:
-        assert isinstance(network, RetrievalNetwork)
-        sizes = [min(size, len(world.slots(batch))) for size in (replay, describe or replay)]
-        compile_backbone(network, [*sizes, recipe.evaluation.batch_size])
     stages = ThreeStages(
         replica,
         loss,

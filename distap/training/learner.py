@@ -57,6 +57,7 @@ class Learner:
         for group in self._optimizer.param_groups:
             for parameter in group["params"] if group.get("part") in self.held else ():
                 parameter.grad = None
+        # Without a gradient an optimiser leaves a parameter and its moments alone; with one of zeros it would not.
         trained = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if self._scale.scale != 1:
@@ -94,6 +95,7 @@ class Learner:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        # In place: optimiser, FSDP and DeepSpeed hold on to the parameters' memory.
         self.replica.release()
         for mean, present in self._pairs():
             kept = present.clone()
@@ -101,7 +103,7 @@ class Learner:
             mean.copy_(kept)
 
     def _follow(self) -> None:
-        """Move the average towards the parameters; on shards, this is what it is on whole tensors."""
+        # An average of each number by itself, so that each rank averages its shards.
         if pairs := self._pairs():
             get_ema_multi_avg_fn(self._decay)(*map(list, zip(*pairs, strict=True)), None)
 
@@ -143,6 +145,7 @@ class Learner:
         given: dict[str, Any] = {n: _like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
         self.network.load_state_dict(given)
         self._load_average(state)
+        # A checkpoint from before the first step has no state of the optimiser.
         optimizer = without_prefix("optimizer.", state)
         if optimizer:
             settings: dict[str, Any] = get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT)

@@ -65,6 +65,7 @@ def parameter_groups(
             raise DistapError(
                 f"optimizer.layer_decay: {type(module).__name__} is no network of timm, which has layers"
             )
+        # The rate of a step is set later, as a multiple of this factor.
         for group in found:
             group["part"], group["factor"] = part, settings.factor * group.pop("lr_scale", 1.0)
         groups += found

@@ -52,6 +52,7 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
                 for start in range(0, count, size)
             ]
         present = share.present.to(world.device)
+        # In the order of slots, without damaged images: the same rows on any number of ranks.
         gathered = world.gather_rows(torch.cat(parts).double(), images.size)
         is_there = world.gather_rows(present, images.size)
         if world.rank == 0:

@@ -164,13 +164,15 @@ class RunReport:
             memory_peak_bytes=host_memory_peak(),
             seconds={name: round(value, 6) for name, value in times.items()},
         )
+        # The median, since some steps wait for a disk or for a checkpoint.
         self._steps.append(seconds)
         left = (self.steps - step) * statistics.median(self._steps)
         told = f"loss {result.loss:.4f}  {speed:.3g} images/s  {timedelta(seconds=round(left))} left"
         self._show(step, told, loss=result.loss, images_per_second=speed)
 
     def _warn_if_collapsed(self, step: int, result: StepResult) -> None:
-        """Say so once if for some steps all descriptors have been alike, from which no ranking can be learnt."""
+        # From descriptors that are all alike no ranking can be learnt, and nothing else would tell of it. A few steps
+        # may be so by chance; it is said once.
         self._collapsed = self._collapsed + 1 if result.spread < COLLAPSED else 0
         if self._collapsed == COLLAPSED_STEPS:
             logger.warning(

@@ -84,16 +84,14 @@ class RunState:
         if loss_learner is not None:
             self._parts["loss"] = loss_learner
         self._settings = recipe.model_dump(mode="json")
-        # Highest validation mAP of a checkpoint, and the same without the last one, whose writing may yet fail.
-        self.best = self._best_before = float("-inf")
-        self._has_failed = False  # whether the last checkpoint could not be written
+        self.best = float("-inf")  # highest validation mAP of a checkpoint
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section, storage = recipe.checkpoint, _storage_of(recipe)
         self.lease = _lease_of(recipe, storage)
         self.checkpoints, self._spool = Checkpoints(storage), recipe.run / FOLDER
         # Hosts that use a store need not share the run's folder.
         self._beside = FilesBeside(storage, recipe.run, BESIDE) if section.store is not None else None
-        self._writer = CheckpointWriter(
+        self.writer = CheckpointWriter(
             self.checkpoints,
             world,
             section.keep,
@@ -150,14 +148,9 @@ class RunState:
             state["backbone"] = built_again(self.learner.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
-        before = self._noted(self._writer.save(step, tensors, state, about, score))
-        # Only now does every rank know whether the one before was written, and they must agree on the best score.
-        if not self.world.all_agree(not self._has_failed):
-            self.best = self._best_before
-        self._best_before = self.best
         if score is not None:
             self.best = max(self.best, score)
-        return before
+        return self.writer.save(step, tensors, state, about, score)
 
     def send_beside(self) -> None:
         """Send the files next to checkpoints to the store, if there is one, without a checkpoint."""
@@ -167,19 +160,6 @@ class RunState:
     def is_best(self, score: float | None) -> bool:
         """Tell whether a state with this validation mAP is the best so far and is to be kept."""
         return score is not None and score > self.best
-
-    def poll(self) -> Written | None:
-        """Return the outcome of the last checkpoint once, as soon as it is known."""
-        return self._noted(self._writer.poll())
-
-    def wait(self) -> Written | None:
-        """Wait for the checkpoint that is being written, and return its outcome."""
-        return self._noted(self._writer.wait())
-
-    def _noted(self, written: Written | None) -> Written | None:
-        if written is not None:
-            self._has_failed = written.error is not None
-        return written
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
@@ -195,6 +175,7 @@ class RunState:
                 f"version {self.images.order}: finish it with the distap that began it; or start a new run from its "
                 "weights, with model.weights={name: run, path: " + f"{self.recipe.run}}}"
             )
+        # Small parts first: a memory or a loss of another kind is told before parameters are replaced.
         tensors = checkpoint.tensors()
         try:
             for part, of in self._parts.items():

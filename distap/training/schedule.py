@@ -67,6 +67,7 @@ class RateSchedule:
         warmup = as_written(self.warmup)
         if step < warmup * unit:
             return min(float((step + 1) / (warmup * unit)), 1.0)
+        # Exact fractions: as floats, a step at a milestone could fall on either side of it.
         done = step / unit - warmup
         decay = 0.1 if self.decay is None else self.decay
         if self.every is not None:

@@ -32,6 +32,7 @@ def check_start(recipe: Recipe, ranks: int) -> None:
     Length(recipe, images.index, images.size)
     size = recipe.data.image_size
     try:
+        # Shapes alone: neither memory nor time of a large network, and a mistake is told before any rank starts.
         with torch.device("meta"), torch.no_grad():
             network = network_of(recipe, World(device=torch.device("meta")), RandomWeights())
             network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8))

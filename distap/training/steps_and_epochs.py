@@ -62,6 +62,8 @@ class Length:
         """Tell whether a save or an evaluation is due after `done` steps; it is after the last one, unless never."""
         if section.every == 0 or done == self.steps:
             return section.every != 0
+        # Fractions, since an epoch need not be a whole number of steps: due is the first step at or after each
+        # multiple.
         every = self.in_steps(section.every or 0, section.unit)
         return every > 0 and done // every > (done - 1) // every
 

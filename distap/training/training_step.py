@@ -51,6 +51,7 @@ class TrainingStep:
             if not stages.world.sum(torch.tensor(len(not_finite), device=stages.world.device)):
                 raise
             return StepResult(NAN, learning_rate, NAN, NAN, 0, 0, 0, 0, "descriptor", not_finite)
+        # All ranks take the same branch: `is_finite` and the norm are of the whole batch.
         worst, norm, replayed, kept = NAN, NAN, 0, 0
         if ranking.is_finite:
             worst, replayed, kept = stages.replay(batch, described, ranking)

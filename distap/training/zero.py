@@ -60,7 +60,7 @@ class ZeroLearner(Learner):
         self._tell_scale()
 
     def _tell_scale(self) -> None:
-        """Pass on the loss scale: DeepSpeed multiplies by it, and divides by it before clipping."""
+        # DeepSpeed multiplies the loss by it, and divides gradients by it before clipping.
         if self._scale.precision == "fp16":
             self.replica.zero.override_loss_scale(self._scale.scale)
 
@@ -131,7 +131,7 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named,
 
 
 def _link(zero: Any) -> None:
-    """Give the parameters access to their state; DeepSpeed does so only after an update of the first group."""
+    # DeepSpeed gives parameters access to their state only after an update of the first group, which may have none.
     if hasattr(zero, "_hp_optimizer_states_linked"):  # stages 1 and 2
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()

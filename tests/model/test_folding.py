@@ -6,10 +6,10 @@ from networks import noise, random_network
 from torch import nn
 
 from distap.errors import DistapError
+from distap.model.convolution import convolve, depthwise_gradient
+from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
-from distap.model.speed.convolution import convolve, depthwise_gradient
-from distap.model.speed.folding import fold_batchnorm
 
 
 def folded(network):

@@ -23,8 +23,8 @@ from timm.layers.padding import pad_same
 from torch import Tensor, nn
 
 from distap.errors import DistapError
+from distap.model.convolution import convolve
 from distap.model.network import RetrievalNetwork
-from distap.model.speed.convolution import convolve
 
 # Exactly these types: a subclass may use its weight in another way, for example standardise it.
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, Conv2dSame)
@@ -45,10 +45,8 @@ def fold_batchnorm(network: RetrievalNetwork) -> int:
 
 
 def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of convolutions and of the BatchNorm that alone reads the output of each.
-
-    A DistapError tells if there are none, or if folding them changes the output of a copy with other statistics.
-    """
+    # The names of convolutions and of the BatchNorm that alone reads the output of each. Hooks cannot see what else
+    # reads a tensor, such as a sum, so a folded copy has to give the same features.
     name = type(backbone).__name__
     trial = copy.deepcopy(backbone).double().eval()
     generator = torch.Generator().manual_seed(0)

@@ -1,1 +1,0 @@
-"""Faster forward passes: compiled backbones, and folded BatchNorm for stage one."""
