@@ -183,7 +183,6 @@ class DistapStep:
     Args:
         keep: micro-batches of this rank whose graph is kept.
         change: is given the copy of the network to change.
-        describe_in: precision of stage one; None takes the task's.
     """
 
     def __init__(
@@ -191,7 +190,6 @@ class DistapStep:
         task: Task,
         keep: int = 0,
         change: Callable[[RetrievalNetwork], object] | None = None,
-        describe_in: PrecisionName | None = None,
     ) -> None:
         self.network = copy.deepcopy(task.network)
         if change:
@@ -208,7 +206,6 @@ class DistapStep:
             MicroBatchSizes(task.micro_batch, keep=keep),
             max_drift=float("inf"),  # bfloat16 drifts more than trainings tolerate by default
             stopwatch=self.stopwatch,
-            describer=None if describe_in is None else computing_in(describe_in, self.network),
         )
         self._step = TrainingStep(stages, Learner(replica, self.optimizer, precision=task.precision))
         self.seconds: list[dict[str, float]] = []  # by stage, of each step

@@ -247,7 +247,6 @@ def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contend
         "folded, kept": (task, {"change": fold_batchnorm, "keep": keep}),
         "channels first": (task, {"change": _channels_first}),
         "activations checkpointed": (task, {"change": RetrievalNetwork.checkpoint_activations}),
-        "describe in bf16": (task, {"describe_in": "bf16"}),
         "in bf16": (in_bf16, {}),
     }
     found, omitted = dict[str, Contender](), dict[str, str]()

@@ -64,8 +64,6 @@ class ThreeStages:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
-    # Describes in stage one instead of the replica, such as in a lower precision.
-    describer: Forward | None = None
     ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
 
     def __post_init__(self) -> None:
@@ -79,7 +77,7 @@ class ThreeStages:
         share, start = len(self.world.slots(batch.total)), 0
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(self.loss, self.world, batch.total, self.memory_bytes)
-        parts, kept, cheap = list[Tensor](), dict[int, Tensor](), self.describer or self.replica.forward
+        parts, kept = list[Tensor](), dict[int, Tensor]()
         with self.stage("describe", batch.step), self.replica.describing():
             while start < share:
                 keeps = start >= first_kept
@@ -88,7 +86,7 @@ class ThreeStages:
                 # Micro-batches that keep their graph are the last ones, so that graphs wait the shortest for replay.
                 try:
                     with torch.set_grad_enabled(keeps):
-                        descriptors = self._forward(batch, rows, self.replica.forward if keeps else cheap, keeps)
+                        descriptors = self._forward(batch, rows, keeps)
                 except RuntimeError as error:
                     self.sizes.halve("describe", size, keeps, error, self._mixing)
                     if keeps:
@@ -164,7 +162,7 @@ class ThreeStages:
             is_last = number == len(passes)
             again = one.kept
             if again is None:
-                again = self._forward(batch, one.rows, self.replica.forward)
+                again = self._forward(batch, one.rows)
                 if not one.is_padding:
                     worst = torch.maximum(worst, drift(again.detach(), described.descriptors[one.rows]))
             counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
@@ -175,7 +173,7 @@ class ThreeStages:
             self._reducing = False
         return worst, counts
 
-    def _forward(self, batch: Batch, rows: Rows, forward: Forward, keeps: bool = False) -> Float[Tensor, "n C"]:
+    def _forward(self, batch: Batch, rows: Rows, keeps: bool = False) -> Float[Tensor, "n C"]:
         """Describe a micro-batch; (seed, step, slot) seeds its dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
@@ -183,7 +181,7 @@ class ThreeStages:
         slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
-            return forward(images)
+            return self.replica.forward(images)
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:

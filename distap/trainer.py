@@ -184,10 +184,10 @@ class Trainer:
 
     def _after_first_step(self) -> None:
         """Keep as many graphs as memory allows, if the recipe wants that, and log the time since the cold start."""
-        if isinstance(self.recipe.replay.keep, str) and self.learner.replica.keeps_graphs:
+        if self.recipe.replay.keep == "auto" and self.learner.replica.keeps_graphs:
             fitting = fitting_of(self.recipe, self.learner.replica, self.world, self.images.size)
             sizes = self.step.stages.sizes
-            sizes.keep = fitting.kept_graphs(sizes.replay, self.recipe.replay.budget)
+            sizes.keep = fitting.kept_graphs(sizes.replay)
         self.startup.reached("first step")
         self.report.started(self.startup.seconds)
         logger.info("%s", self.startup.summary(self.stopwatch.seconds))

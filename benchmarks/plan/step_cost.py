@@ -116,9 +116,7 @@ class StepCost:
 
     @cached_property
     def kept(self) -> int:  # micro-batches that keep their graph; `auto` takes as many as fit
-        wanted, budget = self.recipe.replay.keep, self.recipe.replay.budget
-        if budget is not None:
-            wanted = int(budget // self.network.graph(self.replay_size))
+        wanted = self.recipe.replay.keep
         return min(ceil(self.share / self.replay_size), wanted if isinstance(wanted, int) else self.greatest_keep)
 
     @cached_property

@@ -118,8 +118,7 @@ class Recipe(NetworkRecipe):
     def max_drift(self) -> float:
         if self.replay.max_drift is not None:
             return self.replay.max_drift
-        precisions = {self.precision, self.describe.precision or self.precision}
-        return FLOAT32_DRIFT if precisions == {"float32"} else LOWER_PRECISION_DRIFT
+        return FLOAT32_DRIFT if self.precision == "float32" else LOWER_PRECISION_DRIFT
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":

@@ -1,20 +1,16 @@
 """The sections of a recipe, each with its keys, their meaning and their defaults."""
 
 import difflib
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    ByteSize,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
-    TypeAdapter,
     ValidationError,
     model_serializer,
     model_validator,
@@ -22,17 +18,7 @@ from pydantic import (
 
 from distap.config.rates import GroupSettings, Unit
 from distap.config.validation import Section, StoreURL
-from distap.precision import PrecisionName
 from distap.registry import Chosen, unknown_key
-
-
-def _bytes(text: str) -> str:
-    if not re.fullmatch(r"\d+(\.\d+)? ?[kMGT]i?B", text):
-        raise ValueError("must be a size such as 4GB")
-    return text
-
-
-MicroBatchSize = PositiveInt | Literal["auto"]
 
 
 class MemorySection(Section):
@@ -47,10 +33,8 @@ class MemorySection(Section):
 class DescribeSection(Section):
     """Stage one: the descriptors of all images, without a graph."""
 
-    size: MicroBatchSize | None = None
-    """Images in a micro-batch; null takes replay.size, auto finds the fastest that fits."""
-    precision: PrecisionName | None = None
-    """Precision of stage one; null takes the recipe's."""
+    size: PositiveInt | None = None
+    """Images in a micro-batch; null takes replay.size."""
 
 
 class RankSection(Section):
@@ -63,21 +47,15 @@ class RankSection(Section):
 class ReplaySection(Section):
     """Stage three: every image again, with a graph, to send its descriptor's gradient back."""
 
-    size: MicroBatchSize = 16
+    size: PositiveInt | Literal["auto"] = 16
     """Images in a micro-batch, which decide the peak memory; auto finds the fastest that fits."""
-    keep: NonNegativeInt | Literal["auto"] | Annotated[str, AfterValidator(_bytes)] = 0
-    """Micro-batches of a rank that keep their graph from describe; bytes that these may take, such as 4GB; or auto,
-    half of the memory that is free after a step."""
+    keep: NonNegativeInt | Literal["auto"] = 0
+    """Micro-batches of a rank that keep their graph from describe; auto takes half of the memory that is free after a
+    step."""
     skip_below: NonNegativeFloat = 0.0
     """Skip the replay of images whose descriptor gradient is at most this times the longest one."""
     max_drift: PositiveFloat | None = None
     """Stop if an image's two descriptors differ by more; null takes 1e-3, or 0.1 below float32."""
-
-    @property
-    def budget(self) -> int | None:
-        """Bytes that the graphs which `keep` names may take, if it says so."""
-        is_given = isinstance(self.keep, str) and self.keep != "auto"
-        return TypeAdapter(ByteSize).validate_python(self.keep) if is_given else None
 
 
 class StepSection(Section):

@@ -36,14 +36,13 @@ class ListwiseLoss(nn.Module):
     def __init__(
         self,
         loss: AnyLoss = "ap_q",
-        weights: str = "uniform",
         group: dist.ProcessGroup | None = None,
         memory: int = 0,
         memory_bytes: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.loss = build_loss(loss, weights, **options)
+        self.loss = build_loss(loss, **options)
         self.learned = self.loss.learned
         self.group, self.memory_bytes = group, memory_bytes
         self.memory = CrossBatchMemory(memory)

@@ -45,7 +45,6 @@ def rank(
     descriptors: Tensor,
     labels: Tensor,
     loss: AnyLoss = "ap_q",
-    weights: str = "uniform",
     group: dist.ProcessGroup | None = None,
     memory: CrossBatchMemory | None = None,
     images: Tensor | None = None,
@@ -63,13 +62,12 @@ def rank(
         loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap`,
             `metric_learning`, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar. Losses
             with parameters of their own are for `ListwiseLoss` and `Multistage`.
-        weights: of the queries: `uniform`, or `class` so that each class weighs the same.
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
         memory: descriptors of earlier calls to rank against as well; this batch is added to it.
         images: (b,) numbers by which the memory knows images again; without them an image that comes again is ranked
             against its own remembered descriptor.
         memory_bytes: bytes to use beside the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
-        options: of the loss, or `preset`, the name of one of its presets.
+        options: of the loss, such as `weights` of the queries, or `preset`, the name of one of its presets.
     Returns:
         A Ranking; its gradient and losses by query are those of this rank's descriptors.
     Raises:
@@ -79,7 +77,7 @@ def rank(
     world = World(device=descriptors.device)
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
-    built = build_loss(loss, weights, **options)
+    built = build_loss(loss, **options)
     check_arguments(descriptors, labels, world)
     b, share = len(labels), int(world.maximum(len(labels)))
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.

@@ -34,8 +34,8 @@ class Fitting:
     def __init__(self, replica: Replica, world: World, image_size: int, share: int) -> None:
         if replica.lockstep:
             raise DistapError(
-                "describe.size and replay.size cannot be auto with this engine: its ranks communicate in every "
-                "micro-batch, so none may run out of memory by itself"
+                "replay.size cannot be auto with this engine: its ranks communicate in every micro-batch, so none "
+                "may run out of memory by itself"
             )
         self._replica, self._world, self._image_size, self._share = replica, world, image_size, share
 
@@ -44,16 +44,8 @@ class Fitting:
         with _untouched(self._replica):
             return self._fastest("replay", partial(_there_and_back, self._replica))
 
-    def describe_size(self, describe: Callable[[Tensor], Tensor] | None = None) -> int:
-        """Return the same for passes without a graph; `describe` replaces the engine's own."""
-        with self._replica.describing(), torch.no_grad():
-            return self._fastest("describe", describe or self._replica.forward)
-
-    def kept_graphs(self, size: int, budget: int | None = None) -> int:
-        """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made.
-
-        They take no more than `budget` bytes; None is a share of the free memory.
-        """
+    def kept_graphs(self, size: int) -> int:
+        """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made."""
         size = min(size, self._share)
         try:
             graph = self._bytes_of_graph(size)
@@ -61,7 +53,7 @@ class Fitting:
             if not is_out_of_memory(error):
                 raise
             return 0
-        room = free_memory(self._world.device) * SHARE_FOR_GRAPHS if budget is None else budget
+        room = free_memory(self._world.device) * SHARE_FOR_GRAPHS
         needed = -(-self._share // size)
         count = min(int(room / max(graph, 1)), needed)
         text = "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB may be used"

@@ -23,12 +23,10 @@ from distap.model.backbone import RandomWeights, TimmBackbone
 from distap.model.folding import fold_batchnorm
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.trained import TrainedNetwork, read_checkpoint
-from distap.precision import computing_in
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replay_drift import mixes_images
 from distap.stages.replica import Replica, refuse_unusable
 from distap.stages.sizes import Fitting
 from distap.step import ThreeStages
@@ -238,31 +236,24 @@ def step_of(
     loss_learner: Learner | None = None,
 ) -> TrainingStep:
     """Build the recipe's step for global batches of `batch` images, and measure micro-batch sizes that are `auto`."""
-    replica, network = learner.replica, learner.network
-    replay, describe, precision = recipe.replay.size, recipe.describe.size, recipe.describe.precision
-    describer = None if precision in (None, recipe.precision) else computing_in(precision, network)
+    replica = learner.replica
+    replay, keep = recipe.replay.size, recipe.replay.keep
     if replay == "auto":
         replay = fitting_of(recipe, replica, world, batch).replay_size()
-    if describe == "auto":
-        # A descriptor that depends on its micro-batch needs the same ones in both stages.
-        same = mixes_images(network) is not None
-        describe = None if same else fitting_of(recipe, replica, world, batch).describe_size(describer)
-    keep = recipe.replay.keep
-    if isinstance(keep, str) and not replica.keeps_graphs:
-        logger.warning("replay.keep is %s, but this engine can hold only one graph at a time: none is kept", keep)
+    if keep == "auto" and not replica.keeps_graphs:
+        logger.warning("replay.keep is auto, but this engine can hold only one graph at a time: none is kept")
     stages = ThreeStages(
         replica,
         loss,
         world,
         recipe.seed,
-        MicroBatchSizes(replay, describe, 0 if isinstance(keep, str) else keep),
+        MicroBatchSizes(replay, recipe.describe.size, 0 if keep == "auto" else keep),
         memory_bytes=recipe.rank.memory_bytes,
         memory=CrossBatchMemory(0) if memory is None else memory,
         memory_after=recipe.memory.after,
         max_drift=recipe.max_drift,
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         skip_below=recipe.replay.skip_below,
-        describer=describer,
     )
     return TrainingStep(stages, learner, loss_learner)
 

@@ -75,15 +75,9 @@ class RunReport:
         begin = "from its newest checkpoint" if step is None else f"from step {step}" if step else "from the start"
         parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         epoch, batch = float(length.epoch), f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
-        least, ranks = images.size // self.world.size, self.world.size
-        batch += (
-            f", {least:,} or {least + 1:,} a rank, since {ranks} does not divide it; "
-            if images.size % ranks
-            else "; "
-        )
         if epoch:
-            batch += f"an epoch is {epoch:.3g} steps, the training {self.steps / epoch:.3g} epochs or "
-        batch += f"{self.steps:,} steps"
+            batch += f"; an epoch is {epoch:.3g} steps, the training {self.steps / epoch:.3g} epochs or "
+        batch += f"{'' if epoch else '; '}{self.steps:,} steps"
         device = self.world.device
         for what, told in (
             ("data", f"{recipe.data.train}{held}"),
