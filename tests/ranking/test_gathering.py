@@ -150,10 +150,6 @@ def test_too_few_rows_are_refused():
         gathering.finish()
 
 
-ROWS, DIMENSIONS, BINS = 512, 64, 20
-DESCRIPTORS, SLOPES = ROWS // 2 * 4 * DIMENSIONS, ROWS // 2 * 4 * 2 * (BINS - 1)  # of a rank
-
-
 def first_half_alone(world):
     """Slots that have arrived while all ranks still have rows to add."""
     descriptors, labels, taking_part, images = share(world, "batch")

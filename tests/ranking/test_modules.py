@@ -39,10 +39,6 @@ def test_it_takes_options_weights_and_presets():
         ListwiseLoss("smooth_ap", taw=1)
 
 
-def test_it_says_what_it_is():
-    assert "SmoothAP(self_pair=True, weights='uniform', tau=0.02" in repr(ListwiseLoss("smooth_ap", tau=0.02))
-
-
 def test_a_memory_is_ranked_against_in_training_and_is_part_of_the_state():
     (raw, labels), (other, other_labels) = problem(3, 20, 4), problem(4, 16, 4)
     loss = ListwiseLoss("smooth_ap", memory=100)
