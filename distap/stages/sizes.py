@@ -5,9 +5,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,32 @@ class Fitting:
         self._replica, self._world, self._image_size, self._share = replica, world, image_size, share
 
     def replay_size(self) -> int:
-        """Return the micro-batch size with the fewest seconds per image, forward and backward."""
+        """Return the micro-batch size with the fewest seconds per image, forward and backward, the same on all ranks.
+
+        Raises:
+            DistapError: not even one image fits the memory of every rank.
+        """
+        # Double the size until the slowest rank gains no more. Two images can take longer than one, and sixteen much
+        # less, where small sizes have other kernels: short passes end no search.
+        best, best_seconds, size = 0, math.inf, 1
         with _untouched(self._replica):
-            return self._fastest("replay", partial(_there_and_back, self._replica))
+            while True:
+                seconds = self._world.maximum(self._seconds_an_image(size))
+                if seconds * ENOUGH_FASTER < best_seconds:
+                    best, best_seconds = size, seconds
+                elif math.isinf(seconds) or seconds * size > SOON_TRIED:
+                    break
+                if size == self._share:
+                    break
+                size = min(2 * size, self._share)
+        if best == 0:
+            raise DistapError(
+                f"replay: not even one image of {self._image_size} x {self._image_size} pixels fits the memory of "
+                "every rank; choose a smaller data.image_size or backbone"
+            )
+        if self._world.rank == 0:
+            logger.info("replay: micro-batches of %d images, %.1f images/s a rank", best, 1 / best_seconds)
+        return best
 
     def kept_graphs(self, size: int) -> int:
         """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made."""
@@ -60,30 +82,7 @@ class Fitting:
         logger.info(text, count, needed, graph / 1e9, room / 1e9)
         return count
 
-    def _fastest(self, stage: str, attempt: Callable[[Tensor], Any]) -> int:
-        # Double the size until the slowest rank gains no more; the result is the same on all ranks. Two images can
-        # take longer than one, and sixteen much less, where small sizes have other kernels: short passes end no
-        # search.
-        best, best_seconds, size = 0, math.inf, 1
-        while True:
-            seconds = self._world.maximum(self._seconds_an_image(size, attempt))
-            if seconds * ENOUGH_FASTER < best_seconds:
-                best, best_seconds = size, seconds
-            elif math.isinf(seconds) or seconds * size > SOON_TRIED:
-                break
-            if size == self._share:
-                break
-            size = min(2 * size, self._share)
-        if best == 0:
-            raise DistapError(
-                f"{stage}: not even one image of {self._image_size} x {self._image_size} pixels fits the memory of "
-                "every rank; choose a smaller data.image_size or backbone"
-            )
-        if self._world.rank == 0:
-            logger.info("%s: micro-batches of %d images, %.1f images/s a rank", stage, best, 1 / best_seconds)
-        return best
-
-    def _seconds_an_image(self, size: int, attempt: Callable[[Tensor], Any]) -> float:
+    def _seconds_an_image(self, size: int) -> float:
         # Infinity if memory runs out: then the size loses on all ranks.
         device = self._world.device
         try:
@@ -91,7 +90,7 @@ class Fitting:
             seconds: list[float] = []
             while len(seconds) < 2 or (len(seconds) < MOST_PASSES and sum(seconds) < REPEATED_SECONDS):
                 started = time.perf_counter()
-                attempt(images)
+                _there_and_back(self._replica, images)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
