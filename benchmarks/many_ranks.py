@@ -1,5 +1,6 @@
 """What W ranks cost: a step of real ones on this machine, and the part of one rank of many that are not there."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from torch.nn.functional import normalize
 
 from benchmarks.contenders import IMAGES_A_CLASS, DistapStep, SeededBatch, Task, seeded_network
 from benchmarks.measuring import peak_bytes, private_bytes
-from distap.processes.beats import Beats
 from distap.ranking.gather import FACTS_BYTES, LEAST_SENT, MOST_CHUNKS, Gathering
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
@@ -27,7 +27,6 @@ BACKBONE, IMAGE_SIZE, MICRO_BATCH = "test_resnet", 32, 8
 ROUNDS = 5
 BUDGET = 2**28  # bytes of ranking beside the descriptors
 BIN_SLOPES = 2 * (QuantizedAP().centres - 1)  # float32 values of each descriptor, of positives and of negatives
-SILENCE = 60.0
 ROUNDS_OF_STORE = 5
 
 
@@ -118,27 +117,26 @@ def evaluation_of(ranks: int, images: int, dimensions: int) -> dict[str, Any]:
 
 
 def store_of(ranks: int) -> dict[str, Any]:
-    """Milliseconds of a round in which all of W ranks wait, and so say what they do and ask for the others.
+    """Milliseconds of the requests to a real store: a heartbeat of all of W ranks, and a case that one rank reads.
 
-    One process sends the requests of all, one after another, to a real store. `leader`: the part of rank 0.
+    One process sends the requests of all, one after another.
     """
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    beats = [Beats(rank, ranks, SILENCE) for rank in range(ranks)]
-    rounds, leaders = [], []
+    keys = [f"beat/{rank}" for rank in range(ranks)]
+    rounds, cases = [], []
     for number in range(1 + ROUNDS_OF_STORE):
-        said = {"beat": number, "activity": "gather", "seconds": 1.0, "begun": {"": 7}, "waiting": "all_gather"}
-        started = time.perf_counter()
-        for one in beats[1:]:
-            one.say(store, said)
-            store.check(["verdict"])
-            one.listen(store)
-        leader = time.perf_counter()
-        beats[0].say(store, said)
-        ended = time.perf_counter()
-        rounds.append(ended - started)
-        leaders.append(ended - leader)
-    milliseconds = (1e3 * statistics.median(times[1:]) for times in (rounds, leaders))
-    return {"ranks": ranks} | dict(zip(("round_ms", "leader_ms"), milliseconds, strict=True))
+        doing = {"activity": "gather", "seconds": 1.0, "waiting": ["all_gather"]}
+        said = json.dumps({"time": time.time(), "begun": {"": number}, **doing})
+
+        def beat(said: str = said) -> None:
+            for key in keys:
+                store.set(key, said)
+                store.check(["verdict"])
+
+        rounds.append(_seconds(beat))
+        cases.append(_seconds(lambda: [json.loads(text) for text in store.multi_get(keys)]))
+    milliseconds = (1e3 * statistics.median(times[1:]) for times in (rounds, cases))
+    return {"ranks": ranks} | dict(zip(("round_ms", "case_ms"), milliseconds, strict=True))
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -63,10 +63,10 @@ MANY_COLUMNS = (
     "B={batch:,}|ranks={ranks:,}|stage two s={seconds:,.1f}|MB={peak_mb:,.0f}|formula MB={formula_mb:,.0f}|"
     "gathered={gathered_mb:,.0f}"
 )
-SHARED_COLUMNS = "ranks={ranks:,}|all pairs s={seconds:,.1f}|store ms={round_ms:,.1f}|of rank 0={leader_ms:,.1f}"
+SHARED_COLUMNS = "ranks={ranks:,}|all pairs s={seconds:,.1f}|beat ms={round_ms:,.1f}|case ms={case_ms:,.1f}"
 SHARED_CAPTION = (
-    f"all pairs: one rank's part of ranking {PAIRS_OF:,} images for each. store: the requests of all in a second "
-    "in which all wait for one."
+    f"all pairs: one rank's part of ranking {PAIRS_OF:,} images for each. beat: the heartbeats of all in "
+    "a second. case: one rank reads them."
 )
 
 

@@ -224,7 +224,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
     if device.type == "cpu":
         warn_of_loopback(party.members)
     watchdog = Watchdog(party, timeout_seconds)
-    farewell = "finished"
+    problem: BaseException | None = None
     try:
         with watchdog.collective("connecting of the ranks"):
             dist.init_process_group(
@@ -236,14 +236,14 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
             )
         yield World(rank, size, local_rank, device, watchdog=watchdog)
     except BaseException as error:
-        farewell = f"{type(error).__name__}: {error}"
+        problem = error
         raise
     finally:
         # A cycle that refers to the group keeps its threads, and one that wakes while Python ends aborts the rank.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        watchdog.stop(farewell)
+        watchdog.stop(problem)
 
 
 def _allow_open_files(rank: int, ranks: int) -> None:

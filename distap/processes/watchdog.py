@@ -3,14 +3,20 @@
 A rank whose peer is stopped, stuck or cut off would wait in its collective until the process group's time-out, and
 then know only that somebody did not answer. So every rank runs two threads:
 
-    beat    every second: write to the store what this rank does, and read what is known of the others there
-    judge   every half second: compare the age of open collectives with the time-out
+    heartbeat   every second: write to the store what this rank does, and look there for a verdict
+    judge       every half second: compare the age of open collectives with the time-out
 
-The judge uses this rank's memory alone, because a call to the store over a broken network never returns. When a
-collective exceeds the time-out, the judge works out which rank is missing and why (the verdict), all ranks learn the
-verdict through the store, and the process ends: a thread that waits in gloo cannot be interrupted.
+When a collective exceeds the time-out or fails, a rank opens a case. All ranks would read the heartbeats of all
+others then, so the first one to claim the case does it for all: it sees who has left, whose heart stands still and
+who has not begun the collective, and writes down the verdict. Then every process ends, since a thread that waits in
+gloo cannot be interrupted.
+
+    beat/R      what rank R does
+    claim       the rank that works out the verdict
+    verdict     its text, and the exit status of all ranks
 """
 
+import json
 import logging
 import os
 import re
@@ -21,13 +27,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distap.errors import FAILED, CollectiveError
-from distap.processes.beats import Beats, Said
+from distap.errors import FAILED, MISTAKE, CollectiveError
 from distap.processes.exit_statuses import record_outcome
+from distap.processes.heartbeat import Collective, Heart
 from distap.processes.roll_call import Party
 
 BEAT_SECONDS = 1.0
@@ -36,23 +43,17 @@ LEAVE_SECONDS = 5.0  # from the verdict to the end of the process, unless the ma
 NAMED = 8  # missing ranks that a message names
 # gloo, NCCL and the store raise plain RuntimeErrors, which these marks tell apart.
 OF_THE_NETWORK = ("/gloo/", "NCCL error", "NCCL communicator", "Connection ", "Broken pipe", "imed out")
-VERDICT = "verdict"
 logger = logging.getLogger("distap")
 
 
 @dataclass
-class _Collective:
-    """A collective that this rank has begun."""
+class _Case:
+    """Something that this rank cannot go on from."""
 
-    name: str
-    channel: str
-    number: int  # in its channel, the same on every rank
-    since: float
-    returned: bool = False
-    done: torch.cuda.Event | None = None  # a GPU's collective returns before it is done
-
-    def is_over(self) -> bool:
-        return self.returned and (self.done is None or self.done.query())
+    problem: str
+    collective: Collective | None
+    opened: float
+    details: str = ""
 
 
 class Watchdog:
@@ -61,33 +62,39 @@ class Watchdog:
     def __init__(self, party: Party, timeout_seconds: float) -> None:
         self.party, self.timeout_seconds = party, timeout_seconds
         self.beat_seconds = min(BEAT_SECONDS, timeout_seconds / 10)
-        self._silence = SILENT_BEATS * self.beat_seconds  # after which a rank or the store may be gone
-        self._known = Beats(party.rank, len(party.members), self._silence)
         self.verdict: str | None = None
+        self._silence = SILENT_BEATS * self.beat_seconds  # after which a rank or the store may be gone
+        self._status = FAILED
         self._activity, self._active_since = "start", time.monotonic()
         self._begun: dict[str, int] = {}  # collectives by channel
-        self._open: list[_Collective] = []
-        self._beats = 0
-        self._farewell: str | None = None
-        self._store_heard = time.monotonic()
-        self._store_error = ""
-        self._is_raised = False  # the main thread raises the verdict, so the judge need not log it
-        self._wondering = False  # read what the others say, although no collective takes long
-        self._awake = threading.Event()  # set to make the beating thread beat at once
+        self._open: list[Collective] = []
+        self._case: _Case | None = None
+        self._hearts: dict[int, Heart] = {}  # empty until this rank has read them
+        self._farewell: dict[str, Any] = {}
+        self._store_heard, self._store_error = time.monotonic(), ""
+        self._is_raised = self._lingers = False
+        self._awake = threading.Event()  # set to make the heart beat at once
         self._leaving, self._stopped, self._condemned = (threading.Event() for _ in range(3))
         self._store = party.store.clone()  # a connection serves one call at a time
+        self._store.set(f"beat/{party.rank}", json.dumps(self._said()))
         self._beating = threading.Thread(target=self._beat, name="distap-beat", daemon=True)
         self._judging = threading.Thread(target=self._judge, name="distap-judge", daemon=True)
         self._beating.start()
         self._judging.start()
 
-    def stop(self, farewell: str = "finished") -> None:
-        """Tell the other ranks why this one leaves, and end the threads."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Tell the other ranks why this one leaves, and end the threads.
+
+        A launcher stops all ranks when one has left with an error, so let the others first say why they fail. The
+        store ends with the process that serves it, so let the others first read what it says.
+        """
         deadline = time.monotonic() + self._silence
-        self._farewell = farewell
-        # The store ends with the process that serves it, and the others may still want to read this farewell.
-        while self.party.serves and time.monotonic() < deadline and not all(self._known.left()):
-            self._look_at_once()
+        text = "finished" if error is None else f"{type(error).__name__}: {error}"
+        self._farewell = {"left": text, "status": getattr(error, "status", FAILED)}
+        self._lingers = self.party.serves or error is not None
+        while self._lingers and time.monotonic() < deadline and self._is_awaited():
+            self._awake.set()
+            self._stopped.wait(self.beat_seconds / 5)
         self._leaving.set()
         self._awake.set()
         self._beating.join(self._silence)
@@ -110,16 +117,19 @@ class Watchdog:
         Every rank enters the collectives of a `channel`, a process group, in the same order.
         """
         if self.verdict is not None:
-            raise CollectiveError(self.verdict)
+            raise self._error(self.verdict)
         self._begun[channel] = number = self._begun.get(channel, 0) + 1
-        collective = _Collective(name, channel, number, time.monotonic())
+        collective = Collective(name, channel, number, time.monotonic())
         self._open.append(collective)
         try:
             yield
         except RuntimeError as error:
             if not is_of_the_network(error):
                 raise
-            raise CollectiveError(self._explanation(name, error)) from error
+            self._is_raised = True  # so the judge need not log it
+            self._open_case(f"{self._here(name)} failed", None, f"; {_first_line(error)}")
+            self._condemned.wait()  # the judge sees to it that this ends
+            raise self._error(self.verdict or str(error)) from error
         finally:
             if device is not None and device.type == "cuda":
                 collective.done = torch.cuda.Event()
@@ -127,30 +137,26 @@ class Watchdog:
             collective.returned = True
             self._open = [one for one in self._open if not one.is_over()]
 
-    def _explanation(self, name: str, error: Exception) -> str:
-        """Wait a few beats for the others' farewells, condemn all ranks, and return the verdict."""
-        deadline = time.monotonic() + self._silence + self.beat_seconds
-        while self.verdict is None and time.monotonic() < deadline and not any(self._known.left()):
-            self._look_at_once()
-        self._is_raised = True
-        self._condemn(f"{self._here(name)} failed: {self._reasons()}; {_first_line(error)}")
-        assert self.verdict is not None
-        return self.verdict
+    def _error(self, verdict: str) -> CollectiveError:
+        error = CollectiveError(verdict)
+        error.status = self._status
+        return error
 
-    def _condemn(self, verdict: str) -> None:
-        self.verdict = self.verdict or verdict
+    def _open_case(self, problem: str, collective: Collective | None = None, details: str = "") -> None:
+        self._case = self._case or _Case(problem, collective, time.monotonic(), details)
         self._awake.set()
+
+    def _condemn(self, verdict: str, status: int) -> None:
+        if self.verdict is None:
+            self._status, self.verdict = status, verdict
         self._condemned.set()
 
     def _beat(self) -> None:
+        """Exchange news with the store, which may take for ever: only this thread ever waits for it."""
         while True:
             is_last = self._leaving.is_set()
             try:
-                self._exchange_verdicts()
-                self._beats += 1
-                self._known.say(self._store, self._said())
-                if self._wondering or any(time.monotonic() - one.since > self.beat_seconds for one in self._open):
-                    self._known.listen(self._store)
+                self._exchange()
                 self._store_heard, self._store_error = time.monotonic(), ""
             except RuntimeError as error:
                 self._store_error = f": {_first_line(error)}"
@@ -159,53 +165,66 @@ class Watchdog:
             self._awake.wait(self.beat_seconds)
             self._awake.clear()
 
-    def _said(self) -> Said:
-        said = {
-            "beat": self._beats,
-            "activity": self._activity,
-            "seconds": time.monotonic() - self._active_since,
-            "begun": dict(self._begun),
-            "waiting": next((one.name for one in self._open), None),
-        }
-        return said if self._farewell is None else said | {"left": self._farewell}
+    def _exchange(self) -> None:
+        me = str(self.party.rank)
+        self._store.set(f"beat/{me}", json.dumps(self._said()))
+        if self.verdict is None and self._store.check(["verdict"]):
+            self._condemn(*json.loads(self._store.get("verdict")))
+        elif self._case is not None and self._store.compare_set("claim", "", me).decode() == me:
+            self._read_hearts()
+            # Whoever left says so at once, and the others' hearts must have time to beat.
+            has_left = any("left" in heart.said for heart in self._hearts.values())
+            if has_left or time.monotonic() - self._case.opened > self._silence + self.beat_seconds:
+                self._condemn(*self._verdict_of(self._case))
+            if self.verdict is not None:
+                self._store.compare_set("verdict", "", json.dumps([self.verdict, self._status]))
+        elif self._lingers:
+            self._read_hearts()
 
-    def _exchange_verdicts(self) -> None:
-        if self.verdict is not None:
-            self._store.compare_set(VERDICT, "", self.verdict)
-        elif self._store.check([VERDICT]):
-            self._condemn(self._store.get(VERDICT).decode())
+    def _said(self) -> dict[str, Any]:
+        activity, seconds = self.activity
+        doing = {"activity": activity, "seconds": seconds, "waiting": [one.name for one in self._open][:1]}
+        return {"time": time.time(), "begun": dict(self._begun), **doing, **self._farewell}
 
-    def _look_at_once(self) -> None:
-        self._wondering = True
-        self._awake.set()
-        self._stopped.wait(self.beat_seconds / 5)
+    def _read_hearts(self) -> None:
+        others = [member for member in self.party.members if member.rank != self.party.rank]
+        now = time.monotonic()
+        said = self._store.multi_get([f"beat/{member.rank}" for member in others]) if others else []
+        for member, text in zip(others, map(json.loads, said), strict=True):
+            known = self._hearts.setdefault(member.rank, Heart(member, text, now))
+            if text != known.said:
+                known.said, known.changed = text, now
+
+    def _is_awaited(self) -> bool:
+        """Tell whether another rank may still want to hear this one's farewell."""
+        left = ["left" in heart.said for heart in self._hearts.values()]
+        return self.verdict is None and sum(left) < len(self.party.members) - 1
 
     def _judge(self) -> None:
+        """Watch the clock, by this rank's memory alone: a call to the store over a broken network never returns."""
         woken = time.monotonic()
         while not self._condemned.wait(self.beat_seconds / 2):
             now = time.monotonic()
-            if now - woken > self._silence:
-                self._forgive(now - woken)
+            if now - woken > self._silence:  # this process was stopped: nobody else was silent in that time
+                self._store_heard += now - woken
+                for one in self._open:
+                    one.since += now - woken
             woken = now
             unfinished = next((one for one in self._open if not one.is_over()), None)
             if unfinished is not None and now - unfinished.since > self.timeout_seconds:
                 late = f"did not finish within {self.timeout_seconds:g} s"
-                self._condemn(f"{self._here(unfinished.name)} {late}: {self._reasons(unfinished)}")
+                self._open_case(f"{self._here(unfinished.name)} {late}", unfinished)
             elif now - self._store_heard > self.timeout_seconds:
-                self._condemn(f"{self._here(unfinished.name if unfinished else '')} cannot go on: {self._reasons()}")
+                self._open_case(f"{self._here(unfinished.name if unfinished else '')} cannot go on")
+            # The store may not answer, or the rank that has claimed the case may be lost itself.
+            if self._case is not None and now - self._case.opened > 3 * self._silence:
+                self._condemn(*self._verdict_of(self._case))
         if not self._stopped.is_set():
             try:
                 self._announce()
             finally:
                 if not self._stopped.wait(LEAVE_SECONDS):
-                    os._exit(FAILED)
-
-    def _forgive(self, seconds: float) -> None:
-        """Shift all clocks: this process was stopped for a while, so nobody else was silent in that time."""
-        for collective in self._open:
-            collective.since += seconds
-        self._known.forgive(seconds)
-        self._store_heard += seconds
+                    os._exit(self._status)
 
     def _announce(self) -> None:
         assert self.verdict is not None
@@ -215,37 +234,28 @@ class Watchdog:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             where = "".join(traceback.format_stack(frame)[-4:])
             logger.error("%s was here when it was told:\n%s", self._here(), where)
-        record_outcome(FAILED, CollectiveError(self.verdict))
+        record_outcome(self._status, self._error(self.verdict))
 
     def _here(self, collective: str = "") -> str:
         return f"rank {self.party.rank}{': ' * bool(collective)}{collective} ({self._activity})"
 
-    def _reasons(self, collective: _Collective | None = None) -> str:
-        """Name the missing ranks, as far as this rank knows."""
-        now = time.monotonic()
-        if now - self._store_heard > self._silence:
+    def _verdict_of(self, case: _Case) -> tuple[str, int]:
+        """Name the ranks that are missing, as far as this rank knows, and the exit status that they ask for."""
+        silent = time.monotonic() - self._store_heard
+        if silent > self._silence:
             unknown = [str(member) for member in self.party.members if member.rank != self.party.rank]
-            return (
-                f"the store at {self.party.address} has not answered for {now - self._store_heard:.0f} s"
-                f"{self._store_error}: the network to it is broken, or the host that serves it is down; "
-                f"nothing is known of {_listed(unknown)}"
+            reasons = (
+                f"the store at {self.party.address} has not answered for {silent:.0f} s{self._store_error}: the "
+                f"network to it is broken, or the host that serves it is down; nothing is known of {_listed(unknown)}"
             )
-        found: list[str] = []
-        for rank, other in self._known.known().items():
-            member, said, silent = self.party.members[rank], other.said, now - other.heard
-            doing = said.get("activity", "start")
-            if said.get("waiting"):
-                doing += f", waiting in {said['waiting']}"
-            if other.has_left:
-                found.append(f"{member} left: {said['left']}")
-            elif silent > self._silence:
-                found.append(f"{member} has not been heard of for {silent:.0f} s; it was in {doing}")
-            elif collective is not None and other.is_behind(collective.channel, collective.number):
-                found.append(f"{member} has not reached it; it has been in {doing} for {said['seconds']:.0f} s")
-        nobody = "every rank has begun it, so one may hang in it, or the network between them is broken"
-        if self._known.is_cut:
-            nobody = "more ranks lag behind than rank 0 tells of; its own log names those that have not reached it"
-        return _listed(found, self._known.is_cut) or nobody
+        else:
+            found = (heart.problem(case.collective, self._silence) for heart in self._hearts.values())
+            reasons = _listed([problem for problem in found if problem is not None]) or (
+                "every rank has begun it, so one may hang in it, or the network between them is broken"
+            )
+        # A mistake that a person must mend is one on every host, so that none of them starts again.
+        is_mistake = any(heart.said.get("status") == MISTAKE for heart in self._hearts.values())
+        return f"{case.problem}: {reasons}{case.details}", MISTAKE if is_mistake else FAILED
 
 
 def is_of_the_network(error: BaseException) -> bool:
@@ -259,6 +269,5 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)[:300]
 
 
-def _listed(texts: list[str], is_cut: bool = False) -> str:
-    more = f"and {'at least ' * is_cut}{len(texts) - NAMED} more"
-    return "; ".join([*texts[:NAMED], more] if len(texts) > NAMED else texts)
+def _listed(texts: list[str]) -> str:
+    return "; ".join([*texts[:NAMED], f"and {len(texts) - NAMED} more"] if len(texts) > NAMED else texts)
