@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distap.ranking.losses.base import SimilarityLoss as SimilarityLoss
     from distap.ranking.losses.function import loss as loss
     from distap.ranking.rank import rank as rank
-    from distap.retrieval.index_files import search_index as search_index
+    from distap.retrieval.indexing import search_index as search_index
     from distap.stages.micro_batches import MicroBatchSizes as MicroBatchSizes
     from distap.world import World as World
 
@@ -35,7 +35,7 @@ _MODULES = {
     "load": "distap.library",
     "loss": "distap.ranking.losses.function",
     "rank": "distap.ranking.rank",
-    "search_index": "distap.retrieval.index_files",
+    "search_index": "distap.retrieval.indexing",
     "train": "distap.library",
 }
 

@@ -198,10 +198,10 @@ def index_command(
     for name in [chosen, *(other for other in KINDS if compare and other != chosen)]:
         is_chosen = name == chosen
         on_gpu = gpu and (is_chosen or name != "hnsw")
-        built = build_index(gallery.descriptors, name, search if is_chosen else "", track, on_gpu)
+        built = build_index(gallery, name, search if is_chosen else "", track, on_gpu)
         figures = measure_recall(built.index, gallery.descriptors, asked)
-        of_build = {"build_seconds": built.seconds, "factory": built.factory, "search": built.search}
-        found.append({"name": name, **asdict(figures), **of_build})
+        made = {key: built.about["index"][key] for key in ("factory", "search")}
+        found.append({"name": name, **asdict(figures), "build_seconds": built.about["build_seconds"], **made})
         if is_chosen:
             write_index(output, built, gallery, {"measured": {**asdict(figures), "held_out": asked is not None}})
     count, dimensions = gallery.descriptors.shape

@@ -101,7 +101,8 @@ def evaluate_descriptors(
     queries = gallery if is_same else _resident(queries, dtype, counts.device, "query")
     neighbours = min(neighbours, others)
     blocks = [*_blocks(counts, truth.gallery, with_all=neighbours > 0)]
-    # Blocks go by turns. Where there are too few, ranks share the gallery of each instead.
+    # Ranks take blocks in turns, which needs no exchange. Where there are too few blocks to keep all of them busy,
+    # they share the gallery of each instead. Both compute the same products of the same blocks: the same bits.
     by_turns = neighbours > 0 or len(blocks) >= world.size
     names = [_joined(group, name) for group in protocol.groups for name in protocol.figures]
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
@@ -121,10 +122,11 @@ def evaluate_descriptors(
         every = ranks_of_positives(before, positives != NONE)
         first[rows] = every[:, 0]
         curves[number] = Ranked(every[every[:, 0] > 0], others).interpolated_precision().sum(0)
-        for group, chosen in protocol.groups.items():
+        for group, of_group in protocol.groups.items():
             ranks = every
-            if chosen is not None and grades is not None:
-                ranks = ranks_of_positives(before, torch.isin(grades, grades.new_tensor(chosen)))
+            if of_group is not None and grades is not None:
+                # `before` counts no positive of any grade, so those of other grades are left out, like junk.
+                ranks = ranks_of_positives(before, torch.isin(grades, grades.new_tensor(of_group)))
             for name, figure in protocol.figures.items():
                 values[_joined(group, name)][rows] = figure(Ranked(ranks, others))
     if by_turns:

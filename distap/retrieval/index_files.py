@@ -5,16 +5,13 @@ byte.
 """
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from jaxtyping import Float, Float32
-from numpy.typing import ArrayLike
 
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import (
@@ -29,7 +26,6 @@ from distap.retrieval.descriptor_files import (
     reading,
     write_described,
 )
-from distap.retrieval.indexing import BuiltIndex, build_index
 from distap.retrieval.nearest import bounded_threads, installed_faiss
 from distap.retrieval.row_blocks import finite
 from distap.storage.atomic import refuse_foreign
@@ -110,48 +106,18 @@ class SearchIndex:
         return {key: row for row, key in enumerate(self.keys.tolist())}
 
 
-def search_index(
-    descriptors: ArrayLike | torch.Tensor,
-    keys: Sequence[str] | None = None,
-    classes: Sequence[str] | None = None,
-    kind: str = "flat",
-    search: str = "",
-) -> SearchIndex:
-    """A Faiss index in memory over descriptors (N, C) of length 1; `search_index(...).search(queries, k)` gives hits.
-
-    Args:
-        keys: (N,) names of the images; None takes the numbers of the rows.
-        classes: (N,) names of their classes; None for none.
-        kind: `flat`, `hnsw`, `ivf-pq` or a factory string of Faiss; `search` has its parameters, see `build_index`.
-    Raises:
-        DistapError: the shapes do not fit, a descriptor is not finite, or Faiss cannot build such an index.
-    """
-    values = torch.as_tensor(descriptors).detach().cpu().numpy()
-    names = np.arange(len(values)).astype(str) if keys is None else np.array(keys, dtype=str)
-    of_class = np.full(len(values), "") if classes is None else np.array(classes, dtype=str)
-    if values.ndim != 2 or not names.shape == of_class.shape == (len(values),):
-        shapes = f"descriptors are {values.shape}, keys {names.shape} and classes {of_class.shape}"
-        raise DistapError(f"{shapes}; expected (N, C), (N,) and (N,)")
-    built = build_index(values, kind, search)
-    unknown, about = DescribedBy("", ""), {"index": built.about}
-    return SearchIndex(built.index, names, of_class, unknown, "descriptors in memory", about)
-
-
 def write_index(
-    folder: Path, built: BuiltIndex, descriptors: DescriptorSet, measured: dict[str, Any] | None = None
+    folder: Path, index: SearchIndex, descriptors: DescriptorSet, measured: dict[str, Any] | None = None
 ) -> None:
     """Write a folder that `read_index` reads. Earlier contents become invalid as soon as writing starts.
 
     Args:
-        built: an index over all descriptors, in their order.
+        index: over all descriptors, in their order.
         measured: more entries for about.json, such as the recall.
     """
-    if built.index.ntotal != len(descriptors):
-        raise DistapError(f"{folder}: an index of {built.index.ntotal} rows for {len(descriptors)} descriptors")
     require_free_for_index(folder)
-    about = {"index": built.about, "build_seconds": built.seconds, **(measured or {})}
-    files = {INDEX_FILE: lambda file: faiss.write_index(built.index, file.name)}
-    write_described(folder, descriptors, files, **about)
+    files = {INDEX_FILE: lambda file: faiss.write_index(index.index, file.name)}
+    write_described(folder, descriptors, files, **index.about, **(measured or {}))
 
 
 def require_free_for_index(folder: Path) -> None:

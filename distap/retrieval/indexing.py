@@ -8,15 +8,19 @@ search parameters, whose numbers follow from the size of the gallery.
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 
 from distap.errors import DistapError
 from distap.randomness import permutation
+from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
+from distap.retrieval.index_files import SearchIndex
 from distap.retrieval.nearest import bounded_threads, installed_faiss, nearest, without_rows
 from distap.retrieval.row_blocks import finite, row_blocks
 
@@ -50,38 +54,22 @@ KINDS: dict[str, Callable[[int, int], tuple[str, str]]] = {
 }
 
 
-@dataclass(frozen=True)
-class BuiltIndex:
-    """A Faiss index over a whole gallery."""
-
-    index: Any  # on the CPU
-    kind: str  # one of KINDS, or the factory string
-    factory: str
-    search: str  # parameters such as `nprobe=64`, comma-separated
-    seconds: float  # spent on training and adding
-
-    @property
-    def about(self) -> dict[str, str]:
-        """How it was made, for records."""
-        return {"kind": self.kind, "factory": self.factory, "search": self.search}
-
-
 def build_index(
-    values: Float[np.ndarray, "N C"],
+    descriptors: DescriptorSet,
     kind: str,
     search: str = "",
     track: Callable[[Iterable[Any], str, int], Iterable[Any]] | None = None,
     gpu: bool = False,
-) -> BuiltIndex:
-    """Train an index on a sample and add all descriptors.
+) -> SearchIndex:
+    """Train an index on a sample and add all descriptors, which are read in blocks.
 
     Args:
-        values: of length 1; a memory map is read in blocks.
         kind: one of KINDS, or a factory string of Faiss.
         search: parameters of Faiss's ParameterSpace, such as `nprobe=64,k_factor_rf=8`; they override the kind's.
         track: shows progress: called with the blocks, a description and their number, yields the blocks.
         gpu: train and add on all GPUs of this machine.
     """
+    values = descriptors.descriptors
     images, dimensions = values.shape
     if not images or not dimensions:
         raise DistapError(f"there is nothing to index in descriptors of shape {values.shape}")
@@ -124,7 +112,33 @@ def build_index(
             f"Faiss cannot build an index {factory!r}{parameters} over {images} descriptors of {dimensions} "
             f"dimensions{' with --gpu' if gpu else ''}: {reason}"
         ) from error
-    return BuiltIndex(index, kind, factory, search, time.perf_counter() - started)
+    made = {"kind": kind, "factory": factory, "search": search}
+    about = {"index": made, "build_seconds": time.perf_counter() - started}
+    of_images = descriptors.keys, descriptors.classes, descriptors.described_by, descriptors.data
+    return SearchIndex(index, *of_images, about)
+
+
+def search_index(
+    descriptors: ArrayLike | torch.Tensor,
+    keys: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+    kind: str = "flat",
+    search: str = "",
+) -> SearchIndex:
+    """A Faiss index in memory over descriptors (N, C) of length 1; `search_index(...).search(queries, k)` gives hits.
+
+    Args:
+        keys: (N,) names of the images; None takes the numbers of the rows.
+        classes: (N,) names of their classes; None for none.
+        kind: `flat`, `hnsw`, `ivf-pq` or a factory string of Faiss; `search` has its parameters, see `build_index`.
+    Raises:
+        DistapError: the shapes do not fit, a descriptor is not finite, or Faiss cannot build such an index.
+    """
+    values = torch.as_tensor(descriptors).detach().cpu().numpy()
+    names = np.arange(len(values)).astype(str) if keys is None else np.array(keys, dtype=str)
+    of_class = np.full(len(values), "") if classes is None else np.array(classes, dtype=str)
+    told = DescriptorSet(values, names, of_class, DescribedBy("", ""), "descriptors in memory")
+    return build_index(told, kind, search)
 
 
 @dataclass(frozen=True)

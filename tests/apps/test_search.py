@@ -142,7 +142,7 @@ def test_a_thumbnail_that_fails_once_is_read_again_and_a_damaged_image_is_not(ca
 def test_a_name_cannot_command_the_terminal_that_shows_hits(tmp_path, gallery, monkeypatch, capsys):
     described = read_descriptors(gallery.descriptors)
     described = replace(described, keys=np.array(["\x1b[2Jfirst", "\x1b]0;mine\x07", *described.keys[2:].tolist()]))
-    write_index(tmp_path / "index", build_index(described.descriptors, "flat", ""), described)
+    write_index(tmp_path / "index", build_index(described, "flat"), described)
     assert distap(monkeypatch, "search", tmp_path / "index", "key:\x1b[2Jfirst", "-k", 40) == 0
     said = "".join(capsys.readouterr())
     assert r"\x1b[2Jfirst" in said and r"\x1b]0;mine\x07" in said and "\x1b" not in said

@@ -55,7 +55,7 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
 def index_to(gallery: Gallery, folder: Path, kind: str = "flat", search: str = "") -> Path:
     """Index a gallery's descriptors in another way."""
     described = read_descriptors(gallery.descriptors)
-    write_index(folder, build_index(described.descriptors, kind, search), described)
+    write_index(folder, build_index(described, kind, search), described)
     return folder
 
 

@@ -34,7 +34,7 @@ def gallery():
 
 @pytest.fixture(scope="module")
 def built(gallery):
-    return {name: build_index(gallery.descriptors, *kind) for name, kind in SMALL.items()}
+    return {name: build_index(gallery, *kind) for name, kind in SMALL.items()}
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_flat_index_is_exact_also_for_a_map_in_half_precision_in_blocks(tmp_pa
             shown[-1] = (description, total, number + 1)
             yield block
 
-    index = build_index(mapped, "flat", track=track).index
+    index = build_index(described(mapped), "flat", track=track).index
     assert shown == [("indexing (flat)", 8, 8)]
     np.testing.assert_array_equal(
         index.search(gallery.descriptors[:9], 7)[1], nearest(gallery.descriptors[:9], mapped, 7)[1]
@@ -99,7 +99,7 @@ def test_recall_is_the_share_of_the_exact_neighbours(gallery, built):
 
 def test_any_of_exact_duplicates_is_found(gallery):
     values = np.repeat(gallery.descriptors[:20], 30, axis=0)
-    assert measure_recall(build_index(values, "flat").index, values).recall == 1
+    assert measure_recall(build_index(described(values), "flat").index, values).recall == 1
 
 
 def test_recall_is_measured_with_held_out_queries_too(gallery, built):
@@ -113,8 +113,8 @@ def test_recall_is_measured_with_held_out_queries_too(gallery, built):
 @pytest.mark.parametrize("images", [2, 5, 40, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_settings_of_a_kind_fit_any_gallery(capfd, images, kind):
-    values = clustered(images, 12, 5).descriptors
-    assert build_index(values, kind).index.search(values[:1], 1)[1].shape == (1, 1)
+    values = clustered(images, 12, 5)
+    assert build_index(values, kind).index.search(values.descriptors[:1], 1)[1].shape == (1, 1)
     assert not capfd.readouterr().err  # Faiss warns of too few descriptors
 
 
@@ -124,7 +124,7 @@ def test_the_settings_of_a_kind_grow_with_the_gallery():
 
 
 def test_search_parameters_override_those_of_a_kind(gallery):
-    built = build_index(gallery.descriptors, "hnsw", "efSearch=17")
+    built = build_index(gallery, "hnsw", "efSearch=17")
     assert (built.index.hnsw.efSearch, built.index.hnsw.efConstruction) == (17, 100)
 
 
@@ -149,23 +149,23 @@ def test_search_parameters_override_those_of_a_kind(gallery):
 )
 def test_an_index_that_faiss_cannot_build_says_why(gallery, factory, search, message):
     with pytest.raises(DistapError, match=message) as refusal:
-        build_index(gallery.descriptors, factory, search)
+        build_index(gallery, factory, search)
     assert ".cpp" not in str(refusal.value)
 
 
 def test_nothing_and_what_is_not_finite_are_not_indexed(gallery):
     with pytest.raises(DistapError, match="nothing to index"):
-        build_index(gallery.descriptors[:0], "flat")
+        build_index(described(gallery.descriptors[:0]), "flat")
     broken = gallery.descriptors.copy()
     broken[3, 4] = np.inf
     with pytest.raises(DistapError, match="descriptor 3 is not finite"):
-        build_index(broken, "flat")
+        build_index(described(broken), "flat")
 
 
 @pytest.mark.skipif(faiss.get_num_gpus() > 0, reason="this Faiss has a GPU")
 def test_without_a_gpu_faiss_says_so(gallery):
     with pytest.raises(DistapError, match="--gpu: this machine or its Faiss has no GPU"):
-        build_index(gallery.descriptors, "flat", gpu=True)
+        build_index(gallery, "flat", gpu=True)
 
 
 @pytest.mark.parametrize("name", ["index.faiss", "keys.npy", "classes.npy"])
@@ -213,7 +213,7 @@ def test_more_results_than_there_are_images_are_all_of_them(gallery, written):
 
 
 def test_lists_that_a_search_does_not_read_shorten_its_result(tmp_path, gallery):
-    built = build_index(gallery.descriptors, "IVF64,PQ8x4np", "nprobe=1")
+    built = build_index(gallery, "IVF64,PQ8x4np", "nprobe=1")
     write_index(tmp_path, built, gallery)
     hits = read_index(tmp_path).search(gallery.descriptors[:1], 700)[0]
     assert 0 < len(hits) < 700 and min(hit.row for hit in hits) >= 0

@@ -146,13 +146,6 @@ def test_counting_by_rows_and_for_all_rows_together_agree(bounds):
     assert count_above_in_columns(rows, wanted).tolist() == expected
 
 
-def test_the_most_similar_images_of_a_wide_gallery_are_the_neighbours():
-    descriptors = normalize(torch.randn(1500, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64))
-    result = evaluated(descriptors, torch.arange(1500) // 2, neighbours=3)
-    products = (descriptors @ descriptors.t()).fill_diagonal_(-2)
-    assert torch.equal(result.neighbours, products.topk(3, dim=1).indices)
-
-
 def test_a_collapsed_network_scores_no_more_than_chance():
     found = evaluated(normalize(torch.ones(400, 16)), torch.arange(400) // 4).summary()
     assert found["mAP"] < 0.02 and found["R@1"] < 0.02
@@ -163,12 +156,6 @@ def test_the_query_is_removed_by_its_index_also_where_duplicates_exist():
     result = evaluated(descriptors, torch.tensor([0, 1, 0, 1, 2, 2]), 1)
     assert result.neighbours[:, 0].tolist() == [1, 0, 3, 2, 5, 4]
     assert result.first_positive[4:].tolist() == [1, 1]
-
-
-def test_a_perfect_ranking_scores_one():
-    found = evaluated(torch.eye(4).repeat_interleave(3, dim=0), torch.arange(4).repeat_interleave(3)).summary()
-    expected = {"mAP": 1, "mAP@R": 1, "R@1": 1, "R@5": 1, "R@10": 1, "mP@1": 1, "mP@5": 0.4, "mP@10": 0.2}
-    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_descriptors_that_are_not_finite_are_an_error():
