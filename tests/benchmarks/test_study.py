@@ -65,6 +65,7 @@ def keys(results):
     return [(tuple(result.names.values()), *result.searched.values(), result.seed) for result in results]
 
 
+@pytest.mark.slow
 def test_a_killed_study_repeats_nothing_and_an_own_loss_is_a_row(study, tmp_path):
     # Trainings at once do not all listen on one port.
     changes = STUDY["changes"] | {"metrics.port": free_ports(1)}
@@ -94,6 +95,7 @@ def test_a_killed_study_repeats_nothing_and_an_own_loss_is_a_row(study, tmp_path
     assert "own" in (folder / "study.html").read_text() and not list(folder.rglob("checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_is_named_and_the_others_go_on(study, tmp_path):
     axes = {"classes": {"8": {"sampling.classes": 8}, "many": {"sampling.classes": 500}}}
     file = study(axes=axes, search={}, seeds=1, against=None, equal=["data"])

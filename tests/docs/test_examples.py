@@ -45,10 +45,12 @@ def run(tmp_path):
     return output
 
 
+@pytest.mark.slow
 def test_the_plain_loop_goes_from_folders_to_figures(run, photos):
     assert "'mAP': '" in run(EXAMPLES / "plain.py", photos / "train", photos / "test")
 
 
+@pytest.mark.slow
 def test_the_loop_of_ddp_trains_on_two_ranks(run, photos):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert "epoch 2: loss 0." in run(*torchrun, EXAMPLES / "ddp.py", photos / "train")
@@ -68,6 +70,7 @@ class Normalised(torch.nn.Module):
         return torch.nn.functional.normalize(self.network(images))
 
 
+@pytest.mark.slow
 def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(run):
     torch.manual_seed(0)
     labels = torch.arange(320) // 4
@@ -89,6 +92,7 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(run):
         assert [float(loss) for loss in printed] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_notebook_finds_more_after_training(tmp_path):
     skip_if_fast("a kernel")
     stored = nbformat.read(EXAMPLES / "search_your_images.ipynb", as_version=4)
