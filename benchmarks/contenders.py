@@ -1,18 +1,13 @@
-"""A training step done in several ways on the same batch: bare passes, autograd, cached gradients, and distap.
+"""A training step on a seeded batch: bare passes, and distap's own step. benchmarks/own_loops.py has the other ways.
 
-Each is written as one would meet it. All but the bare passes end with an update of the same optimiser at a learning
-rate of zero, so that every step does the same work on the same numbers.
+All but the bare passes end with an update of the same optimiser at a learning rate of zero, so that every step does
+the same work on the same numbers.
 """
 
-import ast
 import copy
-import importlib
-import inspect
-import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +15,8 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks.materialised import materialised_loss
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
@@ -32,7 +25,6 @@ from distap.data.shards.packing import pack
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
-from distap.multistage import Multistage
 from distap.precision import PrecisionName, autocast, computing_in
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
@@ -235,141 +227,3 @@ class LoadedStep(DistapStep):
 
     def __call__(self) -> None:
         self.on(next(self._shares))
-
-
-class FullBatch:
-    """Autograd through the whole local batch at once, as one would write it if memory were no concern."""
-
-    forwards = 1.0
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._network: nn.Module = copy.deepcopy(task.network)
-        self.optimizer = adam(self._network)
-        if task.world.size > 1:
-            self._network = DistributedDataParallel(self._network)
-
-    def __call__(self) -> None:
-        task = self._task
-        with task.autocast():
-            descriptors = self._network(task.images(slice(None)))
-        _loss_of_all(descriptors, task).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-class CachedGradients(FullBatch):
-    """The published scheme (Gao et al. 2021, section 3.2), in plain PyTorch.
-
-    A forward pass without a graph; the loss by autograd over the descriptors of all ranks, whose gradients are
-    cached; and a second forward pass from the same random state, of which each micro-batch is sent its part of the
-    cache. As there, replicas reduce with the last one.
-    """
-
-    forwards = 2.0
-
-    def __call__(self) -> None:
-        task = self._task
-        states, parts = [], []
-        for rows in task.micro_batches:
-            states.append(_random_state(task.world.device))
-            with torch.no_grad(), task.autocast():
-                parts.append(self._network(task.images(rows)))
-        leaves = torch.cat(parts).detach().requires_grad_()
-        _loss_of_all(leaves, task).backward()
-        assert leaves.grad is not None
-        for rows, state in zip(task.micro_batches, states, strict=True):
-            with _reducing(self._network, rows.stop == len(task.batch.samples)):
-                with _restored(state, task.world.device), task.autocast():
-                    descriptors = self._network(task.images(rows))
-                (descriptors * leaves.grad[rows]).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-class MultistageLoop(FullBatch):
-    """distap's drop-in in a loop of one's own, with the caller's DistributedDataParallel and optimiser."""
-
-    forwards = 2.0
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        # bfloat16 drifts more than trainings tolerate by default
-        self._multistage = Multistage(self._network, task.loss, task.micro_batch, max_drift=float("inf"))
-
-    def __call__(self) -> None:
-        with self._task.autocast():
-            loss = self._multistage(self._task.batch.pixels, self._task.batch.labels)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-class GradCachePackage(FullBatch):
-    """The package of Gao et al. (`pip install gradcache`), with a gathered loss by autograd.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-
-    forwards = 2.0
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        # The released package imports itself by another name than it is installed under.
-        sys.modules.setdefault("grad_cache", importlib.import_module("gradcache"))
-        package = importlib.import_module("gradcache.grad_cache")
-        self._cache = package.GradCache([self._network], task.micro_batch, lambda rows: _loss_of_all(rows, task))
-
-    def __call__(self) -> None:
-        task = self._task
-        with task.autocast():
-            self._cache(task.images(slice(None)), no_sync_except_last=task.world.size > 1)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-Contender = Floor | DistapStep | FullBatch
-
-
-def lines_of(contender: Contender) -> int | None:
-    """Lines of code that a user writes for a step in her own loop; None for what is not one's own loop."""
-    if not isinstance(contender, FullBatch):
-        return None
-    written: list[Callable[..., Any]] = [contender.__call__]
-    written += [_loss_of_all] if not isinstance(contender, MultistageLoop) else []
-    written += [_reducing, _random_state, _restored] if isinstance(contender, CachedGradients) else []
-    texts = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in written]
-    made = 0 if type(contender) in (FullBatch, CachedGradients) else 1  # the object that is called
-    return made + sum(len(text.splitlines()) - text.count('"""') // 2 for text in texts)
-
-
-def _reducing(network: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-    if is_last or not isinstance(network, DistributedDataParallel):
-        return nullcontext()
-    region: AbstractContextManager[None] = network.no_sync()
-    return region
-
-
-def _loss_of_all(descriptors: Tensor, task: Task) -> Tensor:
-    """The loss of the global batch, differentiable in this rank's descriptors; times W, by which DDP divides."""
-    world, total = task.world, task.batch.total
-    everyone = world.gather_rows(descriptors.detach(), total).clone()
-    everyone[world.rank :: world.size] = descriptors
-    labels = world.gather_rows(task.batch.labels.to(world.device), total)
-    return materialised_loss(task.loss, everyone, labels) * world.size
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators, of the CPU and of a GPU."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-@contextmanager
-def _restored(state: list[Tensor], device: torch.device) -> Iterator[None]:
-    """Draw from that state inside; the state outside is the same afterwards as before."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        for of_gpu in state[1:]:
-            torch.cuda.set_rng_state(of_gpu, device)
-        yield

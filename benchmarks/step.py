@@ -14,17 +14,11 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.contenders import (
     IMAGES_A_CLASS,
-    CachedGradients,
-    Contender,
     DistapStep,
     Floor,
-    FullBatch,
-    GradCachePackage,
     LoadedStep,
-    MultistageLoop,
     SeededBatch,
     Task,
-    lines_of,
     seeded_network,
 )
 from benchmarks.materialised import materialised_bytes
@@ -37,6 +31,7 @@ from benchmarks.measuring import (
     peaks_of,
     relative_difference,
 )
+from benchmarks.own_loops import CachedGradients, Contender, FullBatch, GradCachePackage, MultistageLoop, lines_of
 from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
