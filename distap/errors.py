@@ -11,7 +11,11 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FINISHED = 0
 FAILED = 1
@@ -64,3 +68,27 @@ def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
     is_told = isinstance(error["input"], str) and repr(error["input"]) in expected
     value = "" if is_told or isinstance(error["input"], Mapping) else f"{error['input']!r}: "
     return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"
+
+
+def tensor_given(value: Any, name: str) -> "Tensor":
+    """Return what a caller gave as a tensor: a tensor, numbers in an array or in lists, or a list of tensors.
+
+    Raises:
+        DistapError: it is none of these; `name` is that of the argument.
+    """
+    import numpy as np  # here, so that recipes can be read without them
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(one, torch.Tensor) for one in value):
+        with suppress(RuntimeError):  # of different shapes
+            return torch.stack(list(value))
+    else:
+        with suppress(TypeError, ValueError):
+            return torch.from_numpy(np.array(value))  # a copy, since torch takes neither reversed nor read-only ones
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, list | tuple) and value:
+        kind += f" of {len(value)} {type(value[0]).__name__}"
+    number = "; number them first (numpy.unique(labels, return_inverse=True)[1])" if name == "labels" else ""
+    raise DistapError(f"{name}: {kind} makes no tensor of numbers{number}")

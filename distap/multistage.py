@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from distap.errors import DistapError
 from distap.ranking.listwise import KnownGradient
-from distap.ranking.loss import AnyLoss, Gathered, build_loss
+from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking
 from distap.ranking.rankable import check_arguments, label_problem
 from distap.stages.fsdp import FSDPReplica
-from distap.stages.given_batch import GivenBatch, are_alike, cut_along_rows, rows_of
+from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import CallersReplica, ReplacedForward, refuse_unusable, set_batchnorm, world_of
 from distap.step import ThreeStages
@@ -63,7 +63,8 @@ class Multistage(nn.Module):
         group: the ranks of a batch; None takes those of the wrapper, or all.
         memory: number of earlier descriptors to rank against as well; part of this module's state.
         memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free memory.
-        max_drift: greatest tolerated difference between the two descriptors of an image.
+        max_drift: greatest tolerated difference between the two descriptors of an image; None takes 1e-4, or 1e-3
+            on a GPU with TF32, or 0.1 under autocast.
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
         reshard: under FSDP2, keep a block's parameters only while it computes in replay.
@@ -83,7 +84,7 @@ class Multistage(nn.Module):
         group: dist.ProcessGroup | None = None,
         memory: int = 0,
         memory_bytes: int | None = None,
-        max_drift: float = 1e-3,
+        max_drift: float | None = None,
         skip_below: float = 0.0,
         reduce: bool = False,
         reshard: bool = False,
@@ -102,9 +103,11 @@ class Multistage(nn.Module):
         self.ranking: Ranking | None = None  # of the last call: loss by query, numbers of queries
         self.not_finite: list[int] = []  # rows of the last call whose descriptor was not finite, and was left out
         self.replay_drift = float("nan")  # of the last backward pass
-        self._calls, self._syncs = 0, True
+        self._calls, self._syncs, self._is_probed = 0, True, False
 
-    def forward(self, images: Any, labels: Tensor | None = None, samples: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self, images: Any, labels: Tensor | ArrayLike | None = None, samples: Sequence[int] | None = None
+    ) -> Tensor:
         """The loss of the batch: a scalar, the same on every rank, which can be differentiated once.
 
         Args:
@@ -119,7 +122,8 @@ class Multistage(nn.Module):
                 that cannot be ranked.
         """
         if not isinstance(self.network, DistributedDataParallel):
-            return self._loss(self.network, images, labels, samples)
+            loss: Tensor = self._loss(self.network, images, labels, samples)
+            return loss
         # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters. They come from
         # KnownGradient, once, whatever the number of micro-batches.
         replicas, network = self.network, self.network.module
@@ -129,7 +133,10 @@ class Multistage(nn.Module):
         finally:
             replicas.module = network
 
-    def _loss(self, network: nn.Module, images: Any, labels: Tensor | None, samples: Sequence[int] | None) -> Tensor:
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled network is enough
+    def _loss(
+        self, network: nn.Module, images: Any, labels: Tensor | ArrayLike | None, samples: Sequence[int] | None
+    ) -> Tensor:
         batch, world, alike = self._batch(network, images, labels, samples)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         forward = Outputs(network, world, self.normalise)
@@ -149,12 +156,14 @@ class Multistage(nn.Module):
             sizes=self.sizes if alike else MicroBatchSizes(1),
             memory_bytes=self.memory_bytes,
             memory=self.memory if self.training else CrossBatchMemory(0),
-            max_drift=self.max_drift,
+            max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
             skip_below=self.skip_below,
             ranked_part=forward.without_other,
+            is_probed=self._is_probed,
         )
         with self._frozen(network):
             described = stages.describe(batch)
+        self._is_probed |= stages.is_probed and torch.is_grad_enabled()
         gathered, self.not_finite = stages.gather(described, batch)
         if self.not_finite:
             logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])
@@ -162,15 +171,16 @@ class Multistage(nn.Module):
             check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world)
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
         value, gradient = forward.with_other(ranking, gathered, described.descriptors)
-        if not (torch.is_grad_enabled() and trained):
+        if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
             return value
 
         # Stage three runs when the caller calls `backward`: by then autocast, accumulation and a loss scale have
         # acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
-            scaled = replace(ranking, gradient=gradient * upstream)
-            with torch.enable_grad(), self._frozen(network):
-                self.replay_drift, _, _ = stages.replay(batch, described, scaled)
+            if trained:
+                scaled = replace(ranking, gradient=gradient * upstream)
+                with torch.enable_grad(), self._frozen(network):
+                    self.replay_drift, _, _ = stages.replay(batch, described, scaled)
             return *replica.gradients, *(one * upstream for one in ranking.by_parameters)
 
         return KnownGradient.apply(value, replay, True, *replica.inputs, *self.loss.parameters)
@@ -201,19 +211,20 @@ class Multistage(nn.Module):
     def extra_repr(self) -> str:
         return f"loss={self.loss!r}, sizes={self.sizes!r}"
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return self.memory.state_dict()
+    def get_extra_state(self) -> Tensor:
+        return self.memory.as_bytes()
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state)
+    def set_extra_state(self, state: Tensor) -> None:
+        self.memory.load_bytes(state)
 
     def _batch(
-        self, network: nn.Module, images: Any, labels: Tensor | None, samples: Sequence[int] | None
+        self, network: nn.Module, images: Any, labels: Tensor | ArrayLike | None, samples: Sequence[int] | None
     ) -> tuple[GivenBatch, World, bool]:
         """Check what all ranks were given, cut this rank's images along their rows, and say whether all are alike."""
         world, parts, known, failure = world_of(self.network, self.group), list[Any](), torch.empty(0), None
         try:
             parts, known = cut_along_rows(images, labels)
+            refuse_graphs(parts)
             problem = label_problem(known, sum(map(rows_of, parts))) or ("" if len(known) else "no images were given")
             if samples is not None and len(samples) != len(known):
                 problem = f"{len(samples)} numbers in `samples` for {len(known)} images"
@@ -228,38 +239,3 @@ class Multistage(nn.Module):
         self._calls += 1
         batch = GivenBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1)
         return batch, world, all(alike)
-
-
-class Outputs:
-    """What a caller's network gives: descriptors, with further losses of each image behind them as columns."""
-
-    def __init__(self, network: nn.Module, world: World, normalise: bool) -> None:
-        self._network, self._world, self._normalise = network, world, normalise
-        kind = world.device.type
-        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._width = 0  # of a descriptor
-
-    def __call__(self, images: Any) -> Tensor:
-        kind, dtype, is_enabled = self._autocast
-        # Without a cache: one that was filled without a graph would lose the parameters' gradients.
-        with torch.autocast(kind, dtype, is_enabled, cache_enabled=False):
-            output = self._network(images)
-        descriptors, *others = output if isinstance(output, tuple) else (output,)
-        descriptors = descriptors.to(torch.promote_types(descriptors.dtype, torch.float32))
-        if self._normalise:
-            descriptors = normalize(descriptors)
-        self._width = descriptors.shape[1]
-        return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
-
-    def without_other(self, rows: Tensor) -> Tensor:
-        """The descriptors; one whose other loss is not finite is not finite either, so that it is left out."""
-        return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
-
-    def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the batch, other losses included, and its gradient by each row of outputs."""
-        if rows.shape[1] == self._width:
-            return ranking.loss.to(rows.dtype), ranking.gradient
-        taking_part = gathered.local[:, None].to(rows) / len(gathered.images)
-        others = taking_part.expand(-1, rows.shape[1] - self._width)
-        mean = self._world.sum((others * torch.where(others > 0, rows[:, self._width :], 0)).sum())
-        return (ranking.loss + mean).to(rows.dtype), torch.cat([ranking.gradient, others], dim=1)

@@ -179,6 +179,18 @@ def build_part(kind: str, name: str, **options: Any) -> Any:
         raise DistapError(str(error)) from error
 
 
+def sum_in_full(loss: Any) -> Any:
+    """Write `{sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}` as a sum; return any other loss as it is."""
+    if not isinstance(loss, Mapping) or "name" in loss or not loss.keys() & REGISTRY["loss"].keys():
+        return loss
+    terms = []
+    for name, value in loss.items():
+        check_name("loss", name)
+        options = dict(value) if isinstance(value, Mapping) else {"weight": value}
+        terms.append((options.pop("weight", 1.0), {**options, "name": name}))
+    return {"name": "sum", "terms": terms}
+
+
 @dataclass(frozen=True)
 class Part:
     """What a recipe chooses by name and its keys, before the class is imported; or the record of an object."""

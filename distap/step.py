@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from distap.device_copies import copied, mover
 from distap.randomness import seed_for
@@ -29,12 +30,28 @@ from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, rank_descriptors, start_gathering
-from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes
-from distap.stages.replay_drift import drift, drift_error, mixes_images
+from distap.ranking.rankable import refuse_other_leaves
+from distap.stages.exactness import (
+    MovingBuffers,
+    drift,
+    drift_error,
+    mixes_images,
+    refuse_mixing,
+)
+from distap.stages.micro_batches import (
+    BackwardPass,
+    Batch,
+    MicroBatchSizes,
+    Rows,
+    backward_passes,
+    is_out_of_memory,
+)
 from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
+OUTSIDE = "the network uses it, but it is none of network.parameters() (is it in a plain list?)"
+PROBED = 3  # images that are described once more in the first step, in other cuts
 DROPOUT = 1  # first word of the key that seeds dropout
 Forward = Callable[[Any], Tensor]  # images to descriptors
 
@@ -46,6 +63,7 @@ class Described:
     descriptors: Float[Tensor, "b C"]  # without a graph
     kept: dict[int, Tensor]  # descriptors with their graph, by the first row of their micro-batch
     gathering: Gathering  # carries them to the other ranks
+    buffers: MovingBuffers  # of the network, before this stage
 
 
 @dataclass
@@ -65,6 +83,7 @@ class ThreeStages:
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
     ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
+    is_probed: bool = False  # the network was seen to depend on the image and the random state alone
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.replica.network)
@@ -78,7 +97,15 @@ class ThreeStages:
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(self.loss, self.world, batch.total, self.memory_bytes)
         parts, kept = list[Tensor](), dict[int, Tensor]()
+        buffers = MovingBuffers(self.replica.network)
         with self.stage("describe", batch.step), self.replica.describing():
+            if not self.is_probed:
+                try:
+                    self._probe(batch)
+                    self.is_probed = True
+                except RuntimeError as error:  # another step tries again, once micro-batches are smaller
+                    if not is_out_of_memory(error):
+                        raise
             while start < share:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
@@ -99,7 +126,24 @@ class ThreeStages:
                 # The rows travel, and are counted, while the network goes on describing.
                 ranked = parts[-1] if self.ranked_part is None else self.ranked_part(parts[-1])
                 gathering.add(ranked, batch.labels[rows], batch.present[rows], batch.samples[rows])
-        return Described(torch.cat(parts), kept, gathering)
+        return Described(torch.cat(parts), kept, gathering, buffers)
+
+    def _probe(self, batch: Batch) -> None:
+        """Describe a few images in other cuts, once, and refuse a network whose gradient would be silently wrong."""
+        few = min(self.sizes.replay, PROBED, len(batch.labels))
+        images = self._to_device(batch.images(slice(0, few)))
+
+        def describe(count: int, seed: int) -> Tensor:
+            torch.manual_seed(seed)
+            return self.replica.forward(tree_map_only(Tensor, lambda rows: rows[:count], images))
+
+        buffers, network = MovingBuffers(self.replica.network), self.replica.network
+        if self.replica.keeps_graphs and torch.is_grad_enabled():
+            refuse_other_leaves(describe(few, 0), network.parameters(), OUTSIDE)
+        if few > 1 and self._mixing is None:
+            with torch.no_grad():
+                refuse_mixing(describe, network, few, self.max_drift)
+        buffers.restore()
 
     def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
         """Collect the descriptors and labels of all ranks; return them and this rank's rows that are not finite.
@@ -133,8 +177,10 @@ class ThreeStages:
         with self.stage("replay", batch.step), self.replica.replaying():
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.replica.lockstep else None
+            after = MovingBuffers(self.replica.network)
             # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
             while True:
+                described.buffers.restore()
                 cutting = self.sizes.replay, self.skip_below * longest, self._mixing is None, others
                 passes = backward_passes(ranking.gradient, described.kept, *cutting)
                 try:
@@ -145,6 +191,7 @@ class ThreeStages:
                     self.sizes.halve("replay", self.sizes.replay, False, error, begun or self._mixing)
                 self.replica.discard()
                 described.kept.clear()
+            after.restore()
             with self.stopwatch.stage("reduce"):
                 self.replica.reduce()
         greatest = self.world.maximum(float(worst))

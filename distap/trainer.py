@@ -111,6 +111,7 @@ class Trainer:
         memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
         loss_learner, batch = loss_learner_of(recipe, loss, world), self.images.size
         self.step = step_of(recipe, self.learner, loss, world, batch, memory, self.stopwatch, loss_learner)
+        self.report.metrics.replay_drift_limit.set(self.step.stages.max_drift)
         self.state = RunState(recipe, world, self.images, self.learner, memory, loss_learner)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite

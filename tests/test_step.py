@@ -38,7 +38,7 @@ def step_on(world, network, describe_size, replay_size, keep=0, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     learner = learning(network, optimizer, world)
     sizes = MicroBatchSizes(replay_size, describe_size, keep)
-    return step_with(learner, QuantizedAP(), world, SEED, sizes, **options)
+    return step_with(learner, QuantizedAP(), world, SEED, sizes, is_probed=True, **options)
 
 
 def moved_by(step, batch):
@@ -172,7 +172,9 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
     network = small_network(**settings)
     learner = learning(network, torch.optim.SGD(network.parameters(), lr=1.0), world)
     loss = Indifferent(chosen, factor)
-    step = step_with(learner, loss, world, SEED, MicroBatchSizes(4, None, keep), skip_below=skip_below)
+    step = step_with(
+        learner, loss, world, SEED, MicroBatchSizes(4, None, keep), is_probed=True, skip_below=skip_below
+    )
     sizes = []
 
     def note(module, images, descriptors):
@@ -270,7 +272,7 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
 
 def test_memory_that_does_not_suffice_for_one_image_is_an_error_that_says_what_to_change():
     step = step_on(World(), Greedy(small_network(), 99, without=0), None, 2)
-    with pytest.raises(DistapError, match=r"out of memory in describe .* one image; .*data\.image_size"):
+    with pytest.raises(DistapError, match=r"out of memory in describe .* one image; .*smaller images"):
         step(TensorBatch(*small_images(IMAGES), World()), 1.0)
     step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), None, 2)
     with pytest.raises(DistapError, match="drops at random"):

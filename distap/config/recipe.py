@@ -23,9 +23,8 @@ from distap.config.sections import (
 )
 from distap.config.validation import Section
 from distap.precision import PrecisionName
-from distap.registry import REGISTRY, Chosen, Part, check_name, name_of
+from distap.registry import Chosen, Part, name_of, sum_in_full
 
-FLOAT32_DRIFT, LOWER_PRECISION_DRIFT = 1e-3, 0.1
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 
 
@@ -84,15 +83,7 @@ class Recipe(NetworkRecipe):
     @field_validator("loss", mode="before")
     @classmethod
     def _sum_in_full(cls, loss: Any) -> Any:
-        """`{sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}` is a sum, each loss with its weight and keys."""
-        if not isinstance(loss, Mapping) or "name" in loss or not loss.keys() & REGISTRY["loss"].keys():
-            return loss
-        terms = []
-        for name, value in loss.items():
-            check_name("loss", name)
-            options = dict(value) if isinstance(value, Mapping) else {"weight": value}
-            terms.append((options.pop("weight", 1.0), {**options, "name": name}))
-        return {"name": "sum", "terms": terms}
+        return sum_in_full(loss)
 
     @field_validator("loggers", mode="before")
     @classmethod
@@ -113,12 +104,6 @@ class Recipe(NetworkRecipe):
     def run_id(self) -> str:
         """Name of the run in log lines and loggers."""
         return self.run.resolve().name
-
-    @property
-    def max_drift(self) -> float:
-        if self.replay.max_drift is not None:
-            return self.replay.max_drift
-        return FLOAT32_DRIFT if self.precision == "float32" else LOWER_PRECISION_DRIFT
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -120,8 +120,7 @@ class RetrievalNetwork(nn.Module):
         """Return what the projection gets, float32 or wider."""
         # Channels last: convolutions are faster, on CPUs and on GPUs.
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
-        with self._statistics_kept():
-            features = self.backbone(pixels)
+        features = self.backbone(pixels)
         if not isinstance(features, Tensor):
             raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
         with in_full_precision(features.device):
@@ -146,19 +145,6 @@ class RetrievalNetwork(nn.Module):
         if features.ndim == 4 and features.shape[1] != self.features:
             return (features.permute(0, 3, 1, 2),)
         return (features,)
-
-    @contextmanager
-    def _statistics_kept(self) -> Iterator[None]:
-        # A step describes each image twice; its statistics are to move once. Without tracking, BatchNorm in training
-        # mode still normalises by the micro-batch.
-        touched = [] if torch.is_grad_enabled() else [m for m in self._normalisers if m.training]
-        for normaliser in touched:
-            normaliser.track_running_stats = False
-        try:
-            yield
-        finally:
-            for normaliser in touched:
-                normaliser.track_running_stats = True
 
 
 def build_network(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -47,7 +48,9 @@ class ListwiseLoss(nn.Module):
         self.group, self.memory_bytes = group, memory_bytes
         self.memory = CrossBatchMemory(memory)
 
-    def forward(self, embeddings: Tensor, labels: Tensor, images: Tensor | None = None) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, labels: Tensor | ArrayLike, images: Tensor | ArrayLike | None = None
+    ) -> Tensor:
         """The loss of the batch, a scalar.
 
         Args:
@@ -81,11 +84,11 @@ class ListwiseLoss(nn.Module):
     def extra_repr(self) -> str:
         return repr(self.loss)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return self.memory.state_dict()
+    def get_extra_state(self) -> Tensor:
+        return self.memory.as_bytes()
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state)
+    def set_extra_state(self, state: Tensor) -> None:
+        self.memory.load_bytes(state)
 
 
 class KnownGradient(torch.autograd.Function):

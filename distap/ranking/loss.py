@@ -13,7 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from distap.errors import DistapError
-from distap.registry import build_part
+from distap.registry import build_part, sum_in_full
 from distap.world import World
 
 QueryWeights = Literal["uniform", "class"]
@@ -207,15 +207,21 @@ class SizedLoss(Loss):
         return replace(self, classes=self.classes or classes, dimensions=dimensions, seed=seed)
 
 
-AnyLoss = str | Loss | Callable[..., Any]  # a name, a loss, a class of losses, or a function (descriptors, labels)
+# A name, a mapping of names to weights, a loss, a class of losses, or a function (descriptors, labels).
+AnyLoss = str | Mapping[str, Any] | Loss | Callable[..., Any]
 
 
 def build_loss(loss: AnyLoss, **options: Any) -> Loss:
-    """A loss from its name ("package.module:Class" for one of your own), its class or a function; see `rank`.
+    """A loss from its name ("package.module:Class" for one of your own), a recipe's form, its class or a function.
 
     Raises:
         DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with options.
     """
+    if isinstance(loss, Mapping):
+        named = {**sum_in_full(loss), **options}
+        if "name" not in named:
+            raise DistapError(f"loss {dict(loss)}: expected the names of losses with their weights, or `name`")
+        return build_loss(str(named.pop("name")), **named)
     if isinstance(loss, str):
         return build_part("loss", loss, **options)
     if isinstance(loss, type):

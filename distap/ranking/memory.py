@@ -1,5 +1,6 @@
 """Descriptors of earlier steps as more of the gallery (cross-batch memory, Wang et al. 2020)."""
 
+import io
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -66,3 +67,13 @@ class CrossBatchMemory:
             newest = slice(max(0, len(state["labels"]) - self.size), None)
             self.descriptors = state["descriptors"][newest]
             self.labels, self.images = state["labels"][newest], state["images"][newest]
+
+    def as_bytes(self) -> Tensor:
+        """Return the state as uint8: safetensors, Accelerate and Hugging Face save a module's tensors alone."""
+        buffer = io.BytesIO()
+        torch.save(self.state_dict(), buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    def load_bytes(self, state: Tensor) -> None:
+        """Load what `as_bytes` returned."""
+        self.load_state_dict(torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True))

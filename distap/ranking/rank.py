@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Float64
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distap.errors import DistapError
+from distap.errors import DistapError, tensor_given
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.loss import (
     AnyLoss,
@@ -42,12 +43,12 @@ class Ranking:
 
 
 def rank(
-    descriptors: Tensor,
-    labels: Tensor,
+    descriptors: Tensor | ArrayLike,
+    labels: Tensor | ArrayLike,
     loss: AnyLoss = "ap_q",
     group: dist.ProcessGroup | None = None,
     memory: CrossBatchMemory | None = None,
-    images: Tensor | None = None,
+    images: Tensor | ArrayLike | None = None,
     memory_bytes: int | None = None,
     **options: object,
 ) -> Ranking:
@@ -57,7 +58,8 @@ def rank(
     The loss is then a mean over the queries of all ranks: sum gradients over ranks, do not average them.
 
     Args:
-        descriptors: (b, C) of this rank, of length 1. For 16-bit descriptors the gradient is float32.
+        descriptors: (b, C) of this rank, of length 1, as a tensor or an array. For 16-bit descriptors the gradient
+            is float32.
         labels: (b,) integers from 0.
         loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap`,
             `metric_learning`, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar. Losses
@@ -74,6 +76,8 @@ def rank(
         DistapError: on every rank, for an unknown loss or option, and for descriptors or labels that cannot be
             ranked; the message says which rows.
     """
+    descriptors, labels = tensor_given(descriptors, "descriptors"), tensor_given(labels, "labels")
+    images = None if images is None else tensor_given(images, "images")
     world = World(device=descriptors.device)
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
@@ -119,7 +123,7 @@ def rank_descriptors(
     if not queries:
         raise NothingToRankError(
             f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of its class in the "
-            "batch, so nothing can be ranked: use `p_by_k` sampling, or a larger batch"
+            "batch, so nothing can be ranked: draw several images of each class, or a larger batch"
             if batch
             else "no image of this batch can be ranked: none was read, or no descriptor is finite"
         )

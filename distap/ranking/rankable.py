@@ -1,13 +1,16 @@
-"""Refuse descriptors and labels that cannot be ranked, and name the rows at fault."""
+"""Refuse descriptors and labels that cannot be ranked, and graphs whose gradients would be lost."""
+
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distap.errors import DistapError
 from distap.world import World
 
 LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 MOST_ROWS = 10
+REENTRANT = "CheckpointFunctionBackward"  # autograd's name for torch.utils.checkpoint with use_reentrant=True
 LARGEST_LABEL = torch.iinfo(torch.int64).max
 
 
@@ -63,3 +66,23 @@ def _rows(wrong: Tensor) -> str:
     rows = wrong.nonzero().flatten().tolist()
     more = f" and {len(rows) - MOST_ROWS} more" if len(rows) > MOST_ROWS else ""
     return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:MOST_ROWS]))}{more}"
+
+
+def refuse_other_leaves(output: Tensor, known: Iterable[Tensor], advice: str) -> None:
+    """Raise a DistapError if a backward pass from `output` would reach a tensor that is none of `known`."""
+    nodes, seen, ours = [output.grad_fn], set(), {id(one) for one in known}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == REENTRANT:
+            raise DistapError(
+                "the network checkpoints activations with use_reentrant=True, which hides parameters from autograd; "
+                "pass use_reentrant=False (gradient_checkpointing_kwargs of Hugging Face networks)"
+            )
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in ours:
+            kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+            raise DistapError(f"a {kind} {tuple(leaf.shape)} would get no gradient: {advice}")
+        nodes += [following for following, _ in node.next_functions]

@@ -1,4 +1,4 @@
-"""A batch of a loop of one's own, in any nesting of tensors, as the three stages read it."""
+"""A batch of a caller's loop and what the caller's network gives for it, as the three stages read them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -6,10 +6,15 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from distap.errors import DistapError
+from distap.errors import DistapError, tensor_given
+from distap.ranking.loss import Gathered
+from distap.ranking.rank import Ranking
+from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import Rows, as_rows
 from distap.world import World
 
@@ -44,12 +49,63 @@ class GivenBatch:
         self._is_blank[rows.cpu()] = True
 
 
-def cut_along_rows(images: Any, labels: Tensor | None) -> tuple[list[Any], Tensor]:
+class Outputs:
+    """What a caller's network gives: descriptors, with further losses of each image behind them as columns."""
+
+    def __init__(self, network: nn.Module, world: World, normalise: bool) -> None:
+        self._network, self._world, self._normalise = network, world, normalise
+        kind = world.device.type
+        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._width = 0  # of a descriptor
+
+    @property
+    def default_drift(self) -> float:
+        """The greatest difference between two descriptors of an image unless the caller says another."""
+        is_autocast = self._autocast[-1]
+        parameters = self._network.parameters()
+        is_float32 = all(one.dtype in (torch.float32, torch.float64) for one in parameters if one.is_floating_point())
+        return default_drift(self._world.device, is_float32 and not is_autocast)
+
+    def __call__(self, images: Any) -> Tensor:
+        kind, dtype, is_enabled = self._autocast
+        # Without a cache: one that was filled without a graph would lose the parameters' gradients.
+        with torch.autocast(kind, dtype, is_enabled, cache_enabled=False):
+            output = self._network(images)
+        descriptors, *others = output if isinstance(output, tuple) and output else (output,)
+        n = rows_of(images)
+        if not (isinstance(descriptors, Tensor) and descriptors.ndim == 2 and len(descriptors) == n):
+            raise DistapError(f"the network returned {_told(output)} for {n} images; descriptors (n, C) are expected")
+        if not all(isinstance(other, Tensor) and other.shape == (n,) for other in others):
+            raise DistapError(
+                f"the network returned {_told(output)} for {n} images; behind the descriptors, one number for each "
+                "image is expected: (n,)"
+            )
+        descriptors = descriptors.to(torch.promote_types(descriptors.dtype, torch.float32))
+        if self._normalise:
+            descriptors = normalize(descriptors)
+        self._width = descriptors.shape[1]
+        return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
+
+    def without_other(self, rows: Tensor) -> Tensor:
+        """The descriptors; one whose other loss is not finite is not finite either, so that it is left out."""
+        return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
+
+    def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of the batch, other losses included, and its gradient by each row of outputs."""
+        if rows.shape[1] == self._width:
+            return ranking.loss.to(rows.dtype), ranking.gradient
+        taking_part = gathered.local[:, None].to(rows) / len(gathered.images)
+        others = taking_part.expand(-1, rows.shape[1] - self._width)
+        mean = self._world.sum((others * torch.where(others > 0, rows[:, self._width :], 0)).sum())
+        return (ranking.loss + mean).to(rows.dtype), torch.cat([ranking.gradient, others], dim=1)
+
+
+def cut_along_rows(images: Any, labels: Tensor | ArrayLike | None) -> tuple[list[Any], Tensor]:
     """Cut into nestings of tensors that can be cut along their first dimension."""
     if isinstance(images, Iterable) and not isinstance(images, Tensor | list | tuple | Mapping):
         parts = list(images)
         if labels is None and parts:
-            return [each[0] for each in parts], torch.cat([torch.as_tensor(each[1]) for each in parts])
+            return [each[0] for each in parts], torch.cat([tensor_given(each[1], "labels") for each in parts])
     elif isinstance(images, list) and images and all(isinstance(image, Tensor) for image in images):
         alike = len({image.shape for image in images}) == 1
         parts = [torch.stack(images)] if alike else [image[None] for image in images]
@@ -57,7 +113,7 @@ def cut_along_rows(images: Any, labels: Tensor | None) -> tuple[list[Any], Tenso
         parts = [dict(images) if isinstance(images, Mapping) else images]
     if labels is None:
         raise DistapError("labels are missing: only an iterator of (images, labels) goes without")
-    return parts, torch.as_tensor(labels)
+    return parts, tensor_given(labels, "labels")
 
 
 def rows_of(part: Any) -> int:
@@ -66,6 +122,17 @@ def rows_of(part: Any) -> int:
         have = f"have {', '.join(map(str, sorted(counts)))} rows" if counts else "hold no tensor"
         raise DistapError(f"images {have}; every tensor needs one row for each image")
     return counts.pop()
+
+
+def refuse_graphs(parts: list[Any]) -> None:
+    """Raise a DistapError if images have a graph, whose gradient the three stages would drop."""
+    for leaf in tree_leaves(parts) if torch.is_grad_enabled() else ():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            made = "" if leaf.grad_fn is None else f" (made by {leaf.grad_fn.name().removesuffix('Backward0')})"
+            raise DistapError(
+                f"images {tuple(leaf.shape)} require a gradient{made}, which they would not get: move what makes "
+                "them into the network, or detach() them"
+            )
 
 
 def are_alike(parts: list[Any]) -> bool:
@@ -89,3 +156,14 @@ def _blanked(blank: Tensor, tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     copy[blank.to(tensor.device)] = 0
     return copy
+
+
+def _told(output: Any) -> str:
+    """Say of what kind and shape a network's output is."""
+    if isinstance(output, Tensor):
+        return f"a tensor {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} with {', '.join(map(str, output))}"
+    if isinstance(output, list | tuple):
+        return f"a {type(output).__name__} of {', '.join(map(_told, output)) or 'nothing'}"
+    return f"a {type(output).__name__}"

@@ -62,13 +62,19 @@ class MicroBatchSizes:
     describe: int | None = None
     keep: int = 0
 
+    def __post_init__(self) -> None:
+        for name, size, least in (("replay", self.replay, 1), ("describe", self.describe, 1), ("keep", self.keep, 0)):
+            is_whole = isinstance(size, int) and not isinstance(size, bool) and size >= least
+            if not is_whole and (name, size) != ("describe", None):
+                raise DistapError(f"micro_batch: {size!r} for {name}; a whole number from {least} on is expected")
+
     def check(self, mixing: str | None, keeps_graphs: bool) -> None:
         """Refuse sizes that the network (`mixing` is what `mixes_images` says) or the engine does not allow."""
         if mixing and self.describe not in (None, self.replay):
             both = f"{self.describe} and {self.replay}"
             raise DistapError(f"describe and replay need micro-batches of the same size, not {both}: {mixing}")
         if self.keep and not keeps_graphs:
-            raise DistapError(f"replay.keep is {self.keep}, but this engine holds one graph at a time; set it to 0")
+            raise DistapError(f"keep is {self.keep}, but this engine holds one graph at a time; set it to 0")
 
     def first_kept(self, share: int) -> int:
         """The first row of a share that keeps its graph: the last micro-batches do, to hold memory the shortest."""
@@ -88,13 +94,13 @@ class MicroBatchSizes:
             return
         if size == 1:
             raise DistapError(
-                f"out of memory in {stage} with micro-batches of one image; take smaller images (data.image_size), a "
-                "smaller backbone, or step.activation_checkpointing"
+                f"out of memory in {stage} with micro-batches of one image; take smaller images, a smaller network, "
+                "or checkpoint activations"
             ) from error
         if obstacle:
             raise DistapError(
                 f"out of memory in {stage} with micro-batches of {size} images, and they cannot be halved now: "
-                f"{obstacle}; set {stage}.size to less, or take smaller images (data.image_size)"
+                f"{obstacle}; take smaller micro-batches from the start, or smaller images"
             ) from error
         half = size // 2
         logger.warning("out of memory in %s: micro-batches of %d images from now on, not of %d", stage, half, size)

@@ -26,6 +26,7 @@ from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part
+from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_unusable
 from distap.stages.sizes import Fitting
@@ -251,7 +252,7 @@ def step_of(
         memory_bytes=recipe.rank.memory_bytes,
         memory=CrossBatchMemory(0) if memory is None else memory,
         memory_after=recipe.memory.after,
-        max_drift=recipe.max_drift,
+        max_drift=recipe.replay.max_drift or default_drift(world.device, recipe.precision == "float32"),
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         skip_below=recipe.replay.skip_below,
     )

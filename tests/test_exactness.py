@@ -1,0 +1,177 @@
+"""What `Multistage` cannot do exactly is refused by name, and layers with a state of their own are exact."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from batches import small_images, small_network
+from safetensors.torch import save
+from torch import nn
+from torch.nn.functional import batch_norm, cross_entropy, normalize
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+import distap
+from distap import Multistage
+from distap.errors import DistapError
+
+IMAGES = 22
+PROXIES = nn.Parameter(torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+
+def closes_over_proxies(descriptors, labels, proxies=PROXIES):
+    return cross_entropy(8 * descriptors @ normalize(proxies[:, : descriptors.shape[1]]).t(), labels % 5)
+
+
+class ProxyLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proxies = nn.Parameter(PROXIES.detach().clone())
+
+    def of_batch(self, descriptors, labels):
+        return closes_over_proxies(descriptors, labels, self.proxies)
+
+    forward = of_batch
+
+
+class Network(nn.Module):
+    """Flattened images through a layer, and what is done with its output."""
+
+    def __init__(self, finish=lambda descriptors: descriptors, layer=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.finish = layer or nn.Linear(3 * 8 * 8, 6).double(), finish
+
+    def forward(self, images):
+        return self.finish(self.layer(images[..., :8, :8].flatten(1)))
+
+
+def images_and_labels():
+    images, labels = small_images(IMAGES)
+    return torch.nn.functional.interpolate(images.double() / 255, 8), labels
+
+
+HIDDEN = [nn.Linear(6, 6).double()]
+SMALL = nn.Linear(6, 6).double()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (Network(lambda d: d - d.mean(0)), "it mixes the images"),
+        (Network(lambda d: batch_norm(d, None, None, training=True)), "it mixes the images"),
+        (Network(lambda d: torch.softmax(d @ d.t(), 1) @ d), "it mixes the images"),
+        (Network(lambda d: nn.functional.dropout(d - d.mean(0))), "it mixes the images"),
+        (Network(lambda d: HIDDEN[0](d)), r"a parameter \(6,?6?.*\) would get no gradient"),
+        (Network(lambda d: checkpoint(SMALL, d, use_reentrant=True)), "pass use_reentrant=False"),
+        (Network(lambda d: {"pooler_output": d}), "a dict with pooler_output for 4 images; descriptors"),
+        (Network(lambda d: d[:, 0]), r"a tensor \(4,\) for 4 images"),
+        (Network(lambda d: (d, d)), r"one number for each image is expected: \(n,\)"),
+        (Network(lambda d: None), "a NoneType for 4 images"),
+    ],
+)
+def test_a_network_whose_gradient_would_be_wrong_is_refused_at_the_call(network, message):
+    with pytest.raises(DistapError, match=message):
+        Multistage(network, "ap_q", 4)(*images_and_labels())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda i: i, lambda i: {"pixels": i}, lambda i: list(i), lambda i: iter([i[:4], i[4:]])],
+    ids=["tensor", "dict", "list", "iterator"],
+)
+def test_images_that_require_a_gradient_are_refused(given):
+    images, labels = images_and_labels()
+    prompted = images + nn.Parameter(torch.zeros(1, 3, 1, 1, dtype=torch.float64))
+    network = Network()
+    network.forward = lambda pixels: Network.forward(
+        network, pixels["pixels"] if isinstance(pixels, dict) else pixels
+    )
+    with pytest.raises(DistapError, match="require a gradient"):
+        Multistage(network, "ap_q", 4)(given(prompted), labels)
+    with torch.no_grad():
+        Multistage(network, "ap_q", 4)(given(prompted), labels)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda d, y: closes_over_proxies(d, y), partial(closes_over_proxies, proxies=PROXIES), ProxyLoss().of_batch],
+    ids=["lambda", "partial", "bound method"],
+)
+def test_a_loss_that_closes_over_a_parameter_is_refused(loss):
+    with pytest.raises(DistapError, match=r"a parameter \(5, 6\) would get no gradient: the loss closes over it"):
+        Multistage(Network(), loss, 4)(*images_and_labels())
+
+
+def test_proxies_train_with_a_frozen_network():
+    images, labels = images_and_labels()
+    network, again = Network().requires_grad_(False), ProxyLoss()
+    multistage = Multistage(network, ProxyLoss(), 4)
+    multistage(images, labels).backward()
+    again(normalize(network(images)), labels).backward()
+    (proxies,) = multistage.learned.parameters()
+    torch.testing.assert_close(proxies.grad, again.proxies.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_layer_whose_state_moves_in_each_pass_moves_once_per_step_and_the_gradient_is_exact():
+    """Spectral normalisation: each micro-batch has the weights of its own pass, in describe and in replay."""
+    images, labels = images_and_labels()
+    network = Network(layer=spectral_norm(nn.Linear(3 * 8 * 8, 6)).double()).train()
+    again = deepcopy(network)
+    multistage = Multistage(network, "smooth_ap", 4)
+    multistage(images, labels).backward()
+    descriptors = torch.cat([normalize(again(part)) for part in images.split(4)])
+    distap.ListwiseLoss("smooth_ap")(descriptors, labels).backward()
+    assert multistage.replay_drift == 0
+    for (name, one), other in zip(network.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
+    for one, other in zip(network.buffers(), again.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_network_that_draws_is_no_network_that_mixes():
+    torch.manual_seed(0)
+    Multistage(Network(nn.Dropout(0.5)).train(), "ap_q", 4)(*images_and_labels()).backward()
+
+
+def test_what_people_have_is_taken():
+    images, labels = images_and_labels()
+    expected = Multistage(Network(), {"ap_q": 1.0, "contrastive": 0.5}, 4)(images, labels)
+    terms = [
+        Multistage(Network(), name, 4)(images, labels.numpy()[::-1].copy()[::-1]) for name in ("ap_q", "contrastive")
+    ]
+    torch.testing.assert_close(expected, terms[0] + 0.5 * terms[1])
+    torch.testing.assert_close(Multistage(Network(), "ap_q", 4)(images, labels.tolist()), terms[0])
+    unit = normalize(Network()(images)).detach()
+    torch.testing.assert_close(distap.rank(unit.numpy(), labels.numpy()).loss, distap.rank(unit, labels).loss)
+    with pytest.raises(DistapError, match="labels: a list of 22 str makes no tensor of numbers; number them first"):
+        Multistage(Network(), "ap_q", 4)(images, [f"class {label}" for label in labels.tolist()])
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "auto", None, True])
+def test_a_micro_batch_of_no_images_is_refused(size):
+    with pytest.raises(DistapError, match=f"micro_batch: {size!r} for replay; a whole number from 1 on"):
+        Multistage(small_network(), micro_batch=size)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_multistage_gives_the_same_gradient():
+    networks = Network(), Network()
+    plain = Multistage(networks[0], "ap_q", 4)
+    compiled = torch.compile(Multistage(networks[1], "ap_q", 4), backend="eager")
+    for one in (plain, compiled):
+        one(*images_and_labels()).backward()
+    assert torch.equal(networks[0].layer.weight.grad, networks[1].layer.weight.grad)
+
+
+def test_safetensors_saves_a_module_with_a_multistage_inside():
+    for memory in (0, 30):
+        module = nn.ModuleDict({"loss": Multistage(Network(), "ap_q", 4, memory=memory)})
+        module["loss"](*images_and_labels()).backward()
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        assert save(state)
+        again = nn.ModuleDict({"loss": Multistage(Network(), "ap_q", 4, memory=memory)})
+        again.load_state_dict(state)
+        assert len(again["loss"].memory) == min(memory, IMAGES)
