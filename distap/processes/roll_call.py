@@ -1,7 +1,12 @@
-"""How ranks meet in a store: all join within the time-out, or each raises an error that names the missing ones.
+"""How ranks call the roll: all join within the time-out, or each raises an error that names the missing ones.
 
-here/R     rank R and its process
-members    those of all ranks, which rank 0 writes down once all are there: one question for each of the others
+torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on
+the number of restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself. Every living
+rank that sees a new number answers to it; when all have answered, rank 0 writes down who they are:
+
+    distap/attempt          the number of the newest attempt
+    distap/N/here/R         rank R's answer to attempt N
+    distap/N/result         rank 0's list of members, or an error
 """
 
 import json
@@ -9,6 +14,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -33,6 +39,7 @@ class RankProcess:
     rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # process ids come back
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -42,7 +49,7 @@ class RankProcess:
 class Party:
     """The ranks that have joined."""
 
-    store: Store  # without keys of ranks that torchrun has started before
+    store: Store  # without keys of earlier attempts
     members: list[RankProcess]  # in the order of ranks
     address: str  # host:port of the store
     rank: int  # of this process
@@ -55,8 +62,6 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # torchrun's store outlives a restart of its ranks, with all that dead ranks wrote.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not serves:
         _wait_for_server(host, port, timeout_seconds, deadline)
 
@@ -64,9 +69,8 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
         left = timedelta(seconds=max(deadline - time.monotonic(), 1))
         server = TCPStore(host, port, None, serves, left, wait_for_workers=False, multi_tenant=True)
         server.set_timeout(timedelta(seconds=timeout_seconds))  # what is left to join is too short for later
-        store = PrefixStore(f"distap/{attempt}", server)
-        members = _call_roll(store, RankProcess(rank), size, timeout_seconds, deadline)
-        return Party(store, members, address, rank, serves)
+        attempt, members = _answer_roll_call(server, RankProcess(rank), size, timeout_seconds, deadline)
+        return Party(PrefixStore(f"distap/{attempt}", server), members, address, rank, serves)
 
     # A call to a store over a broken network never returns, whatever its time-out, so its thread is abandoned.
     party = in_daemon(joined, "distap-join")
@@ -89,24 +93,46 @@ def warn_of_loopback(members: Sequence[RankProcess]) -> None:
             )
 
 
-def _call_roll(
-    store: Store, me: RankProcess, size: int, timeout_seconds: float, deadline: float
-) -> list[RankProcess]:
-    keys = [f"here/{rank}" for rank in range(size)]
-    store.set(keys[me.rank], json.dumps(asdict(me)))
-    while time.monotonic() < deadline:
-        if me.rank == 0 and store.check(keys):
-            members = map(json.loads, store.multi_get(keys))
-            store.set("members", json.dumps([*members]))
-        if store.check(["members"]):
-            return [RankProcess(**member) for member in json.loads(store.get("members"))]
+def _answer_roll_call(
+    server: Store, me: RankProcess, size: int, timeout_seconds: float, deadline: float
+) -> tuple[int, list[RankProcess]]:
+    attempt = answered = 0
+    if me.rank == 0:
+        attempt = server.add("distap/attempts", 1)
+        server.set("distap/attempt", str(attempt))
+    while True:
+        if me.rank != 0 and server.check(["distap/attempt"]):
+            attempt = int(server.get("distap/attempt"))
+        store = PrefixStore(f"distap/{attempt}", server)
+        if attempt != answered:
+            store.set(f"here/{me.rank}", json.dumps(asdict(me)))
+            answered = attempt
+        late = time.monotonic() > deadline
+        if answered and (me.rank == 0 or late) and not store.check(["result"]):
+            keys = [f"here/{rank}" for rank in range(size)]
+            if late or store.check(keys):
+                answers = [key for key in keys if store.check([key])] if late else keys
+                present = [RankProcess(**json.loads(answer)) for answer in store.multi_get(answers)]
+                error = _absent(size, present, timeout_seconds) if late else ""
+                store.set("result", json.dumps({"members": [asdict(member) for member in present], "error": error}))
+        if answered and store.check(["result"]):
+            result = json.loads(store.get("result"))
+            members = [RankProcess(**member) for member in result["members"]]
+            if me in members:  # or else the result is an earlier attempt's
+                if result["error"]:
+                    raise CollectiveError(result["error"])
+                return attempt, members
+        if late:
+            raise CollectiveError(_absent(size, [me], timeout_seconds))
         time.sleep(POLL_SECONDS * max(1, size / FEW_RANKS))
-    is_there = [store.check([key]) for key in keys]
-    # If all are there and nobody has written them down, rank 0 is the one that is gone.
-    missing = [str(rank) for rank in range(size) if not is_there[rank]] or ["0"]
-    joined = [str(RankProcess(**json.loads(store.get(keys[rank])))) for rank in range(size) if is_there[rank]]
-    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {size}"
-    raise CollectiveError(f"{ranks} did not join within {timeout_seconds:g} s; those that did: {', '.join(joined)}")
+
+
+def _absent(size: int, present: Sequence[RankProcess], timeout_seconds: float) -> str:
+    there = {member.rank for member in present}
+    # If all have answered and there is still no result, rank 0 is the one that is gone.
+    missing = [str(rank) for rank in range(size) if rank not in there] or ["0"]
+    ranks, joined = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}", ", ".join(map(str, present))
+    return f"{ranks} of {size} did not join within {timeout_seconds:g} s; those that did: {joined}"
 
 
 def _wait_for_server(host: str, port: int, timeout_seconds: float, deadline: float) -> None:
