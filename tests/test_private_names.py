@@ -23,7 +23,7 @@ NAMES = {
     (MEETING + ".utils", "_parse_rendezvous_config"): "join_timeout and is_host as torch reads them",
     ("torch.fx.experimental._config", ""): "sizes that ranking's compiled functions take as unknown",
     ("torch.nn.modules.batchnorm", "_BatchNorm"): "every kind of BatchNorm",
-    ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting operations, and naming them in an export",
+    ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting operations",
     ("torch.utils._pytree", "tree_leaves"): "tensors in a batch of any shape",
     ("torch.utils._pytree", "tree_map"): "tensors in a batch of any shape",
     ("torch.utils._pytree", "tree_map_only"): "tensors in a batch of any shape",

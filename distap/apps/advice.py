@@ -21,10 +21,10 @@ from distap.randomness import permutation
 from distap.storage.locations import parse_source
 
 TRAIN, TEST = ("train", "training"), ("test", "validation", "val", "valid")  # names of folders
-LOOKED_AT = 200  # images whose size is looked at if the index does not say it
-FEW_CLASSES = 100  # with fewer, a batch of every class has many images of each
+SIZES_LOOKED_AT = 200  # images whose size is looked at if the index does not say it
+MANY_CLASSES = 100  # with fewer, a batch of every class has many images of each
 SMALL_BATCH = 60  # of few classes
-IMAGES_A_CLASS = 4  # K of a batch of many classes
+BATCH_IMAGES_PER_CLASS = 4  # K of a batch of many classes
 LARGEST_BATCH = {"cpu": 96, "cuda": 1024}  # in an hour on a CPU, more updates gain more than larger batches
 BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
@@ -32,7 +32,7 @@ RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by wei
 EVALUATIONS = 10
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
-BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
+DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def look(place: str) -> tuple[Look, Classes]:
 
 
 def recipe_for(seen: Look, classes: Classes, run: str, backbone: str | None, weights: str, size: int | None) -> str:
-    return "\n".join(_lines(seen, classes, run, backbone or BACKBONE[seen.device], weights, size)) + "\n"
+    return "\n".join(_lines(seen, classes, run, backbone or DEFAULT_BACKBONE[seen.device], weights, size)) + "\n"
 
 
 def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, size: int | None) -> Iterator[str]:
-    if seen.classes < FEW_CLASSES:
+    if seen.classes < MANY_CLASSES:
         images = max(2, min(SMALL_BATCH // min(seen.classes, SMALL_BATCH // 2), seen.images_a_class))
         classes = min(SMALL_BATCH // images, seen.classes)
         while images > 2 and most_classes(data, images) < classes:  # some classes are small
@@ -87,7 +87,7 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
         why = "A small batch has all of the few classes; a large one would only have more images of them, for fewer "
         why += "updates in the same time. So distap's large batches are the wrong tool here."
     else:
-        images = min(IMAGES_A_CLASS, seen.images_a_class)
+        images = min(BATCH_IMAGES_PER_CLASS, seen.images_a_class)
         wanted = min(seen.images // BATCHES_AN_EPOCH, LARGEST_BATCH[seen.device])
         classes = min(wanted // images, most_classes(data, images))
         loss = "smooth_ap"
@@ -126,7 +126,7 @@ def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, siz
     yield f"  weights: {weights}  # {told}; {{name: run, path: RUN}} goes on from another training"
     yield ""
     # Fitted to few classes, pretrained features tell others apart less well.
-    is_careful = weights != "random" and seen.classes < FEW_CLASSES and not seen.shared
+    is_careful = weights != "random" and seen.classes < MANY_CLASSES and not seen.shared
     rate = RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE
     yield f"loss: {loss}"
     yield f"optimizer: {{name: adam, learning_rate: {rate}}}"
@@ -174,11 +174,11 @@ def _side(source: str, index: Index) -> int:
     if known.any():
         return int(np.median(np.minimum(index.width, index.height)[known]))
     reader, sides = Reader(parse_source(source), index), list[int]()
-    for sample in permutation(len(index), 0)[:LOOKED_AT].tolist():
+    for sample in permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist():
         try:
             sides.append(min(image_size(reader.data(sample))))
         except DamagedImageError:
             continue
     if not sides:
-        raise DistapError(f"{source}: none of {LOOKED_AT} images that were looked at can be read")
+        raise DistapError(f"{source}: none of {SIZES_LOOKED_AT} images that were looked at can be read")
     return int(np.median(sides))

@@ -13,7 +13,7 @@ from distap.data.images.image_sets import list_folder, open_images
 from distap.data.images.whole_images import Thumbnails, thumbnail
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
-from distap.pages.page import write_page
+from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
 from distap.retrieval.whitening import load_whitening
@@ -21,8 +21,7 @@ from distap.storage.remotes import RemoteSettings
 from distap.training.build import trained_network
 from distap.world import World
 
-THUMBNAIL = 320  # longer side, pixels
-KEY = "key:"
+KEY_PREFIX = "key:"
 logger = logging.getLogger("distap")
 
 
@@ -151,9 +150,9 @@ def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
 
 
 def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
-    if text.startswith(KEY):
-        index.row_of(text.removeprefix(KEY))
-        yield Query(text, key=text.removeprefix(KEY))
+    if text.startswith(KEY_PREFIX):
+        index.row_of(text.removeprefix(KEY_PREFIX))
+        yield Query(text, key=text.removeprefix(KEY_PREFIX))
         return
     path = Path(text)
     try:
@@ -165,7 +164,7 @@ def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
     elif is_file:
         yield Query(text, path)
     elif text in index.rows:
-        yield Query(f"{KEY}{text}", key=text)
+        yield Query(f"{KEY_PREFIX}{text}", key=text)
     else:
         raise DistapError(f"{text!r}: no image file, no folder of images, and no key of the index of {index.data}")
 

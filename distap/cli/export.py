@@ -42,7 +42,6 @@ def export_command(
         (
             name,
             f"{agreement.largest_difference:.1e}",
-            f"{agreement.apart:.1e}",
             f"{agreement.smallest_cosine:.7f}",
             ", ".join(map(str, agreement.batches)),
             ", ".join(f"{height} x {width}" for height, width in agreement.sizes),
@@ -50,7 +49,7 @@ def export_command(
         for name, agreement in exported.programs.items()
     ]
     if rows:
-        headings = ("", "largest difference", "images differ by", "smallest cosine", "batches", "sizes")
+        headings = ("", "largest difference", "smallest cosine", "batches", "sizes")
         print_result(text_table("", "", headings, rows))
     if not format and "onnx" not in formats:
         print_warning("model.onnx was left out; for it: pip install 'distap[onnx]'")

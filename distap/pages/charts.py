@@ -1,14 +1,14 @@
-"""Choose the axes of curves and bars; the macro `chart` of templates/macros.html draws them as SVG."""
+"""Choose the axes of curves; the macro `chart` of templates/macros.html draws them as SVG."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-WIDTH, HEIGHT = 520, 300  # of the SVG in its own units; the browser scales it
-LEFT, RIGHT, TOP, BOTTOM = 70, 88, 32, 50  # margins, for the axes and the last values
+HEIGHT = 300  # of the SVG, which is 520 wide, in its own units; the browser scales it
+LEFT, END, TOP, BOTTOM = 70, 432, 32, 50  # of the axes: beyond the end stand the last values
 APART = 19  # the least between two last values
-MOST_POINTS, MOST_BARS = 400, 120
+MOST_POINTS = 400
 
 Point = tuple[float, float]
 Format = Callable[..., str]  # of a number and, if it has to tell more apart, how many digits
@@ -45,16 +45,13 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Chart:
-    """Axes that span the given points, at least one, with the lines and bars to draw between them."""
+    """Axes that span the given points, at least one, with the lines to draw between them."""
 
     def __init__(
         self, points: Sequence[Point], x_label: str, y_label: str, y_format: Format = plain, from_zero: bool = False
     ) -> None:
-        self.end = WIDTH - RIGHT  # of the x axis
         self.x_label, self.y_label, self.y_format = x_label, y_label, y_format
         self.lines: list[tuple[Series, list[Point]]] = []
-        self.columns: list[tuple[Point, ...]] = []  # of bars: the x and the height of each layer, the lowest first
-        self.layers: list[str] = []  # names of the layers
         xs, ys = [x for x, _ in points], [y for _, y in points]
         low, high = (0.0 if from_zero else min(ys)), max(ys)
         self.is_zero = min(ys) == high == 0  # an axis would mean nothing
@@ -66,7 +63,7 @@ class Chart:
     def x(self, value: float) -> float:
         """Return the place of an x value, from the left edge."""
         width = self._right - self._left
-        return LEFT + ((value - self._left) / width if width else 0.5) * (self.end - LEFT)
+        return LEFT + ((value - self._left) / width if width else 0.5) * (END - LEFT)
 
     def y(self, value: float) -> float:
         """Return the place of a y value, from the top edge."""
@@ -113,23 +110,8 @@ def line_chart(
     return chart
 
 
-def stacked_bars(steps: Sequence[float], layers: Mapping[str, Sequence[float]], y_label: str) -> Chart | None:
-    """One bar for each of (S,) steps, from layers of (S,) heights; many are averaged in intervals."""
-    heights = [thinned(list(zip(steps, values, strict=True)), MOST_BARS) for values in layers.values()]
-    columns = list(zip(*heights, strict=True))
-    if not columns:
-        return None
-    tops = [(column[0][0], sum(y for _, y in column)) for column in columns]
-    # The middle of the first and of the last bar is half a bar within the axis.
-    half = (tops[-1][0] - tops[0][0]) / max(len(tops) - 1, 1) / 2
-    chart = Chart([*tops, (tops[0][0] - half, 0), (tops[-1][0] + half, 0)], "step", y_label, from_zero=True)
-    chart.end = WIDTH - 20  # bars have no last value
-    chart.layers, chart.columns = list(layers), columns
-    return chart
-
-
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINTS) -> list[Point]:
-    """The finite points; the means of `most` equal intervals if there are more."""
+    """Return the finite points, or the means of `most` equal intervals if there are more."""
     finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if len(finite) <= most:
         return finite

@@ -14,7 +14,8 @@ from distap.data.images.whole_images import thumbnail
 from distap.storage.atomic import write_whole
 from distap.storage.redact import without_secrets
 
-SIDES, QUALITY, MOST_BYTES = (320, 224, 160, 128, 96), 70, 570_000  # of the pictures in a page
+THUMBNAIL = 320  # longer side of a picture, pixels
+SIDES, WEBP_QUALITY, MOST_BYTES = (THUMBNAIL, 224, 160, 128, 96), 70, 570_000  # of the pictures in a page
 
 
 def page_text(template: str, **values: Any) -> str:
@@ -35,7 +36,7 @@ def page_asset(name: str) -> bytes:
 def _fitting(images: Iterable[bytes]) -> list[str]:
     """Image files as WebP in base64, all of one longest side, with which they have at most MOST_BYTES if one can."""
     for side in SIDES:
-        files = [thumbnail(EncodedImage(image), side, "WEBP", QUALITY) for image in images]
+        files = [thumbnail(EncodedImage(image), side, "WEBP", WEBP_QUALITY) for image in images]
         if sum(map(len, files)) <= MOST_BYTES:
             break
     return [base64.b64encode(file).decode() for file in files]

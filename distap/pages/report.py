@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +13,13 @@ import yaml
 
 from distap import __version__
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
-from distap.data.images.whole_images import Thumbnails
-from distap.data.loading.indexed import Reader
-from distap.data.shards.load_index import load_index
+from distap.data.images.image_sets import open_images
+from distap.data.images.whole_images import EncodedImages, Thumbnails
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, Retrieved
-from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent, stacked_bars
+from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent
 from distap.pages.contact_sheets import Confusion, ContactSheets, Sheet
-from distap.pages.page import write_page
+from distap.pages.page import THUMBNAIL, write_page
 from distap.pages.runs import Run, differing_settings, read_run, run_names
 from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
@@ -28,9 +27,8 @@ from distap.storage.redact import without_secrets
 from distap.storage.remotes import RemoteSettings
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
-THUMBNAIL = 320  # pixels
 LOWEST = 12  # classes
-STAGES = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
+CHARTED = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
 CURVES = {
     "images_per_second": ("Images a second, all ranks", "images / s"),
     "learning_rate": ("Learning rate", "learning rate"),
@@ -87,8 +85,7 @@ def report(
         training=training_charts(runs) if seconds else {},
         thinned=max(len(run.steps) for run in runs) if any(len(run.steps) > MOST_POINTS for run in runs) else 0,
         seconds=seconds,
-        seconds_chart=None if several or not seconds else seconds_chart(runs[0].steps, seconds[runs[0].name]),
-        precision=_precision_charts(evaluations, retrieved),
+        precision=_precision_charts(evaluations),
         sheets=sheets,
         confusions=confusions,
         lowest=_lowest_classes(list(evaluations.values())),
@@ -125,23 +122,22 @@ def _thumbnails(evaluations: Sequence[Evaluation], recipe: dict[str, Any]) -> Th
     if len({each.fingerprint for each in evaluations}) > 1:
         raise DistapError("the runs were evaluated on different data")
     kept = data.get("validation_index") if evaluation.data == data.get("validation") else None
-    remote = RemoteSettings(**data.get("remote", {}))
     sources = [parse_source(evaluation.data, kept and Path(kept))]
     if evaluation.gallery is not None:
         sources.append(parse_source(evaluation.gallery))
-    indices = [load_index(source, remote) for source in sources]
-    if "+".join(index.fingerprint for index in indices) != evaluation.fingerprint:
+    remote = RemoteSettings(**data.get("remote", {}))
+    sets = [open_images(source, data.get("max_pixels", MAX_PIXELS), remote) for source in sources]
+    if "+".join(images.fingerprint for images in sets) != evaluation.fingerprint:
         named = " or ".join(map(str, sources))
         raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
-    most = data.get("max_pixels", MAX_PIXELS)
-    readers = [Reader(source, index, most, remote=remote) for source, index in zip(sources, indices, strict=True)]
-    return Thumbnails(_Joined(readers, len(indices[0])), np.arange(sum(map(len, indices))), THUMBNAIL)
+    count = sum(len(images.keys) for images in sets)
+    return Thumbnails(_Joined([images.reader for images in sets], len(sets[0].keys)), np.arange(count), THUMBNAIL)
 
 
 class _Joined(NamedTuple):
     """The images of a data set, and those of its gallery numbered after them."""
 
-    readers: Sequence[Reader]
+    readers: Sequence[EncodedImages]
     own: int  # images of the first reader
 
     def encoded(self, sample: int) -> EncodedImage:
@@ -182,33 +178,16 @@ def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
 def stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     """Mean seconds of each stage of a step on rank 0, for each run; stages that no run has are left out."""
     means = {
-        run.name: {name: sum(e["seconds"].get(name, 0.0) for e in run.steps) / len(run.steps) for name in STAGES}
+        run.name: {name: sum(e["seconds"].get(name, 0.0) for e in run.steps) / len(run.steps) for name in CHARTED}
         for run in runs
         if run.steps
     }
-    used = [stage for stage in STAGES if any(of_run[stage] for of_run in means.values())]
+    used = [stage for stage in CHARTED if any(of_run[stage] for of_run in means.values())]
     return {name: {stage: of_run[stage] for stage in used} for name, of_run in means.items()}
 
 
-def seconds_chart(steps: Sequence[dict[str, Any]], stages: Iterable[str]) -> Chart | None:
-    layers = {stage: [entry["seconds"].get(stage, 0.0) for entry in steps] for stage in stages}
-    return stacked_bars([entry["step"] for entry in steps], layers, "seconds")
-
-
-def _precision_charts(evaluations: dict[str, Evaluation], retrieved: dict[str, Retrieved]) -> dict[str, Chart | None]:
-    """Precision over recall, and the share of queries that reach an AP, with a line for each network."""
+def _precision_charts(evaluations: dict[str, Evaluation]) -> dict[str, Chart | None]:
+    """Precision over recall, with a line for each network."""
     precision = [Series(name, list(enumerate(each.precision_at_recall))) for name, each in evaluations.items()]
-    reached = [Series(name, list(enumerate(_reached(each)))) for name, each in retrieved.items()]
-    charts = {
-        "Precision over recall": line_chart(precision, "precision", percent, True, "recall, %"),
-        "Queries that reach an AP": line_chart(reached, "share of queries", percent, True, "AP at least, %"),
-    }
+    charts = {"Precision over recall": line_chart(precision, "precision", percent, True, "recall, %")}
     return {title: chart for title, chart in charts.items() if chart}
-
-
-def _reached(retrieved: Retrieved) -> list[float]:
-    """Share of the queries whose AP is at least 0, 0.01 ... 1."""
-    ascending = np.sort(retrieved.average_precision[retrieved.first_positive > 0])
-    if not len(ascending):
-        return []
-    return list(1 - np.searchsorted(ascending, np.arange(101) / 100) / len(ascending))

@@ -66,25 +66,16 @@ def run_log_from(folder: Path, step: int) -> JsonLinesFile:
     Lines that cannot be read go to metrics.damaged.jsonl, with a warning.
     """
     path, aside = folder / RUN_LOG, folder / DAMAGED_LOG
-    damaged = dict[int, bytes]()
-    kept = read = 0  # bytes to the end of the last line that stays, and of the last one
-    is_whole = True  # whether all lines up to that one stay as they are
-    for number, line, entry in _lines(path) if path.exists() else ():
-        if entry is not None and entry["step"] <= step:
-            is_whole &= kept == read and line.endswith(b"\n")
-            kept = read + len(line)
-        elif entry is None and line.endswith(b"\n"):
-            damaged[number] = line
-        read += len(line)
+    lines = list(_lines(path)) if path.exists() else []
+    kept = [line for _, line, entry in lines if entry is not None and entry["step"] <= step]
+    damaged = {number: line for number, line, entry in lines if entry is None and line.endswith(b"\n")}
     if damaged:
         with aside.open("ab") as file:
             file.writelines(damaged.values())
         numbers = ", ".join(map(str, list(damaged)[:10]))
         logger.warning("%s: %d lines are damaged (%s); they are in %s now", path, len(damaged), numbers, aside.name)
-    if not is_whole:
-        write_whole(path, "".join(_line(entry) for _, _, entry in _lines(path) if entry and entry["step"] <= step))
-    elif kept < read:
-        os.truncate(path, kept)
+    if len(kept) < len(lines) or not all(line.endswith(b"\n") for line in kept):
+        write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
     return JsonLinesFile(path)
 
 

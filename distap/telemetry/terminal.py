@@ -15,8 +15,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -58,63 +56,42 @@ def print_warning(text: str) -> None:
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Yield the items and show a progress bar; without a terminal, tell the rate and the time left now and then."""
-    started = told = time.monotonic()
-    with _progress(rate=True) as progress:
-        tracked = progress.track(items, total, description=escape(printable(description)))
-        for done, item in enumerate(tracked, 1):
+    """Yield the items and show a progress bar over them."""
+    with progress(description, total) as show:
+        for done, item in enumerate(items, 1):
             yield item
-            if time.monotonic() - told > TELL_SECONDS and done < total and not _draws():
-                told = time.monotonic()
-                tell(f"{description}: {_so_far(done, total, done / (told - started))}")
-    if not _draws():
-        tell(f"{description}: {total} done")
+            show(done)
 
 
 @contextmanager
-def training_progress(steps: int, done: int, shown: bool) -> Iterator[Callable[..., None]]:
-    """Open a bar over the steps with the last step's figures; without a terminal, or with JSON, tell one line a step.
+def progress(
+    description: str, total: int, done: int = 0, shown: bool = True, seconds: float = TELL_SECONDS
+) -> Iterator[Callable[..., None]]:
+    """Open a progress bar; without a terminal, or with JSON, tell a line every so many `seconds`, and at the end.
 
-    Yield a function of the number of steps done, a text about the last one and, for programs, its figures by name.
-    """
-    with _progress(shown) as progress:
-        task = progress.add_task("training", total=steps, completed=done)
-
-        def show(step: int, text: str, **figures: float) -> None:
-            progress.update(task, completed=step, description=f"training  {text}")
-            if shown and not _draws():
-                tell(f"step {step}/{steps}  {text}", **figures)
-
-        yield show
-
-
-@contextmanager
-def counting(description: str, total: int, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Open a bar over images with their number a second; without a terminal, tell it now and then.
-
-    Yield a function of the number of images done since; the `done` images of an earlier run do not count as speed.
+    Yield a function of the number of items done by now, a text about the last one and, for programs, figures by name.
+    Without a text, it shows speed and time left, for which the `done` items of an earlier run do not count.
     """
     started = told = time.monotonic()
-    most = 0
+    first, draws = done, console.is_terminal and not is_logging_lines()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    is_quiet = not shown or not draws or origin.level > logging.INFO
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=is_quiet) as bar:
+        task = bar.add_task(escape(printable(description)), total=total, completed=done)
 
-    def speed() -> float:
-        return most / max(time.monotonic() - started, 1e-9)
-
-    with _progress(shown) as progress:
-        task = progress.add_task(escape(printable(description)), total=total, completed=done)
-
-        def show(images: int) -> None:
-            nonlocal most, told
-            most = images
-            words = f"{escape(printable(description))}  {speed():,.1f} images/s"
-            progress.update(task, completed=done + images, description=words)
-            if shown and time.monotonic() - told > TELL_SECONDS and done + most < total and not _draws():
+        def show(now: int, text: str = "", **figures: float) -> None:
+            nonlocal done, told
+            done = now
+            speed = max(done - first, 1e-9) / max(time.monotonic() - started, 1e-9)
+            text = text or f"{speed:,.3g} a second, {timedelta(seconds=round((total - done) / speed))} left"
+            bar.update(task, completed=done, description=escape(printable(f"{description}  {text}")))
+            if shown and not draws and time.monotonic() - told >= seconds:
                 told = time.monotonic()
-                tell(f"{description}: {_so_far(done + most, total, speed())}")
+                tell(f"{description} {done}/{total}  {text}", **figures)
 
         yield show
-    if shown and not _draws():
-        tell(f"{description}: {done + most} of {total} done, {speed():,.1f} images/s")
+    if shown and not draws and seconds:
+        tell(f"{description} {done}/{total}  done in {time.monotonic() - started:.1f} s")
 
 
 def tell(text: str, **figures: float) -> None:
@@ -123,27 +100,6 @@ def tell(text: str, **figures: float) -> None:
         logger.info("%s", text, extra={"figures": figures})
     elif origin.level <= logging.INFO:
         console.print(text, markup=False)
-
-
-def _so_far(done: int, total: int, rate: float) -> str:
-    left = timedelta(seconds=round((total - done) / max(rate, 1e-9)))
-    return f"{done:,} of {total:,} done, {rate:,.3g} a second, {left} left"
-
-
-def _draws() -> bool:
-    return console.is_terminal and not is_logging_lines()
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.3g}/s" if task.speed else "")
-
-
-def _progress(shown: bool = True, rate: bool = False) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *([_Rate()] if rate else [])
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    is_shown = shown and _draws() and origin.level <= logging.INFO
-    return Progress(*columns, *times, console=console, disable=not is_shown)
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:

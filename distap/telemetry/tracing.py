@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 FIRST, LAST = 6, 2  # parts of a stage that are traced: a micro-batch has two or three, such as a forward pass
-QUIET = "99"
+KINETO_QUIET = "99"
 logger = logging.getLogger("distap")
 
 
@@ -53,7 +53,7 @@ class Tracer:
         if not self._agreed:
             return
         # The profiler's library would print its begin and end, and an error if there is no GPU.
-        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+        os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
         self._agreed = False
         try:
             profiler = profile(activities=self._activities, acc_events=True)

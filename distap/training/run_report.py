@@ -30,7 +30,7 @@ from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_
 from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import log_not_finite, log_start, run_log_from
-from distap.telemetry.terminal import training_progress
+from distap.telemetry.terminal import progress
 from distap.training.steps_and_epochs import Length
 from distap.training.training_step import StepResult
 from distap.world import DRIVER, World, without_gpu
@@ -114,7 +114,7 @@ class RunReport:
                 lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
                 loggers = opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
                 self._outlets = [log.write, stack.enter_context(loggers)]
-            self._show = stack.enter_context(training_progress(self.steps, step, is_first))
+            self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
 
     def started(self, seconds: Mapping[str, float]) -> None:

@@ -301,21 +301,6 @@ def test_numbers_that_are_not_finite_are_not_exported():
         cases_of(broken, [(SIZE, SIZE)])
 
 
-def test_agreement_says_how_far_images_lie_apart():
-    inner = network()
-    cases = cases_of(inner, [(SIZE, SIZE)])
-    assert agreement("itself", inner, cases).apart > 1e-3
-    inner.head.weight.data.zero_()
-    found = agreement("collapsed", inner, cases_of(inner, [(SIZE, SIZE)]))
-    assert found.apart == found.largest_difference == 0
-
-
-def test_every_kind_of_image_looks_different_to_the_check():
-    (case,) = cases_of(MultiScaleNetwork(network()), [(SIZE, SIZE)], [4])
-    differences = torch.cdist(case.images.flatten(1).double(), case.images.flatten(1).double())
-    assert (differences + 1e9 * torch.eye(4)).min() > 1000
-
-
 # What cannot be exported
 
 
@@ -343,15 +328,12 @@ def test_a_module_that_cannot_be_traced_is_named():
         program_of(exportable(MultiScaleNetwork(inner)), SIZE, False)
 
 
-def test_a_module_that_onnx_has_no_operator_for_is_named(tmp_path):
+def test_an_operator_that_onnx_lacks_is_named(tmp_path):
     inner = network(projection=None)
     inner.pooling = Solving()
-    copied = exportable(MultiScaleNetwork(inner))
-    program = program_of(copied, SIZE, False)
-    with pytest.raises(
-        DistapError, match=r"^pooling \(Solving\) cannot be exported to ONNX with opset 20: No ONNX func"
-    ):
-        save_onnx(copied, program, tmp_path / "model.onnx", {})
+    program = program_of(exportable(MultiScaleNetwork(inner)), SIZE, False)
+    with pytest.raises(DistapError, match=r"cannot be exported to ONNX with opset 20: No ONNX func.*_linalg_eigh"):
+        save_onnx(program, tmp_path / "model.onnx", {})
 
 
 def test_exporting_leaves_the_network_as_it_was():
@@ -366,11 +348,10 @@ def test_exporting_leaves_the_network_as_it_was():
 
 
 def held_to_the_network(folder, several, image_size, dynamic_size=False):
-    copied = exportable(several)
-    program = program_of(copied, image_size, dynamic_size)
+    program = program_of(exportable(several), image_size, dynamic_size)
     cases = cases_of(several, sizes_to_try(image_size, size_ranges(program, image_size)))
     save_program(program, folder / "model.pt2", {})
-    save_onnx(copied, program, folder / "model.onnx", {})
+    save_onnx(program, folder / "model.onnx", {})
     found = [
         agreement("model.pt2", torch.export.load(folder / "model.pt2").module(), cases),
         agreement("model.onnx", onnx_describer(folder / "model.onnx"), cases),

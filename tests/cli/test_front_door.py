@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,9 +157,11 @@ def test_names_of_recipes_are_completed():
     assert told.stdout.split() == ["emoji"]
 
 
-def test_long_work_tells_its_rate_and_the_time_left_now_and_then(monkeypatch, capfd):
-    monkeypatch.setattr(terminal, "TELL_SECONDS", -1)
-    assert list(terminal.track("abc", "packing", 3)) == ["a", "b", "c"]
-    first, second, last = capfd.readouterr().err.splitlines()
-    assert first.startswith("packing: 1 of 3 done, ") and first.endswith(" left") and " a second" in second
-    assert last == "packing: 3 done"
+def test_long_work_tells_its_rate_and_the_time_left_now_and_then(capfd):
+    with terminal.progress("packing", 3, seconds=-1) as show:
+        show(1)
+        show(3)
+    assert list(terminal.track("abc", "reading", 3)) == ["a", "b", "c"]
+    first, _, packed, read = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"packing 1/3  \S+ a second, \S+ left", first)
+    assert packed.startswith("packing 3/3  done in ") and read.startswith("reading 3/3  done in ")

@@ -1,21 +1,13 @@
-import re
 from itertools import pairwise
 
 import pytest
 
-from distap.pages.charts import Series, line_chart, percent, plain, stacked_bars, thinned
+from distap.pages.charts import Series, line_chart, percent, plain, thinned
 from distap.pages.page import TEMPLATES
 
 
 def drawing(title, chart):
     return TEMPLATES.get_template("macros.html").module.chart(title, chart)
-
-
-def drawn_bars(steps, layers):
-    """Top and height of each bar, in the order in which they are drawn."""
-    svg = drawing("", stacked_bars(steps, layers, "seconds"))
-    bars = re.findall(r'<rect .*? y="([\d.]+)" width="[1-9][\d.]*" height="([\d.]+)">', svg)
-    return [(float(top), float(height)) for top, height in bars]
 
 
 def test_thinning_keeps_the_mean():
@@ -46,7 +38,6 @@ def test_marks_have_as_many_digits_as_tell_them_apart(values, form, texts):
     [
         line_chart([Series("a", [(1, 0.0), (2, 0.0)]), Series("b", [(1, 0.0)])], "a"),
         line_chart([Series("a", [(1, 0.0)])], "a", from_zero=True),
-        stacked_bars([1, 2], {"a": [0.0, 0.0]}, "seconds"),
     ],
 )
 def test_zeros_are_told_without_an_axis(chart):
@@ -65,10 +56,3 @@ def test_last_values_do_not_overlap_and_keep_their_order(values):
 
 def test_without_a_finite_point_there_is_no_chart():
     assert line_chart([Series("a", [(1, None), (2, float("nan"))])], "a") is None
-    assert stacked_bars([], {"a": []}, "seconds") is None
-
-
-def test_stacked_bars_stand_on_each_other():
-    (low_top, low), (high_top, high) = drawn_bars([1.0], {"a": [2.0], "b": [3.0]})
-    assert high_top + high == pytest.approx(low_top, abs=0.2)
-    assert high / low == pytest.approx(1.5, abs=0.01)

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
 from small_trainings import recipe, train
 
-from distap.errors import MISTAKE, DistapError
+from distap.errors import DistapError
 from distap.registry import REGISTRY, build_part
 from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
 from distap.telemetry.loggers.mlflow import MLflow
@@ -191,17 +190,6 @@ def test_mlflow_is_told_how_the_run_ended(tmp_path):
     assert status() == "FINISHED"
 
 
-def test_mlflow_finds_its_run_where_the_run_folder_was_lost(tmp_path):
-    chosen = {"mlflow": MLflow(f"file://{tmp_path / 'mlruns'}")}
-    ids = []
-    for step in (0, 1, 0):
-        log_steps(chosen, logged_run(tmp_path, step), [step + 1])
-        ids.append((tmp_path / "run" / "loggers" / "mlflow").read_text())
-        shutil.rmtree(tmp_path / "run")
-    goes_on, begins_anew = ids[1], ids[2]
-    assert goes_on == ids[0] != begins_anew
-
-
 class Recorder:
     """A logger that writes down what it is told, once it may, and cannot take some steps."""
 
@@ -323,18 +311,6 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_sha
     ):
         train(World(), tmp_path / "run", training_shards, steps=1, loggers={name: {}})
     assert not (tmp_path / "run").exists()
-
-
-def refused_on_every_rank(world, run, shards):
-    if world.rank == 0:
-        sys.modules["mlflow"] = None  # the others do not need it
-    with pytest.raises(DistapError, match=r"rank 0: loggers\.mlflow: the package mlflow is missing") as refused:
-        train(world, run, shards, steps=1, loggers={"mlflow": {}})
-    assert refused.value.status == MISTAKE
-
-
-def test_a_missing_package_is_a_mistake_on_every_rank(tmp_path, training_shards):
-    on_ranks(2, refused_on_every_rank, tmp_path / "run", training_shards)
 
 
 class WithoutName:

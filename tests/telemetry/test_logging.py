@@ -20,7 +20,7 @@ from distap.telemetry.logs import JsonLines, TextLines
 SPEAKING = """
     import logging, sys, threading, warnings
     from distap.telemetry.logs import at_step, take_over_loggers
-    from distap.telemetry.terminal import console, set_up_run_logging, training_progress
+    from distap.telemetry.terminal import console, progress, set_up_run_logging
 
     form, rank = sys.argv[1:]
     other = logging.getLogger("other")
@@ -30,8 +30,8 @@ SPEAKING = """
     logger = logging.getLogger("distap")
     logger.info("before the first step")
     at_step(3)
-    with training_progress(5, 2, shown=rank == "0") as progress:
-        progress(3, "loss 0.5", loss=0.5, drift=float("nan"))
+    with progress("step", 5, 2, rank == "0", seconds=0) as show:
+        show(3, "loss 0.5", loss=0.5, drift=float("nan"))
     logger.warning("two\\nlines of %d%%", 5)
     other.error("by another package")
     late = logging.getLogger("late")
@@ -70,7 +70,7 @@ def test_each_line_says_when_how_bad_which_run_rank_and_step(lines):
         "message": "before the first step",
     }
     assert [line["step"] for line in lines] == [None] + [3] * (len(lines) - 1)
-    assert {line["run"] for line in lines} == {"run"}
+    assert {line["run"] for line in lines} == {"mine"}
 
 
 def test_a_step_is_told_with_its_figures_and_one_that_is_not_finite_is_null(lines):

@@ -151,24 +151,18 @@ def _data(data: dict[str, Any], folder: str | None, fingerprint: Any) -> Trainin
 
 
 def _scored(run: Path, step: int, score: float, name: str) -> tuple[dict[str, dict[str, float]], Evaluation | None]:
+    def is_score(figure: float | None) -> bool:  # ranks exchange a checkpoint's score in float64
+        return figure is not None and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)
+
     figures: dict[str, dict[str, float]] = {name: {"mAP": score}}
     with suppress(DistapError):
         for line in read_run_log(run):
-            if line.get("step") == step and _is(line.get("validation", {}).get("mAP"), score):
+            if line["step"] == step and is_score(line.get("validation", {}).get("mAP")):
                 sets = {name: line["validation"], **line.get("also", {})}
-                # The log says of some figures that they are no number.
-                figures = {of: {k: v for k, v in known.items() if _is_number(v)} for of, known in sets.items()}
+                # The log says null of figures that are not finite.
+                figures = {of: {k: v for k, v in known.items() if v is not None} for of, known in sets.items()}
     with suppress(DistapError):
         validation = read_evaluation(folder_of_step(run, step))
-        if _is(validation.figures.get("mAP"), score):
+        if is_score(validation.figures.get("mAP")):
             return figures, validation
     return figures, None
-
-
-def _is(figure: Any, score: float) -> bool:
-    """Tell whether a figure is the checkpoint's score, which ranks exchange in float64."""
-    return _is_number(figure) and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)
-
-
-def _is_number(figure: Any) -> bool:
-    return isinstance(figure, float | int)

@@ -4,7 +4,6 @@ import copy
 import importlib.util
 import logging
 import math
-import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -19,18 +18,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from distap.apps.export.checking import TOLERANCE, Range
+from distap.apps.export.checking import EXPORT_TOLERANCE, Range
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
 from distap.model.network import RetrievalNetwork
 
 OPSET, SMALLEST_OPSET = 20, 18  # antialiased scaling and torch's translations begin with 18
-NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
+AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
-SMALLEST = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
+ANY_LENGTH = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
 # The exporters warn about their internals; their results are compared afterwards.
 _without_warnings = partial(warnings.catch_warnings, action="ignore")
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -64,7 +62,7 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
     shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
     example = torch.zeros(shape, dtype=torch.uint8)
     shapes = ShapesCollection()
-    shapes[example] = dict.fromkeys(NAMES if dynamic_size else (0,), Dim.DYNAMIC)
+    shapes[example] = dict.fromkeys(AXIS_NAMES if dynamic_size else (0,), Dim.DYNAMIC)
     with torch.no_grad(), _without_warnings(), ModuleTracker() as inside:
         try:
             return export(network, (example,), dynamic_shapes=shapes)
@@ -100,17 +98,15 @@ def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str])
         ) from error
 
 
-def save_onnx(
-    network: MultiScaleNetwork, program: ExportedProgram, path: Path, about: Mapping[str, str], opset: int = OPSET
-) -> None:
+def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str], opset: int = OPSET) -> None:
     """Write the trace of a result of `exportable` as ONNX with texts by name, and check that it is well formed.
 
-    Weights above 2 GB go to a file beside it. A DistapError names the module that ONNX cannot say.
+    Weights above 2 GB go to a file next to it. A DistapError names the operator that ONNX lacks.
     """
     import onnx
 
     shape = _shape(program)
-    axes = {axis: name for axis, name in NAMES.items() if isinstance(shape[axis], torch.SymInt)}
+    axes = {axis: name for axis, name in AXIS_NAMES.items() if isinstance(shape[axis], torch.SymInt)}
     try:
         with _without_warnings():
             translated = torch.onnx.export(
@@ -129,8 +125,10 @@ def save_onnx(
     except OSError:
         raise
     except Exception as error:  # torch, ONNX and onnxscript have their own
-        where, why = _blamed(network, program, error), _first(_causes(error)[-1])
-        raise DistapError(f"{where} cannot be exported to ONNX with opset {opset}: {why}") from error
+        why: BaseException = error
+        while why.__cause__ is not None:  # the first cause names the operator
+            why = why.__cause__
+        raise DistapError(f"the network cannot be exported to ONNX with opset {opset}: {_first(why)}") from error
     found = translated.model.opset_imports[""]
     if found != opset:
         raise DistapError(f"--opset {opset}: torch wrote opset {found} instead; leave --opset at {OPSET}")
@@ -159,7 +157,7 @@ def save_backbone(
     with torch.inference_mode():
         expected, found = (each.forward_features(pixels) for each in (network.backbone, loaded))
     difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= TOLERANCE:
+    if not difference <= EXPORT_TOLERANCE:
         raise DistapError(
             f"{path.name}: timm's {name} with these weights gives other features, by {difference:.2g} of the greatest"
         )
@@ -170,33 +168,6 @@ def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
     """Describe the module that a forward pass is in, or was in when it failed."""
     name = max(inside.parents, key=lambda name: name.count(".")).partition(".network.")[2]
     return f"{name} ({type(network.get_submodule(f'network.{name}')).__name__})" if name else "the network"
-
-
-class _Callers(TorchDispatchMode):
-    """Note the module that calls each operator first."""
-
-    def __init__(self, network: nn.Module, inside: ModuleTracker) -> None:
-        super().__init__()
-        self.modules: dict[str, str] = {}
-        self._network, self._inside = network, inside
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) not in self.modules:
-            self.modules[str(func)] = _innermost(self._network, self._inside)
-        return func(*args, **(kwargs or {}))
-
-
-def _blamed(network: MultiScaleNetwork, program: ExportedProgram, error: BaseException) -> str:
-    """Find the module that calls the operator in an exporter's message."""
-    # By a forward pass, since the exporter's graph does not keep the modules of decomposed operators.
-    named = re.findall(r"target=torch\.ops\.([\w.]+)", " ".join(str(each) for each in _causes(error)))
-    with torch.no_grad(), ModuleTracker() as inside, _Callers(network, inside) as callers:
-        network(*program.example_inputs[0])
-    return next((module for operator, module in callers.modules.items() if operator in named), "the network")
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    return [error] if error.__cause__ is None else [error, *_causes(error.__cause__)]
 
 
 def _shape(program: ExportedProgram) -> Sequence[int | torch.SymInt]:
@@ -223,7 +194,7 @@ def _range(program: ExportedProgram, length: int | torch.SymInt) -> Range:
         return length, length
     found = program.range_constraints[length.node.expr]
     smallest, largest = float(found.lower), float(found.upper)
-    return 1 if smallest <= SMALLEST else int(smallest), None if math.isinf(largest) else int(largest)
+    return 1 if smallest <= ANY_LENGTH else int(smallest), None if math.isinf(largest) else int(largest)
 
 
 def _first(error: BaseException) -> str:

@@ -27,24 +27,24 @@ from distap.training.build import trained_network
 from distap.training.run_state import BESIDE
 from distap.world import World
 
-ABOUT_FILE, PROGRAM_FILE, ONNX_FILE = "export.json", "model.pt2", "model.onnx"
-FORMATS = ("pt2", "onnx", "safetensors")
-VERSION = 1
+EXPORT_FILE, PROGRAM_FILE, ONNX_FILE = "export.json", "model.pt2", "model.onnx"
+EXPORT_FORMATS = ("pt2", "onnx", "safetensors")
+EXPORT_VERSION = 1
 
 
 @dataclass(frozen=True)
 class ExportSettings:
     """Formats and sizes of an export; a DistapError names an unusable setting or missing packages."""
 
-    formats: Sequence[str]  # of FORMATS
+    formats: Sequence[str]  # of EXPORT_FORMATS
     image_size: int | None = None  # of the largest square, pixels; None takes images as the recipe does
     dynamic_size: bool = False  # allow other heights and widths as well
     scales: tuple[float, ...] | None = None  # of MultiScaleNetwork; None takes the recipe's
     opset: int = OPSET  # version of ONNX's operators
 
     def __post_init__(self) -> None:
-        if unknown := set(self.formats) - set(FORMATS):
-            raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(FORMATS)}")
+        if unknown := set(self.formats) - set(EXPORT_FORMATS):
+            raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}")
         if self.opset < SMALLEST_OPSET:
             raise DistapError(f"--opset {self.opset}: expected {SMALLEST_OPSET} or later, with which torch begins")
         if "onnx" in self.formats and (missing := missing_for_onnx()):
@@ -53,7 +53,7 @@ class ExportSettings:
 
 
 def installed_formats() -> list[str]:
-    return [each for each in FORMATS if each != "onnx" or not missing_for_onnx()]
+    return [each for each in EXPORT_FORMATS if each != "onnx" or not missing_for_onnx()]
 
 
 def export_to_folder(
@@ -72,7 +72,7 @@ def export_to_folder(
     output = output.resolve()
     earlier: set[str] = set()
     with suppress(OSError, ValueError, KeyError, TypeError):
-        earlier = {ABOUT_FILE, *json.loads((output / ABOUT_FILE).read_text("utf-8"))["files"]}
+        earlier = {EXPORT_FILE, *json.loads((output / EXPORT_FILE).read_text("utf-8"))["files"]}
     refuse_foreign(output, earlier)
     with opened_checkpoint(checkpoint, best, BESIDE) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
@@ -100,8 +100,7 @@ def _write(
     sizes: tuple[checking.Range, checking.Range] = ((image_size, image_size), (image_size, image_size))
     programs: dict[str, checking.Agreement] = {}
     if {"pt2", "onnx"} & set(settings.formats):
-        copied = formats.exportable(several)
-        program = formats.program_of(copied, image_size, settings.dynamic_size)
+        program = formats.program_of(formats.exportable(several), image_size, settings.dynamic_size)
         sizes = formats.size_ranges(program, image_size)
         cases = checking.cases_of(several, checking.sizes_to_try(image_size, sizes))
         if "pt2" in settings.formats:
@@ -110,7 +109,7 @@ def _write(
             programs[path.name] = checking.agreement(path.name, torch.export.load(path).module(), cases)
         if "onnx" in settings.formats:
             path = folder / ONNX_FILE
-            formats.save_onnx(copied, program, path, about, settings.opset)
+            formats.save_onnx(program, path, about, settings.opset)
             programs[path.name] = checking.agreement(path.name, checking.onnx_describer(path), cases)
     backbone = None
     if "safetensors" in settings.formats:
@@ -119,7 +118,9 @@ def _write(
         backbone = formats.save_backbone(network, architecture, folder / BACKBONE, images, about)
     exported = Exported(describer, programs, backbone, sizes)
     (folder / "README.md").write_text(model_card(origin, exported, whitening), "utf-8")
-    (folder / ABOUT_FILE).write_text(json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8")
+    (folder / EXPORT_FILE).write_text(
+        json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8"
+    )
     return exported
 
 
@@ -127,7 +128,7 @@ def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSet
     height, width = exported.sizes
     files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
     return {
-        "version": VERSION,
+        "version": EXPORT_VERSION,
         "distap": distap.__version__,
         "torch": torch.__version__,
         "checkpoint": str(origin.checkpoint),
@@ -136,7 +137,7 @@ def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSet
         "dimensions": exported.describer.dimensions,
         "input": {"dtype": "uint8", "shape": ["batch", 3, list(height), list(width)], "order": "RGB"},
         "opset": settings.opset if ONNX_FILE in files else None,
-        "tolerance": checking.TOLERANCE,
+        "tolerance": checking.EXPORT_TOLERANCE,
         "agreement": {name: asdict(each) for name, each in exported.programs.items()},
         "backbone": None if exported.backbone is None else asdict(exported.backbone),
         "files": files,

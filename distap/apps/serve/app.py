@@ -12,7 +12,7 @@ from distap import __version__
 from distap.apps.serve.guard import Guard
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.service import Service
-from distap.apps.serve.uploads import EXPECTED, RefusedError, read_upload
+from distap.apps.serve.uploads import UPLOAD_HELP, RefusedError, read_upload
 from distap.data.images.formats import readable_formats
 from distap.pages.page import page_asset, page_text
 from distap.retrieval.index_files import Hit
@@ -154,6 +154,6 @@ def _add_problems(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{error.detail}: {EXPECTED}" if error.status_code == 400 else str(error.detail)
+        message = f"{error.detail}: {UPLOAD_HELP}" if error.status_code == 400 else str(error.detail)
         reason = "not_found" if error.status_code == 404 else "bad_request"
         return RefusedError(error.status_code, reason, message, error.headers).answer()

@@ -57,38 +57,17 @@ class DecodingJob:
         return self.sizing(EncodedImage(data, self.max_pixels), None, self.scaled)
 
 
-class Decoder:
-    """One process, which is killed and replaced by another Decoder if it does not answer in time."""
-
-    def __init__(self, job: DecodingJob) -> None:
-        # A pool kills none of its processes, and breaks as a whole if one dies; so each decoder is a pool of one.
-        self._job, self._pool = job, ProcessPoolExecutor(1, CONTEXT, _set_up, (job,))
-        self._pid: Future[int] = self._pool.submit(os.getpid)
-
-    def wait(self) -> None:
-        """Wait until the process has imported everything."""
-        self._pid.result()
-
-    def decode(self, data: bytes) -> Any:
-        """Return an array, or the arguments of a RefusedError."""
-        self.wait()
-        return self._pool.submit(_decoded, self._job, data).result(self._job.seconds)
-
-    def end(self) -> None:
-        with suppress(BrokenProcessPool, ProcessLookupError):  # it has ended already
-            os.kill(self._pid.result(), signal.SIGKILL)
-        self._pool.shutdown(wait=False)
-
-
 class Decoders:
-    """A pool of `count` decoders, for as many threads."""
+    """A pool of `count` decoding processes, for as many threads; one that does not answer in time is replaced."""
 
     def __init__(self, job: DecodingJob, count: int) -> None:
         self._job, self._stopping = job, False
-        self._all = [Decoder(job) for _ in range(count)]  # which import at the same time
-        self._idle: SimpleQueue[Decoder] = SimpleQueue()
-        for decoder in self._all:
-            decoder.wait()
+        # An executor kills no process of its own, and breaks as a whole if one dies, so each has one.
+        self._pids: dict[ProcessPoolExecutor, Future[int]] = {}
+        self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+        started = [self._started() for _ in range(count)]  # they import at the same time
+        for decoder in started:
+            self._pids[decoder].result()
             self._idle.put(decoder)
 
     def __call__(self, data: bytes) -> Tensor:
@@ -100,10 +79,10 @@ class Decoders:
         decoder = self._idle.get()
         try:
             try:
-                answer = decoder.decode(data)
+                answer = self._decode(decoder, data)
             except BrokenProcessPool:  # the process died of this image, or was killed before
                 decoder = self._replaced(decoder)
-                answer = decoder.decode(data)
+                answer = self._decode(decoder, data)
         except (TimeoutError, BrokenProcessPool, MemoryError, OutOfMemoryError) as error:
             decoder = self._replaced(decoder)
             is_late = isinstance(error, TimeoutError)
@@ -126,15 +105,30 @@ class Decoders:
     def close(self) -> None:
         """End the processes."""
         self._stopping = True
-        for decoder in self._all:
-            decoder.end()
+        for decoder in list(self._pids):
+            self._end(decoder)
 
-    def _replaced(self, decoder: Decoder) -> Decoder:
+    def _started(self) -> ProcessPoolExecutor:
+        decoder = ProcessPoolExecutor(1, CONTEXT, _set_up, (self._job,))
+        self._pids[decoder] = decoder.submit(os.getpid)
+        return decoder
+
+    def _decode(self, decoder: ProcessPoolExecutor, data: bytes) -> Any:
+        if (pid := self._pids.get(decoder)) is None:  # it was ended, since the server stops
+            raise BrokenProcessPool
+        pid.result()  # a new one imports before its time begins
+        return decoder.submit(_decoded, self._job, data).result(self._job.seconds)
+
+    def _replaced(self, decoder: ProcessPoolExecutor) -> ProcessPoolExecutor:
         if self._stopping:
             raise busy("the server is stopping")
-        decoder.end()
-        self._all[self._all.index(decoder)] = new = Decoder(self._job)
-        return new
+        self._end(decoder)
+        return self._started()
+
+    def _end(self, decoder: ProcessPoolExecutor) -> None:
+        with suppress(BrokenProcessPool, ProcessLookupError):  # it has ended already
+            os.kill(self._pids.pop(decoder).result(), signal.SIGKILL)
+        decoder.shutdown(wait=False)
 
 
 def _set_up(job: DecodingJob) -> None:

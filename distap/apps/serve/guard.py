@@ -23,7 +23,7 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CLIENT_GONE = 499  # as nginx counts them; nobody receives it
 OPERATIONS = ("/healthz", "/readyz", "/metrics")
 FOREIGN = RefusedError(403, "foreign", "a page of another site sent this: use the page of this server")
-FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
+SERVER_FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
 logger = logging.getLogger("distap")
 
 
@@ -90,7 +90,7 @@ class Guard:
                 logger.exception("%s %s failed", scope["method"], _route(scope))
                 if status:  # the answer has begun and cannot be replaced
                     raise
-                await FAILED.answer()(scope, receive, guarded)
+                await SERVER_FAILED.answer()(scope, receive, guarded)
             finally:
                 route = _route(scope)
                 self._metrics.requests.labels(route, str(status or CLIENT_GONE)).inc()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from starlette.concurrency import run_in_threadpool
 
 from distap.apps.search import Searcher
 from distap.apps.serve.decoders import Decoders, DecodingJob
@@ -22,7 +23,6 @@ from distap.evaluation.extraction.image_describer import TooLittleMemoryError
 from distap.retrieval.index_files import Hit
 
 T = TypeVar("T")
-PICTURE_THREADS, PICTURE_QUEUE = 2, 256
 
 
 class Places:
@@ -47,8 +47,8 @@ class Places:
 class Pool:
     """Runs `threads` calls at a time and lets `queue` more wait; further calls are refused at once."""
 
-    def __init__(self, name: str, threads: int, queue: int, timeout_seconds: float) -> None:
-        self._threads = ThreadPoolExecutor(threads, name)
+    def __init__(self, threads: int, queue: int, timeout_seconds: float) -> None:
+        self._threads = ThreadPoolExecutor(threads, "search")
         self._timeout = timeout_seconds
         self.places = Places(threads + queue, "searches")
 
@@ -76,9 +76,8 @@ class Service:
         self.settings = settings
         self.metrics = ServingMetrics()
         self.uploads = Places(settings.uploads, "uploads")
-        self.searches = Pool("search", settings.threads, settings.queue, settings.timeout_seconds)
+        self.searches = Pool(settings.threads, settings.queue, settings.timeout_seconds)
         self.draining = False  # asked to stop
-        self._pictures = Pool("pictures", PICTURE_THREADS, PICTURE_QUEUE, settings.timeout_seconds)
         self._decoders: Decoders | None = None
         self._loaded: tuple[Searcher, Thumbnails] | None = None
 
@@ -114,7 +113,7 @@ class Service:
 
     async def picture(self, row: int) -> bytes:
         _, thumbnails = self._require_loaded()
-        jpeg = await self._pictures.run(thumbnails.jpeg, row)
+        jpeg = await run_in_threadpool(thumbnails.jpeg, row)
         if jpeg is None:
             raise RefusedError(404, "not_found", f"there is no picture of row {row}")
         return jpeg
@@ -126,7 +125,6 @@ class Service:
 
     def close(self) -> None:
         self.searches.close()
-        self._pictures.close()
         if self._decoders is not None:
             self._decoders.close()
 

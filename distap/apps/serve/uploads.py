@@ -16,7 +16,7 @@ from distap.data.images.formats import readable_formats
 
 FIELDS, FIELD_BYTES = 4, 1_000  # beside the image
 K = re.compile(r"[0-9]{1,9}")
-EXPECTED = "send multipart/form-data with the image's file in the field `image`"
+UPLOAD_HELP = "send multipart/form-data with the image's file in the field `image`"
 
 UPLOAD_PROBLEMS = (  # the reasons of refused uploads
     *("bad_request", "busy", "damaged", "empty", "failed", "missing_field", "not_multipart", "not_ready", "slow"),
@@ -53,7 +53,7 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
     """Return the bytes of the field `image`, and the number in the field `k` (10 without one)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
-        raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {EXPECTED}")
+        raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {UPLOAD_HELP}")
     # The oldest FastAPI that we support has no such limits.
     limited = Request(request.scope, _limited(request, settings.max_upload_bytes))
     try:
@@ -62,7 +62,7 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
             try:
                 image = form.get("image")
                 if not isinstance(image, UploadFile):
-                    raise RefusedError(422, "missing_field", f"there is no file in the field `image`: {EXPECTED}")
+                    raise RefusedError(422, "missing_field", f"there is no file in the field `image`: {UPLOAD_HELP}")
                 data = await image.read()
                 if not data:
                     raise RefusedError(400, "empty", "the file is empty: choose an image")

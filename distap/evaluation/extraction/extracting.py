@@ -17,7 +17,7 @@ from distap.data.images.image_sets import ImageSet
 from distap.data.images.whole_images import SizedChunk, SizedImages, batches_of_one_shape, sized_chunks
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.telemetry.terminal import counting
+from distap.telemetry.terminal import progress
 from distap.world import World
 
 FEWEST, MOST = 128, 4096  # images of a part
@@ -102,13 +102,13 @@ class Extraction:
         chunks = sized_chunks(sized, (request for part in requests for request in part), self.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = self.shown and world.rank == 0
-        with closing(chunks), counting(f"describing {images.name}", len(images), done, shown) as show:
-            progress = SharedProgress(world, show, self.is_asked_to_stop)
+        with closing(chunks), progress(f"describing {images.name}", len(images), done, shown) as show:
+            shared = SharedProgress(world, lambda described: show(done + described), self.is_asked_to_stop)
             for number, part in zip(mine, requests, strict=True):
                 with describer.evaluating():
-                    described = _described(describer, islice(chunks, len(part)), limit, progress.add)
+                    described = _described(describer, islice(chunks, len(part)), limit, shared.add)
                 yield number, described
-            progress.finish()
+            shared.finish()
 
 
 def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, str]]:

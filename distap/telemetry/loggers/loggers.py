@@ -1,6 +1,7 @@
-"""The loggers of a run, each in a thread of its own behind a bounded queue.
+"""The loggers of a run, each in a thread of its own.
 
-A logger that is slow or broken loses lines, which are counted, and never holds the training up. The figures are those
+A logger that is slow or broken loses lines, which are counted, and never holds the training up: W&B and MLflow have
+queues too, but wait for the network when they are opened and closed, and when Python ends. The figures are those
 of metrics.jsonl under the same names; nested names are joined by a slash (`seconds/describe`, `validation/mAP`), and
 figures that are not finite are left out.
 """
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, Literal, Protocol
 
 from distap.errors import DistapError
@@ -28,7 +29,6 @@ from distap.storage.redact import without_secrets
 Outcome = Literal["finished", "stopped", "failed"]
 CLOSE_SECONDS = 30.0  # for loggers to finish after the last step
 FAILED_SECONDS = 3.0  # to close after a failure, which the other ranks notice only when this one leaves
-OPEN_AGAIN_SECONDS = 60.0
 LINES = 1000  # that may wait for a slow logger
 logger = logging.getLogger("distap")
 left_hanging = threading.Event()  # a logger's thread did not end
@@ -137,14 +137,10 @@ class Outlet:
     def __init__(
         self, name: str, settings: LoggerSettings, run: LoggedRun, lines: int, count_lost: Callable[[], None]
     ) -> None:
-        self.name, self.lost = name, 0
+        self.name, self._lost = name, 0
         self._settings, self._run, self._lines, self._count_lost = settings, run, lines, count_lost
-        self._queue: SimpleQueue[tuple[int, float, Mapping[str, float]] | None] = SimpleQueue()
-        self._closing = threading.Event()
-        self._outcome: Outcome = "failed"
-        self._handed = self._done = 0  # lines put into the queue, and lines taken from it
-        self._lock = threading.Lock()  # guards `lost`, which both threads count
-        self._has_warned = False
+        self._queue: Queue[tuple[int, float, Mapping[str, float]] | Outcome] = Queue()  # the outcome comes last
+        self._lock = threading.Lock()  # guards `_lost`, which both threads count
         self._thread = threading.Thread(target=self._work, name=f"distap-{name}", daemon=True)
         self._thread.start()
 
@@ -153,64 +149,52 @@ class Outlet:
         if self._queue.qsize() >= self._lines:
             self._lose(f"{self._lines} lines wait for it")
         else:
-            self._handed += 1
             self._queue.put((step, time, figures))
 
     def begin_to_close(self, outcome: Outcome) -> None:
         """Tell the thread that no further line comes."""
-        self._outcome = outcome
-        self._closing.set()
-        self._queue.put(None)
+        self._queue.put(outcome)
 
     def finish(self, seconds: float) -> None:
         """Wait at most this long until the logger has closed; lines that it has not taken by then are lost."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             left_hanging.set()
-            self._lose("it does not come to an end", self._handed - self._done)
-        if self.lost:
-            logger.warning("loggers.%s: %d lines were lost; they are in the run folder's log", self.name, self.lost)
+            self._lose("it does not come to an end", self._queue.unfinished_tasks - 1)
+        if self._lost:
+            logger.warning("loggers.%s: %d lines were lost; they are in the run folder's log", self.name, self._lost)
 
     def _work(self) -> None:
         # BaseException, since packages raise SystemExit as well, which would end this thread without a word.
-        opened = self._opened()
-        while (line := self._queue.get()) is not None:
+        opened, problem = None, ""
+        try:
+            opened = self._settings.open(self._run)
+        except BaseException as error:
+            problem = f"it cannot be opened: {_told(error)}"
+        while not isinstance(line := self._queue.get(), str):
             try:
-                if opened is None:
-                    self._lose("it could not be opened")
-                else:
+                if opened is not None:
                     opened.log(*line)
             except BaseException as error:
-                self._lose(_told(error))
-            self._done += 1
+                problem = _told(error)
+            if problem:
+                self._lose(problem)
+                problem = problem if opened is None else ""
+            self._queue.task_done()
         try:
             if opened is not None:
-                opened.close(self._outcome)
+                opened.close(line)
         except BaseException as error:
-            self._warn(f"it cannot be closed: {_told(error)}")
-
-    def _opened(self) -> Logger | None:
-        """Open the logger, trying again and again; None if the run ends before that works."""
-        while True:
-            try:
-                return self._settings.open(self._run)
-            except BaseException as error:
-                self._warn(f"it cannot be opened: {_told(error)}")
-            if self._closing.wait(OPEN_AGAIN_SECONDS):
-                return None
+            self._lose(f"it cannot be closed: {_told(error)}", 0)
 
     def _lose(self, reason: str, lines: int = 1) -> None:
+        """Count lines, and warn once, since later losses usually have the same reason."""
         with self._lock:
-            self.lost += lines
+            if not self._lost:
+                logger.warning("loggers.%s: figures are lost: %s; training goes on", self.name, reason)
+            self._lost += lines
             for _ in range(lines):
                 self._count_lost()
-        self._warn(reason)
-
-    def _warn(self, reason: str) -> None:
-        """Warn once, since later losses usually have the same reason."""
-        if not self._has_warned:
-            logger.warning("loggers.%s: figures are lost: %s; training goes on", self.name, reason)
-        self._has_warned = True
 
 
 def end_if_hanging(status: int) -> None:

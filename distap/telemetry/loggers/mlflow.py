@@ -13,7 +13,6 @@ from distap.registry import by_path
 from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
 
-RUN_TAG = "distap.run"
 PARAMS_AT_ONCE = 100  # a server takes no more
 LONGEST_PARAM = 6000
 STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -23,8 +22,7 @@ STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "fail
 class MLflow:
     """Keys of `loggers.mlflow`; credentials come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD.
 
-    The experiment is MLFLOW_EXPERIMENT_NAME, or `distap`. The id of the run stays in RUN/loggers/mlflow; if that file
-    is lost, a run that goes on from a checkpoint is found by its tag `distap.run`.
+    The experiment is MLFLOW_EXPERIMENT_NAME, or `distap`. The id of the run stays in RUN/loggers/mlflow.
     """
 
     tracking_uri: str | None = None
@@ -54,14 +52,10 @@ class _Run:
         found = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if found is None else found.experiment_id
 
-        def found_or_created() -> str:
-            # Before the first step, a run with this name is of another training.
-            tagged = f"tags.`{RUN_TAG}` = '{run.id}'"
-            runs = client.search_runs([experiment], tagged, max_results=1) if run.step > 0 else []
-            one = runs[0] if runs else client.create_run(experiment, tags={RUN_TAG: run.id}, run_name=run.id)
-            return str(one.info.run_id)
+        def created() -> str:
+            return str(client.create_run(experiment, run_name=run.id).info.run_id)
 
-        self._id = run.kept_id("mlflow", found_or_created)
+        self._id = run.kept_id("mlflow", created)
         client.update_run(self._id, status="RUNNING")
         known = client.get_run(self._id).data.params  # which MLflow cannot change
         texts = {

@@ -6,7 +6,6 @@ import pytest
 from browser import DESKTOP, PHONE
 from galleries import upload
 from proxies import proxy
-from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from serving import serving
 
@@ -85,16 +84,6 @@ def test_an_image_that_is_dropped_or_pasted_is_searched_for_at_once(url, searche
     assert page.chosen() == ["given.png"]
 
 
-def test_another_number_of_images_searches_again(url, searcher, browser, image):
-    page = Page(browser, f"{url}/")
-    page.choose(image)
-    page.wait("Most similar to query.png", 12)
-    k = browser.driver.find_element("id", "k")
-    k.clear()
-    k.send_keys("6", Keys.ENTER)
-    assert page.wait("Most similar to query.png", 6) == keys(searcher.by_image(image.read_bytes(), 6))
-
-
 def test_back_and_forward_return_to_earlier_searches(url, searcher, browser, image):
     page, driver = Page(browser, f"{url}/"), browser.driver
     page.choose(image)
@@ -144,17 +133,6 @@ def test_after_loading_the_page_anew_history_still_leads_to_the_right_searches(u
     driver.back()
     WebDriverWait(driver, 20).until(lambda _: page.texts("#error")[0].startswith("Choose query.png again"))
     assert not driver.find_element("id", "results").is_displayed()
-
-
-def test_two_images_of_one_name_are_two_searches(url, searcher, browser):
-    page = Page(browser, f"{url}/")
-    found = [(seed, keys(searcher.by_image(upload(seed), 12))) for seed in range(20)]
-    first, other = found[0], next(each for each in found if each[1] != found[0][1])
-    for seed, expected in (first, other):
-        browser.driver.execute_script(GIVEN, "paste", "image.png", list(upload(seed)))
-        WebDriverWait(browser.driver, 20).until(lambda _, expected=expected: page.texts("#hits .key") == expected)
-    browser.driver.back()
-    WebDriverWait(browser.driver, 20).until(lambda _: page.texts("#hits .key") == first[1])
 
 
 def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):

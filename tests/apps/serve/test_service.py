@@ -227,24 +227,6 @@ def test_a_client_that_leaves_gives_its_place_back(searcher):
         asyncio.run(story(made))
 
 
-def test_searches_at_the_same_time_have_the_answers_of_searches_one_by_one(searcher):
-    images = [upload(seed) for seed in range(24)]
-    expected = [searcher.by_image(image, 5) for image in images]
-    found: dict[int, list] = {}
-
-    def some(start):
-        for number in range(start, len(images), 4):
-            found[number] = searcher.by_image(images[number], 5)
-
-    threads = [threading.Thread(target=some, args=(start,)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, hits in enumerate(expected):
-        assert [hit.similarity for hit in found[number]] == pytest.approx([hit.similarity for hit in hits], abs=1e-6)
-
-
 # Starlette leaves the buffer of a part without an end to Python, which closes it at once and says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_mangled_body_is_a_fault_of_the_server(searcher):
