@@ -14,8 +14,6 @@ from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
 
 OUTPUT = "Folder to write report.html and summary.json to."
-BEFORE = "Evaluation before the training, a folder that `distap eval --output` wrote."
-AFTER = "Evaluation after the training, a folder that `distap eval --output` wrote."
 RESTARTS = "Restart all ranks after a failure, from the newest checkpoint, at most this many times."
 FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
 DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
@@ -116,8 +114,6 @@ def report_command(
         list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run. Several runs are compared.")
     ],
     output: Annotated[Path | None, typer.Option(help=OUTPUT, show_default="the run, or the parent of all")] = None,
-    before: Annotated[Path | None, typer.Option(help=BEFORE, show_default="the run's own")] = None,
-    after: Annotated[Path | None, typer.Option(help=AFTER, show_default="the run's own")] = None,
     follow: Annotated[int | None, typer.Option(metavar="SECONDS", help=FOLLOW, min=1)] = None,
     as_json: JSON = False,
 ) -> None:
@@ -131,8 +127,8 @@ def report_command(
     from distap.telemetry.terminal import figures_table, print_result
 
     if follow is not None:
-        follow_runs(runs, follow, lambda: report(runs, output, before, after, reload=follow)[0])
-    page, summary = report(runs, output, before, after)
+        follow_runs(runs, follow, lambda: report(runs, output, reload=follow)[0])
+    page, summary = report(runs, output)
     if as_json:
         print_json({"report": str(page), "summary": summary})
         return

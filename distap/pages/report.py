@@ -41,21 +41,15 @@ CURVES = {
 def report(
     folders: Sequence[Path],
     output: Path | None = None,
-    before: Path | None = None,
-    after: Path | None = None,
     reload: int | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Write the report page of a run, or of several side by side, and a summary as JSON; return path and summary.
 
     Args:
         output: folder to write to; by default the run's, or the one that holds all of the runs.
-        before, after: with one run: folders that `distap eval --output` wrote, to show instead of the run's own first
-            and newest evaluation.
         reload: seconds after which a browser loads the page again.
     """
     several = len(folders) > 1
-    if several and (before or after):
-        raise DistapError("--before and --after are for one run: name one RUN, or leave them out")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DistapError("a run is named twice: there is nothing to compare")
     if several:
@@ -63,7 +57,7 @@ def report(
         evaluations = {run.name: run.after for run in runs if run.after}
         output = output or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     else:
-        runs = [read_run(folders[0], before, after)]
+        runs = [read_run(folders[0])]
         evaluations = runs[0].evaluations()
         output = output or folders[0]
     read = {name: each.retrieved() for name, each in evaluations.items()}

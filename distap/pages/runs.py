@@ -76,8 +76,8 @@ class Run:
         return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
 
 
-def read_run(folder: Path, before: Path | None = None, after: Path | None = None, name: str = "") -> Run:
-    """Read the folder of a training, called `name`, with other evaluations than its first and newest if given."""
+def read_run(folder: Path, name: str = "") -> Run:
+    """Read the folder of a training, called `name`, with its first and its newest evaluation."""
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
     try:
@@ -92,7 +92,7 @@ def read_run(folder: Path, before: Path | None = None, after: Path | None = None
     own = [step for step in saved_steps(folder) if step in known]
     first = folder_of_step(folder, own[0]) if own and (own[0] == 0 or len(own) > 1) else None
     newest = folder_of_step(folder, own[-1]) if own and own[-1] > 0 else None
-    begun, ended = (each if each is None else read_evaluation(each) for each in (before or first, after or newest))
+    begun, ended = (each if each is None else read_evaluation(each) for each in (first, newest))
     return Run(folder, name or str(folder), recipe, entries, begun, ended, read_starts(folder))
 
 

@@ -25,7 +25,7 @@ from distap import library as distap_library
 from distap.apps.export import formats
 from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, sizes_to_try
-from distap.apps.export.formats import exportable, program_of, save_onnx, save_program, size_ranges
+from distap.apps.export.formats import exportable, program_of, save_onnx, save_program
 from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.config.reading import recorded_recipe
 from distap.data.images.whole_images import Sizing
@@ -205,7 +205,7 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
     model = {**origin.settings["model"], "backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
     recipe = recorded_recipe({"model": model}, "test")
     began = replace(origin, recipe=recipe, settings={**origin.settings, "model": model})
-    card = model_card(began, Exported(exported.describer, {}, None, ((SIZE, SIZE), (SIZE, SIZE))), None)
+    card = model_card(began, Exported(exported.describer, {}, None, SIZE, False), None)
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
 
@@ -216,7 +216,7 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
     train = "https://user:word@a.example/shards/train?signature=abc"
     data = {**origin.settings["data"], "remote": remote, "train": train}
     trained = replace(origin, settings={**origin.settings, "data": data})
-    card = model_card(trained, Exported(exported.describer, {}, None, ((SIZE, SIZE), (SIZE, SIZE))), None)
+    card = model_card(trained, Exported(exported.describer, {}, None, SIZE, False), None)
     assert "its name" not in card and "its secret" not in card
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
@@ -349,7 +349,7 @@ def test_exporting_leaves_the_network_as_it_was():
 
 def held_to_the_network(folder, several, image_size, dynamic_size=False):
     program = program_of(exportable(several), image_size, dynamic_size)
-    cases = cases_of(several, sizes_to_try(image_size, size_ranges(program, image_size)))
+    cases = cases_of(several, sizes_to_try(image_size, dynamic_size))
     save_program(program, folder / "model.pt2", {})
     save_onnx(program, folder / "model.onnx", {})
     found = [
@@ -390,4 +390,4 @@ def test_another_convolutional_backbone_is_exported_too(tmp_path):
 def test_images_of_any_size_are_described_at_several_scales(tmp_path):
     several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors())
     found = held_to_the_network(tmp_path, several, 64, dynamic_size=True)
-    assert found.batches == (1, 2, 7) and found.sizes == ((64, 64), (85, 48), (47, 65), (47, 47))
+    assert found.batches == (1, 2, 7) and found.sizes == ((64, 64), (85, 64), (64, 85))

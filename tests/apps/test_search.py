@@ -36,13 +36,6 @@ def image_of(gallery, key) -> bytes:
     return images.reader.data(images.keys.tolist().index(key))
 
 
-def test_each_image_of_the_gallery_finds_itself_first(gallery, searcher):
-    for key in searcher.index.keys.tolist()[::7]:
-        first, *others = searcher.by_image(image_of(gallery, key), 5)
-        assert first.key == key and first.similarity == pytest.approx(1, abs=1e-5)
-        assert len(others) == 4
-
-
 def test_hits_are_those_of_all_similarities(gallery, searcher):
     data = upload(1)
     described = read_descriptors(gallery.descriptors)
@@ -216,14 +209,3 @@ def test_the_page_of_hits_shows_whole_keys_on_demand(tmp_path, gallery, searcher
     assert summary.text == hit.key.split("/")[1]
     summary.click()
     assert shown.size["height"] > folded and shown.text.splitlines()[1] == hit.key
-
-
-def test_a_query_that_is_nothing_is_told(gallery, monkeypatch, capsys):
-    assert distap(monkeypatch, "search", gallery.index, "nothing.png") == 2
-    assert "no image file, no folder of images, and no key" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["search", "serve"])
-def test_the_commands_explain_themselves(monkeypatch, capsys, command):
-    assert distap(monkeypatch, command, "--help") == 0
-    assert f"Usage: distap {command}" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from distap.data.shards.image_files import ImageFile
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import GALLERY
-from distap.evaluation.saved import read_evaluation
+from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
 from distap.evaluation.sets import open_set
 from distap.library import load
 from distap.randomness import permutation
@@ -194,9 +195,10 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
     assert distap(monkeypatch, "eval", "--checkpoint", run, "--gap=4") == 2
     assert distap(monkeypatch, "report", run) == 0
     assert (run / "report.html").read_text().count("data:image/webp") > 10
-    options = ["--before", tmp_path / "drawn", "--after", tmp_path / "drawn", "--output", tmp_path]
-    assert distap(monkeypatch, "report", run, *options) == 0
-    assert "kept neither of galleries that are drawn" in (tmp_path / "report.html").read_text()
+    for step in saved_steps(run):
+        shutil.copytree(tmp_path / "drawn", folder_of_step(run, step), dirs_exist_ok=True)
+    assert distap(monkeypatch, "report", run) == 0
+    assert "kept neither of galleries that are drawn" in (run / "report.html").read_text()
     with pytest.raises(DistapError, match="which names none"):
         recipe(run, training_shards, data__gallery=gallery)
     with pytest.raises(DistapError, match=r"data.validation: .*/gallery shares 4 classes with the training set"):

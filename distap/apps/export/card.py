@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import distap
-from distap.apps.export.checking import Agreement, Range
+from distap.apps.export.checking import Agreement
 from distap.apps.export.formats import BackboneFile
 from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
@@ -75,7 +75,8 @@ class Exported:
     describer: ImageDescriber
     programs: dict[str, Agreement]  # by file
     backbone: BackboneFile | None
-    sizes: tuple[Range, Range]  # heights and widths that the programs take
+    image_size: int  # height and width that the programs were checked with, pixels
+    dynamic_size: bool  # whether they take others too
 
 
 def model_card(origin: Origin, exported: Exported, whitening: Whitening | None) -> str:

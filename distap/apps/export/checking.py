@@ -12,7 +12,6 @@ from distap.errors import DistapError
 
 EXPORT_TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed in float32
 BATCHES_TRIED = (1, 2, 7)
-Range = tuple[int, int | None]  # smallest and largest, None for no limit
 Size = tuple[int, int]  # height and width, pixels
 Describe = Callable[[Tensor], Tensor]
 
@@ -35,11 +34,11 @@ class Agreement:
     smallest_cosine: float  # of an image's two descriptors
 
 
-def sizes_to_try(image_size: int, ranges: tuple[Range, Range]) -> list[Size]:
-    """Return the usual size and, if others are allowed, an upright, a lying and the smallest one."""
-    heights, widths = ranges
-    wanted = [(image_size, image_size), (image_size * 4 // 3, image_size * 3 // 4), (1, image_size + 1), (1, 1)]
-    return list(dict.fromkeys((_within(height, heights), _within(width, widths)) for height, width in wanted))
+def sizes_to_try(image_size: int, dynamic_size: bool) -> list[Size]:
+    """Return the usual size and, if others are allowed, an upright and a lying one."""
+    longer = image_size * 4 // 3
+    others = [(longer, image_size), (image_size, longer)] if dynamic_size else []
+    return [(image_size, image_size), *others]
 
 
 def cases_of(network: Describe, sizes: Sequence[Size], batches: Sequence[int] = BATCHES_TRIED) -> list[Case]:
@@ -113,8 +112,3 @@ def _image(kind: int, size: Size, generator: torch.Generator) -> Tensor:
         coarse = torch.rand(1, 3, 2**octave, 2**octave, generator=generator)
         image += interpolate(coarse, size, mode="bilinear") / 2**octave
     return (255 * image[0] / sum(2.0**-octave for octave in octaves)).to(torch.uint8)
-
-
-def _within(length: int, limits: Range) -> int:
-    smallest, largest = limits
-    return max(smallest, length if largest is None else min(length, largest))

@@ -3,10 +3,8 @@
 import copy
 import importlib.util
 import logging
-import math
 import warnings
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils.module_tracker import ModuleTracker
 
-from distap.apps.export.checking import EXPORT_TOLERANCE, Range
+from distap.apps.export.checking import EXPORT_TOLERANCE
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
 from distap.model.network import RetrievalNetwork
@@ -28,7 +26,6 @@ from distap.model.network import RetrievalNetwork
 OPSET, SMALLEST_OPSET = 20, 18  # antialiased scaling and torch's translations begin with 18
 AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
-ANY_LENGTH = 2  # as a lower bound of torch, this means any length, since torch never traces with 0 or 1
 # The exporters warn about their internals; their results are compared afterwards.
 _without_warnings = partial(warnings.catch_warnings, action="ignore")
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -74,16 +71,6 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
             ) from error
 
 
-def size_ranges(program: ExportedProgram, image_size: int) -> tuple[Range, Range]:
-    """Return the heights and widths that a program takes; the smallest is found by trying."""
-    heights, widths = (_range(program, length) for length in _shape(program)[2:])
-    smallest = max(heights[0], widths[0])
-    if smallest < image_size:
-        # torch's guards refuse an image whose map would be one pixel, and no range shows that.
-        smallest = _smallest_square(program, smallest, image_size)
-    return (smallest, heights[1]), (smallest, widths[1])
-
-
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
     """Write a program for torch.export.load, with texts by name; raise a DistapError if torch cannot."""
     try:
@@ -105,7 +92,8 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str], op
     """
     import onnx
 
-    shape = _shape(program)
+    images = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
+    shape = images.meta["val"].shape
     axes = {axis: name for axis, name in AXIS_NAMES.items() if isinstance(shape[axis], torch.SymInt)}
     try:
         with _without_warnings():
@@ -168,33 +156,6 @@ def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
     """Describe the module that a forward pass is in, or was in when it failed."""
     name = max(inside.parents, key=lambda name: name.count(".")).partition(".network.")[2]
     return f"{name} ({type(network.get_submodule(f'network.{name}')).__name__})" if name else "the network"
-
-
-def _shape(program: ExportedProgram) -> Sequence[int | torch.SymInt]:
-    images = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
-    return images.meta["val"].shape
-
-
-def _smallest_square(program: ExportedProgram, smallest: int, largest: int) -> int:
-    describe = program.module()
-
-    def takes(side: int) -> bool:
-        try:
-            with torch.inference_mode():
-                describe(torch.zeros(1, 3, side, side, dtype=torch.uint8))
-        except Exception:  # a guard's AssertionError, or a kernel's RuntimeError
-            return False
-        return True
-
-    return smallest + bisect_left(range(smallest, largest), True, key=takes)
-
-
-def _range(program: ExportedProgram, length: int | torch.SymInt) -> Range:
-    if isinstance(length, int):
-        return length, length
-    found = program.range_constraints[length.node.expr]
-    smallest, largest = float(found.lower), float(found.upper)
-    return 1 if smallest <= ANY_LENGTH else int(smallest), None if math.isinf(largest) else int(largest)
 
 
 def _first(error: BaseException) -> str:

@@ -97,12 +97,10 @@ def _write(
     describer = ImageDescriber(network, sizing, scales, whitening=whitening)
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
-    sizes: tuple[checking.Range, checking.Range] = ((image_size, image_size), (image_size, image_size))
     programs: dict[str, checking.Agreement] = {}
     if {"pt2", "onnx"} & set(settings.formats):
         program = formats.program_of(formats.exportable(several), image_size, settings.dynamic_size)
-        sizes = formats.size_ranges(program, image_size)
-        cases = checking.cases_of(several, checking.sizes_to_try(image_size, sizes))
+        cases = checking.cases_of(several, checking.sizes_to_try(image_size, settings.dynamic_size))
         if "pt2" in settings.formats:
             path = folder / PROGRAM_FILE
             formats.save_program(program, path, about)
@@ -116,7 +114,7 @@ def _write(
         images = checking.example_images(2, (image_size, image_size))
         DescriptorNetwork(describer, origin.recipe.model).write(folder)
         backbone = formats.save_backbone(network, architecture, folder / BACKBONE, images, about)
-    exported = Exported(describer, programs, backbone, sizes)
+    exported = Exported(describer, programs, backbone, image_size, settings.dynamic_size)
     (folder / "README.md").write_text(model_card(origin, exported, whitening), "utf-8")
     (folder / EXPORT_FILE).write_text(
         json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8"
@@ -125,7 +123,7 @@ def _write(
 
 
 def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSettings) -> dict[str, object]:
-    height, width = exported.sizes
+    lengths = ["height", "width"] if exported.dynamic_size else [exported.image_size, exported.image_size]
     files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
     return {
         "version": EXPORT_VERSION,
@@ -135,7 +133,7 @@ def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSet
         "step": origin.step,
         "described_by": asdict(exported.describer.described_by),
         "dimensions": exported.describer.dimensions,
-        "input": {"dtype": "uint8", "shape": ["batch", 3, list(height), list(width)], "order": "RGB"},
+        "input": {"dtype": "uint8", "shape": ["batch", 3, *lengths], "order": "RGB"},
         "opset": settings.opset if ONNX_FILE in files else None,
         "tolerance": checking.EXPORT_TOLERANCE,
         "agreement": {name: asdict(each) for name, each in exported.programs.items()},
