@@ -1,1 +1,1 @@
-"""Programs around a trained network: export, search, serve, plan, Kubernetes manifests."""
+"""Use a trained network: export, search, serve; and write the recipe to begin with."""

@@ -145,7 +145,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """A text of YAML, which reads a number or a colon in a name otherwise."""
+    """Quote a text for YAML, which reads a number or a colon in a name otherwise."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -45,7 +45,7 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False)
 class Searcher:
-    """Finds images of a gallery; several threads may ask at once."""
+    """Find images of a gallery; several threads may ask at once."""
 
     index: SearchIndex
     describer: ImageDescriber | None = None  # of the images that are searched for; None: search by key alone
@@ -53,7 +53,7 @@ class Searcher:
     pixels_of: Callable[[bytes], Tensor] | None = None  # decodes elsewhere, as the describer would
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """The at most k images of the gallery that are most similar to an image file, best first.
+        """Return the at most k images of the gallery that are most similar to an image file, best first.
 
         Raises:
             DamagedImageError: it cannot be decoded or is too large.
@@ -67,7 +67,7 @@ class Searcher:
         return self.index.search(descriptors.numpy(), k)[0]
 
     def by_key(self, key: str, k: int) -> list[Hit]:
-        """The k images of the gallery that are most similar to the one with this key, without itself."""
+        """Return the k images of the gallery that are most similar to the one with this key, without itself."""
         row = self.index.row_of(key)
         try:
             descriptor = self.index.descriptor(row)
@@ -80,7 +80,7 @@ class Searcher:
         return [hit for hit in hits if hit.row != row][:k]
 
     def search(self, queries: Sequence[Query], k: int) -> Iterator[SearchResult]:
-        """The result of each query; a file that cannot be used gives a result with a problem."""
+        """Yield the result of each query; a file that cannot be used gives a result with a problem."""
         for query in queries:
             try:
                 hits = self.by_key(query.key, k) if query.file is None else self.by_image(query.file.read_bytes(), k)
@@ -122,7 +122,7 @@ def open_searcher(
 def open_thumbnails(
     index: SearchIndex, source: str | None = None, remote: RemoteSettings | None = None
 ) -> Thumbnails:
-    """Thumbnails by row of the index; a warning says if some or all of them are missing.
+    """Return thumbnails by row of the index, and warn if some or all of them are missing.
 
     Args:
         source: where the data set is now; None if it has not moved since its images were described.
@@ -145,7 +145,7 @@ def open_thumbnails(
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
-    """The queries that texts stand for: `key:NAME`, an image file, a folder of images, or a key of the index."""
+    """Return the queries that texts stand for: `key:NAME`, image files, folders of images, or keys of the index."""
     return [query for text in texts for query in _queries(text, index)]
 
 

@@ -36,7 +36,7 @@ def percent(share: float, digits: int = 3) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between `low` and `high`, about `wanted` of them."""
+    """Return multiples of 1, 2 or 5 times a power of ten between `low` and `high`, about `wanted` of them."""
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -99,7 +99,7 @@ class Chart:
 def line_chart(
     series: Sequence[Series], y_label: str, y_format: Format = plain, from_zero: bool = False, x_label: str = "step"
 ) -> Chart | None:
-    """Lines with a colour and a dash pattern each; None if no point can be drawn."""
+    """Return a chart of lines with a colour and a dash pattern each; None if no point can be drawn."""
     # A series without points keeps its colour and its place in the legend, so that a run looks alike in all charts.
     lines = [(each, thinned(each.points)) for each in series]
     points = [point for _, line in lines for point in line]

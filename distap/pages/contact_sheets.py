@@ -51,7 +51,7 @@ class Confusion(NamedTuple):
 
 
 class ContactSheets:
-    """Chooses from what several networks, of which the last decides what is hard, retrieved from one data set."""
+    """Choose from what several networks retrieved from one data set; the last network decides what is hard."""
 
     def __init__(self, retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> None:
         self._retrieved, self._thumbnail = retrieved, thumbnail
@@ -60,7 +60,7 @@ class ContactSheets:
         self._queries = reduce(np.intersect1d, queries)  # common to all, by their numbers in the data set
 
     def sheets(self) -> list[Sheet]:
-        """Queries drawn at random, those with the lowest AP, and those whose AP changed most."""
+        """Choose queries at random, those with the lowest AP, and those whose AP changed most."""
         first, last = (  # (Q,) AP
             each.average_precision[np.searchsorted(each.sample, self._queries)]
             for each in (self._retrieved[self._first], self._retrieved[self._last])
@@ -81,7 +81,7 @@ class ContactSheets:
         return [sheet for sheet in sheets if sheet.examples]
 
     def confusions(self) -> list[Confusion]:
-        """The pairs of classes that the last network takes for each other most often."""
+        """Return the pairs of classes that the last network takes for each other most often."""
         retrieved = self._retrieved[self._last]
         mistakes = {name: _mistakes(each) for name, each in self._retrieved.items()}
         by_network = {name: Counter(pair for _, pair in rows) for name, rows in mistakes.items()}
@@ -129,7 +129,7 @@ def _positives(retrieved: Retrieved, row: int) -> int:
 
 
 def _mistakes(retrieved: Retrieved) -> list[tuple[int, tuple[int, int]]]:
-    """Rows of the queries whose nearest image is of another class, with the two classes."""
+    """Return the rows of queries whose nearest image is of another class, with the two classes."""
     if not retrieved.neighbours.shape[1]:
         return []
     nearest = retrieved.label[retrieved.neighbours[:, 0]]

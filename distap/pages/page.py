@@ -19,7 +19,7 @@ SIDES, WEBP_QUALITY, MOST_BYTES = (THUMBNAIL, 224, 160, 128, 96), 70, 570_000  #
 
 
 def page_text(template: str, **values: Any) -> str:
-    """The HTML of a template; every value is escaped."""
+    """Return the HTML of a template; every value is escaped."""
     return TEMPLATES.get_template(template).render(values, pictures={})  # collected to be written once each
 
 
@@ -29,12 +29,12 @@ def write_page(path: Path, template: str, **values: Any) -> None:
 
 
 def page_asset(name: str) -> bytes:
-    """A file of templates/ as it is, such as the stylesheet."""
+    """Return a file of templates/ as it is, such as the stylesheet."""
     return files("distap.pages").joinpath("templates", name).read_bytes()
 
 
 def _fitting(images: Iterable[bytes]) -> list[str]:
-    """Image files as WebP in base64, all of one longest side, with which they have at most MOST_BYTES if one can."""
+    """Encode images as WebP in base64, at the largest of SIDES with which all have at most MOST_BYTES."""
     for side in SIDES:
         files = [thumbnail(EncodedImage(image), side, "WEBP", WEBP_QUALITY) for image in images]
         if sum(map(len, files)) <= MOST_BYTES:

@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +105,7 @@ def contact_sheets(
 
 
 def _recipe_text(recipe: dict[str, Any]) -> str:
-    """The recipe as YAML, without what reaches its data: a report is shown to others."""
+    """Return the recipe as YAML, without what reaches its data: a report is shown to others."""
     data = {**recipe["data"], "remote": {**recipe["data"].get("remote", {}), "options": {}}}
     return without_secrets(yaml.safe_dump({**recipe, "data": data}, sort_keys=False, allow_unicode=True))
 
@@ -129,7 +128,7 @@ def _thumbnails(evaluations: Sequence[Evaluation], recipe: dict[str, Any]) -> Th
 
 
 class _Joined(NamedTuple):
-    """The images of a data set, and those of its gallery numbered after them."""
+    """Read the images of a data set, and those of its gallery numbered after them."""
 
     readers: Sequence[EncodedImages]
     own: int  # images of the first reader
@@ -145,7 +144,7 @@ def _lowest_classes(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
-    """Curves over the training steps by title, with a line for each run."""
+    """Return curves over the training steps by title, with a line for each run."""
 
     def over_steps(name: str) -> list[Series]:
         return [Series(run.name, [(entry["step"], entry.get(name)) for entry in run.steps]) for run in runs]
@@ -155,12 +154,7 @@ def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
         Series(run.name, [(entry["step"], entry["validation"]["mAP"]) for entry in run.validations], marked=True)
         for run in runs
     ]
-    if len(runs) == 1:
-        both = [replace(batches[0], name="batch (1 - loss)"), replace(validations[0], name="validation")]
-        drawn = [each for each in both if any(y is not None for _, y in each.points)]
-        precision = {"Mean Average Precision": drawn}
-    else:
-        precision = {"mAP of the batches (1 - loss)": batches, "mAP of the validation set": validations}
+    precision = {"mAP of the batches (1 - loss)": batches, "mAP of the validation set": validations}
     charts = {title: line_chart(series, "mAP", percent) for title, series in precision.items()}
     return {
         "Loss of the global batch": line_chart(over_steps("loss"), "loss"),
@@ -170,7 +164,7 @@ def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
 
 
 def stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Mean seconds of each stage of a step on rank 0, for each run; stages that no run has are left out."""
+    """Return the mean seconds of each stage on rank 0, for each run, without stages that no run has."""
     means = {
         run.name: {name: sum(e["seconds"].get(name, 0.0) for e in run.steps) / len(run.steps) for name in CHARTED}
         for run in runs
@@ -181,7 +175,7 @@ def stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
 
 
 def _precision_charts(evaluations: dict[str, Evaluation]) -> dict[str, Chart | None]:
-    """Precision over recall, with a line for each network."""
+    """Return precision over recall, with a line for each network."""
     precision = [Series(name, list(enumerate(each.precision_at_recall))) for name, each in evaluations.items()]
     charts = {"Precision over recall": line_chart(precision, "precision", percent, True, "recall, %")}
     return {title: chart for title, chart in charts.items() if chart}

@@ -1,1 +1,1 @@
-"""What people and monitoring see of a training: metrics, the run's log, the terminal, the report page."""
+"""Show a training to people and monitoring: metrics, health, the run's log, loggers, the terminal, traces."""

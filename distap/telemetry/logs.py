@@ -35,7 +35,7 @@ logger = logging.getLogger("distap")
 
 @dataclass
 class LogOrigin:
-    """Which process the lines come from."""
+    """Name the process that the lines come from."""
 
     run: str = ""
     rank: int | None = None
@@ -127,7 +127,7 @@ class JsonLines(_Formatter):
 
 
 def _shorten(line: dict[str, Any], name: str, cut: Callable[[str, int], str]) -> None:
-    """Cut a text of a line whose JSON is too long to as many characters as there is room for, which may be none."""
+    """Shorten a text so that the JSON of its line fits into a pipe in one piece."""
     if len(json.dumps(line)) < LONGEST_LINE:
         return
     text = line[name]

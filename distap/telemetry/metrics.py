@@ -1,4 +1,4 @@
-"""Prometheus metrics of one rank, declared in one table.
+"""Export the Prometheus metrics of one rank, declared in one table.
 
 Names follow the Prometheus conventions. Figures that are the same on every rank (loss, learning rate, validation) are
 exported by rank 0 only, so that sums over ranks mean something.
@@ -67,7 +67,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "checkpoint_step": (Gauge, "checkpoint_step", "Steps behind the newest checkpoint"),
     "checkpoint_interval": (Gauge, "checkpoint_interval_steps", "Steps between two checkpoints"),
     "checkpoint_failures": (Counter, "checkpoint_failures", "Checkpoints that could not be written"),
-    "lost_lines": (Counter, "logger_lines_lost", "Figures that a logger beside Prometheus did not take", "logger"),
+    "lost_lines": (Counter, "logger_lines_lost", "Figures that a logger next to Prometheus did not take", "logger"),
 }
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("distap")
 
 
 class JsonLinesFile:
-    """Appends JSON lines to a file, never half a line; while the disk is full, lines wait in memory."""
+    """Append JSON lines to a file, never half a line; while the disk is full, lines wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +117,7 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """The lines of a log with their numbers, and their entries where they can be read."""
+    """Yield the lines of a log with their numbers, and their entries where they can be read."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -128,7 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that distap runs from, with `-dirty` if files differ from it; None if it is none."""
+    """Return the commit of the checkout that distap runs from, with `-dirty` if files differ; None without one."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

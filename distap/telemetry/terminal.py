@@ -162,7 +162,7 @@ def print_error(error: Exception) -> None:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints above a progress bar, not through it."""
+    """Print messages above a progress bar, not through it."""
 
     said: Console = console  # where all but warnings goes
 

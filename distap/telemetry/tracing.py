@@ -22,7 +22,7 @@ logger = logging.getLogger("distap")
 
 
 class Tracer:
-    """Traces one rank's steps into a folder."""
+    """Trace one rank's steps into a folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank

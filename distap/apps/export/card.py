@@ -1,4 +1,4 @@
-"""Write the model card beside an export: what the run recorded about the network, and code that loads it."""
+"""Write the model card of an export: what the run recorded about the network, and code that loads it."""
 
 import copy
 import math

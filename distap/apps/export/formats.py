@@ -35,7 +35,7 @@ logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 class BackboneFile:
     """How timm loads the file, and how near its features are."""
 
-    arguments: str  # of timm.create_model, beside name and path
+    arguments: str  # of timm.create_model, next to name and path
     largest_difference: float  # of the feature maps, relative to the greatest
 
 

@@ -63,7 +63,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics, settings: ServeSettings) -> None:
         self._app, self._metrics, self._proxied = app, metrics, settings.allowed_host or []
-        own = "localhost", "127.0.0.1", "[::1]", socket.gethostname(), settings.host
+        own = "localhost", "127.0.0.1", "[::1]", socket.gethostname(), settings.host_in_url
         self._trusting = TrustedHostMiddleware(app, [*own, *self._proxied], www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

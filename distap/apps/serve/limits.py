@@ -51,6 +51,11 @@ class ServeSettings:
         return f"/{self.root_path.strip('/')}".rstrip("/")
 
     @property
+    def host_in_url(self) -> str:
+        """Return the address as it stands in a URL, one of IPv6 in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
     def uploads(self) -> int:
         """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
         return 2 * (self.threads + self.queue)

@@ -58,8 +58,7 @@ def serve(
             logger.info("ready: %s images of %s", f"{len(searcher.index):,}", searcher.index.data)
 
         server = _Server(service, load)
-        host, port = listener.getsockname()[:2]
-        console.print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", markup=False)
+        console.print(f"serving on http://{settings.host_in_url}:{listener.getsockname()[1]}", markup=False)
         try:
             server.run([listener])
             if wait([server.loading], LOADING_SECONDS).not_done:

@@ -1,4 +1,4 @@
-"""The state of a server: the searcher once it is loaded, and bounded queues of work."""
+"""Hold the state of a server: the searcher once it is loaded, and bounded queues of work."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Places:
-    """A bounded number of places; `with` takes one, and raises a RefusedError if none is free."""
+    """Bound what is under way; `with` takes a place, and raises a RefusedError if none is free."""
 
     def __init__(self, total: int, calls: str) -> None:
         self._total, self._calls = total, calls
@@ -45,7 +45,7 @@ class Places:
 
 
 class Pool:
-    """Runs `threads` calls at a time and lets `queue` more wait; further calls are refused at once."""
+    """Run `threads` calls at a time and let `queue` more wait; refuse further calls at once."""
 
     def __init__(self, threads: int, queue: int, timeout_seconds: float) -> None:
         self._threads = ThreadPoolExecutor(threads, "search")
@@ -70,7 +70,7 @@ class Pool:
 
 
 class Service:
-    """The searcher, queues and limits of a server; methods raise a RefusedError for what cannot be answered now."""
+    """Answer searches within the limits of a server; raise a RefusedError for what cannot be answered now."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings

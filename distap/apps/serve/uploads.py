@@ -14,7 +14,7 @@ from distap.apps.serve.limits import ServeSettings
 from distap.data.images.decoding import DamagedImageError, NoReaderError
 from distap.data.images.formats import readable_formats
 
-FIELDS, FIELD_BYTES = 4, 1_000  # beside the image
+FIELDS, FIELD_BYTES = 4, 1_000  # next to the image
 K = re.compile(r"[0-9]{1,9}")
 UPLOAD_HELP = "send multipart/form-data with the image's file in the field `image`"
 
@@ -84,7 +84,7 @@ def _hits_wanted(text: str | UploadFile | None, most: int) -> int:
 
 
 def _limited(request: Request, limit: int) -> Callable[[], Awaitable[Message]]:
-    """A receiver of the body that stops at the limit, whatever Content-Length says."""
+    """Return a receiver of the body that stops at the limit, whatever Content-Length says."""
     received = 0
     too_large = RefusedError(413, "too_large", f"the request has more than {limit:,} bytes: send a smaller file")
     if (length := request.headers.get("content-length", "")).isdecimal() and int(length) > limit:
