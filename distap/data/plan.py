@@ -4,10 +4,9 @@ The plan is a pure function of (data set, sampling, seed, step), and knows no ra
 is the same on any number of ranks, and resumes at any step without losing or repeating an image.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -18,59 +17,27 @@ from distap.randomness import permutation, shuffled
 VERSION = 2  # of the plan; a run goes on with the version that it began with only
 STAND_IN = 13  # first word of random keys; no two uses share one
 
-CLASS_LOOKUPS = ("by_class", "class_end", "with_pairs", "by_group", "group_end")
 Samples = NDArray[np.int64]
-
-
-def class_columns(labels: NDArray[np.int64], groups: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
-    """Sort N samples by class, and K classes by super-category: what `Classes` looks up.
-
-    `by_class` is (N,) samples, class by class and ascending in each, and `class_end` (K + 1,) where class k - 1 ends
-    in it. `with_pairs` is (M,) the classes of two samples or more, `by_group` the same, super-category by
-    super-category by their names, and `group_end` (G + 1,) where each ends in it.
-    """
-    sizes = np.bincount(labels)
-    with_pairs = np.flatnonzero(sizes > 1)
-    by_group = with_pairs[np.argsort(groups[with_pairs], kind="stable")]
-    names = groups[by_group]
-    seams = np.flatnonzero(names[1:] != names[:-1]) + 1
-    ends = np.concatenate([[0], np.cumsum(sizes)]), np.array([0, *seams, len(names)])
-    found = np.argsort(labels, kind="stable"), ends[0], with_pairs, by_group, ends[1]
-    return dict(zip(CLASS_LOOKUPS, found, strict=True))
 
 
 class Classes:
     """Samples by class, and classes by super-category.
 
     `labels` is the (N,) class of each sample, 0 .. K-1, and `groups` the (K,) super-category of each class or "".
-    `columns` are those of `class_columns`, where they are known already. Classes `with_pairs` can hold a query.
+    Classes `with_pairs` can hold a query.
     """
 
-    def __init__(
-        self,
-        labels: NDArray[np.int64],
-        groups: Sequence[str] | NDArray[np.str_] | None = None,
-        columns: Mapping[str, NDArray[np.int64]] | None = None,
-    ) -> None:
+    def __init__(self, labels: NDArray[np.int64], groups: Sequence[str] | NDArray[np.str_] | None = None) -> None:
         self.labels = labels
-        self.groups = np.full(int(labels.max()) + 1, "") if groups is None else np.asarray(groups)
-        columns = columns or class_columns(labels, self.groups)
-        self._order, self._ends, self.with_pairs, self._by_group, self._group_ends = (
-            columns[name] for name in CLASS_LOOKUPS
-        )
-        self.count = len(self._ends) - 1
+        self.sizes = np.bincount(labels)  # (K,) number of samples of each class
+        self.count = len(self.sizes)
+        self.groups = np.full(self.count, "") if groups is None else np.asarray(groups)
+        self.with_pairs = np.flatnonzero(self.sizes > 1)
+        # Samples class by class, ascending in each, and where class k - 1 ends among them.
+        self._order, self._ends = np.argsort(labels, kind="stable"), np.concatenate([[0], np.cumsum(self.sizes)])
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """(K,) number of samples of each class."""
-        return np.diff(self._ends)
-
-    def sizes_of(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of samples of some classes, of the same shape as these."""
-        return self._ends[labels + 1] - self._ends[labels]
 
     def samples(self, label: int) -> Samples:
         """Numbers of the samples of a class, ascending."""
@@ -82,14 +49,16 @@ class Classes:
 
     def available(self, labels: NDArray[np.int64], images: int) -> int:
         """Number of images that these classes can give if none gives more than `images`."""
-        return int(np.minimum(self.sizes_of(labels), images).sum())
+        return int(np.minimum(self.sizes[labels], images).sum())
 
     @cached_property
     def by_group(self) -> dict[str, NDArray[np.int64]]:
         """The classes of two samples or more of each super-category, by name; classes without one are not in it."""
-        slices = [self._by_group[start:end] for start, end in pairwise(self._group_ends.tolist())]
-        named = {str(self.groups[members[0]]): members for members in slices if len(members)}
-        return {name: members for name, members in named.items() if name}
+        of_class = self.groups[self.with_pairs]
+        order = np.argsort(of_class, kind="stable")
+        names, starts = np.unique(of_class[order], return_index=True)
+        members = np.split(self.with_pairs[order], starts[1:])
+        return {name: own for name, own in zip(names.tolist(), members, strict=False) if name}
 
 
 class Sampling(Protocol):

@@ -2,52 +2,42 @@
 
 import io
 import math
+import struct
 import zipfile
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from mmap import mmap
 from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-HEADER = 2 * npy.ARRAY_ALIGN  # bytes of an .npy file before its values
+LONGEST_HEADER = 2**17  # bytes of an .npy file before its values
 LAST_CODE_POINT = 0x10FFFF
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 Column = NDArray[Any]
+Buffer = bytes | mmap | memoryview
 
 
-def mapped(folder: Path, name: str, column: Column | None = None) -> Column:
-    """Return a read-only column of a folder that all processes share, from `column` if it is not there yet."""
-    path = folder / f"{name}.npy"
-    if column is not None:
-        np.save(path, column, allow_pickle=False)
-    is_empty = path.stat().st_size <= HEADER  # nothing can be mapped then
-    return np.asarray(np.load(path, mmap_mode=None if is_empty else "r"))
-
-
-def read_columns(
-    data: bytes, dtypes: dict[str, str], keep: Callable[[str, Column], Column] = lambda _, column: column
-) -> dict[str, Column]:
+def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
     """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is missing or wrong.
 
     numpy.load allocates the memory that a header declares, even terabytes. Here a header is believed only if there
-    are enough bytes behind it.
+    are enough bytes behind it. Columns that are not compressed are views of `data`, so they take no memory of their
+    own; of a mapped file, all processes of a host share them.
 
     Args:
         data: contents of the file.
         dtypes: numpy type by name, "str" or "U" for text of any length; "scalar" is one int64, others have one axis.
-        keep: what to return of a column, by its name; it has the next one read when it returns.
     """
     with _unreadable(""):
-        archive = zipfile.ZipFile(io.BytesIO(data))
+        archive = zipfile.ZipFile(data if isinstance(data, mmap) else io.BytesIO(data))  # type: ignore[arg-type]
     columns = {}
     for name, dtype in dtypes.items():
         with _unreadable(f"column {name}: "):
-            column = _column(archive, f"{name}.npy", dtype)
-        columns[name] = keep(name, column)
-        del column  # before the next one is in memory
+            columns[name] = _column(memoryview(_contents(archive, data, f"{name}.npy")), dtype)
     return columns
 
 
@@ -60,15 +50,28 @@ def _unreadable(where: str) -> Iterator[None]:
         raise ValueError(f"{where}{str(error) or type(error).__name__}") from error
 
 
-def _column(archive: zipfile.ZipFile, name: str, expected: str) -> Column:
+def _contents(archive: zipfile.ZipFile, data: Buffer, name: str) -> Buffer:
+    """Return the bytes of a file in an archive, without a copy if they are not compressed."""
     if name not in archive.NameToInfo:
         raise ValueError("missing")
-    if archive.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+    info = archive.getinfo(name)
+    # Before the contents stand 30 bytes, of which the last four give the lengths of a name and of extra fields.
+    start = info.header_offset + 30 + sum(struct.unpack_from("<HH", data, info.header_offset + 26))
+    contents: Buffer = memoryview(data)[start : start + info.compress_size]
+    if info.compress_type == zipfile.ZIP_DEFLATED:
+        contents = zlib.decompressobj(-zlib.MAX_WBITS).decompress(contents, max(info.file_size, 1))
+    elif info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("compressed in an unknown way")
-    with archive.open(name) as file:
-        readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-        shape, _, dtype = readers[npy.read_magic(file)](file)
-        values = file.read()
+    if len(contents) != info.file_size or zlib.crc32(contents) != info.CRC:
+        raise ValueError("its checksum is wrong")
+    return contents
+
+
+def _column(contents: memoryview, expected: str) -> Column:
+    head = io.BytesIO(contents[:LONGEST_HEADER])
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    shape, _, dtype = readers[npy.read_magic(head)](head)
+    values = contents[head.tell() :]
     name, dimensions = ("int64", 0) if expected == "scalar" else (expected, 1)
     text = np.dtype(name).kind == "U"
     if dtype.hasobject or (dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)):
@@ -81,7 +84,8 @@ def _column(archive: zipfile.ZipFile, name: str, expected: str) -> Column:
     column = np.frombuffer(values, dtype).astype(dtype.newbyteorder("="), copy=False)
     if text:
         points = column.view(np.uint32)
-        rare = points[points >= FIRST_SURROGATE]
-        if ((rare > LAST_CODE_POINT) | (rare <= LAST_SURROGATE)).any():
-            raise ValueError("not text")
+        if points.max(initial=0) >= FIRST_SURROGATE:  # comparing all of them takes as much memory again
+            rare = points[points >= FIRST_SURROGATE]
+            if ((rare > LAST_CODE_POINT) | (rare <= LAST_SURROGATE)).any():
+                raise ValueError("not text")
     return column.reshape(shape)

@@ -1,10 +1,13 @@
 """Read, write and list the files of a folder, on disk or behind a URL, with one retry policy."""
 
 import io
+import logging
 import os
 import shutil
 import stat
 from contextlib import suppress
+from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 from urllib.parse import quote
@@ -12,13 +15,16 @@ from urllib.parse import quote
 from fsspec.core import strip_protocol
 
 from distap.errors import DistapError
-from distap.storage.atomic import make_folder, replacing
+from distap.storage.atomic import UnwritableError, make_folder, replacing
+from distap.storage.host_cache import kept_copy
 from distap.storage.locations import joined, scheme_of
 from distap.storage.remotes import RemoteSettings, file_system, retried
 from distap.storage.traffic import Meter, Traffic
 
 BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
 PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
+LARGE = 16 * 2**20  # bytes of a remote file of which a host keeps a copy for its processes
+logger = logging.getLogger("distap")
 
 
 class About(NamedTuple):
@@ -87,6 +93,16 @@ class Storage:
     @retried("read")
     def read_whole(self, name: str) -> bytes:
         return bytes(self._files.cat_file(self.where(name)))
+
+    def mapped(self, name: str) -> bytes | mmap:
+        """Return a file that processes of this host share: a large one as a map of a copy in the user's cache."""
+        about = self.about(name)
+        if about.size >= LARGE and about.version:  # a web server need not tell when a file has changed
+            try:
+                return _map(kept_copy(self.where(name), about, partial(self.download, name)))
+            except UnwritableError as error:
+                logger.warning("%s: each process holds it in its memory, since %s", self.where(name), error)
+        return self.read_whole(name)
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of any size. Each block is a `read` of its own, so that it can be retried."""
@@ -174,6 +190,10 @@ class LocalStorage(Storage):
         self.meter.add(Traffic(read_bytes=len(data)))
         return data
 
+    @retried("read")
+    def mapped(self, name: str) -> bytes | mmap:
+        return _map(self._local(name))
+
     @retried("listed")
     def names(self, pattern: str) -> list[str]:
         base = self._local("")  # its own name may hold the signs of a glob
@@ -207,6 +227,11 @@ class LocalStorage(Storage):
         super().remove(name)
         with suppress(OSError):
             self._local(name).parent.rmdir()  # a bucket has no empty folders either
+
+
+def _map(path: Path) -> bytes | mmap:
+    with path.open("rb") as file:
+        return mmap(file.fileno(), 0, access=ACCESS_READ) if path.stat().st_size else b""
 
 
 class _Blocks(io.RawIOBase):

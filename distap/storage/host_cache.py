@@ -1,16 +1,14 @@
-"""Folders in the cache of this user: what is worked out once is there for every process of the host."""
+"""The cache folder of this user, with what the processes of a host share."""
 
 import hashlib
 import json
 import os
 import platform
-import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from distap.storage.atomic import UnwritableError, locked, replacing_folder
+from distap.storage.atomic import UnwritableError, locked, replacing
 from distap.storage.locations import scheme_of
 
 
@@ -39,27 +37,23 @@ def own_folder(kind: str, place: str) -> Path:
     return folder
 
 
-def made_once(kind: str, place: str, version: Any, make: Callable[[Path], None]) -> Path:
-    """Return the folder that `make` filled for a version of what is at a place, once for all processes of this host.
+def kept_copy(place: str, version: Any, fetch: Callable[[Path], None]) -> Path:
+    """Return this host's copy of a version of the file behind a URL; the first process that asks fetches it.
 
-    Folders of its other versions are removed. Processes that have mapped their files keep them, as these are on the
-    same host: hosts that share a home have folders of their own.
+    Copies of other versions are removed. Hosts that share a home have copies of their own.
 
     Raises:
-        UnwritableError: the folder cannot be written. Others are those of `make`.
+        UnwritableError: the copy cannot be written. Others are those of `fetch`.
     """
-    home = own_folder(kind, place) / platform.node()
-    folder = home / short_digest(version)
-    if not folder.is_dir():
-        with ExitStack() as locking:
-            try:
-                locking.enter_context(locked(home, "writing", wait=True))
-            except OSError as error:
-                raise UnwritableError(f"{home}: cannot be locked: {error.strerror}") from error
-            if not folder.is_dir():
-                for old in filter(Path.is_dir, list(home.iterdir())):
-                    # Under another name first: a removal that is cut short leaves nothing that looks whole.
-                    shutil.rmtree(old.rename(home / f".removed-{old.name}"), ignore_errors=True)
-                with replacing_folder(folder) as new:
-                    make(new)
-    return folder
+    path = own_folder("copies", place) / platform.node() / short_digest(version)
+    try:
+        with locked(path.parent, "writing", wait=True):
+            if not path.exists():
+                for old in path.parent.iterdir():
+                    if old.name != "lock":
+                        old.unlink()
+                with replacing(path) as file:
+                    fetch(Path(file.name))
+    except OSError as error:
+        raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path

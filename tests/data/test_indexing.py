@@ -1,10 +1,7 @@
-import errno
 import gzip
 import io
 import itertools
-import os
-import pickle
-import platform
+import mmap
 import shutil
 import tarfile
 import zlib
@@ -16,22 +13,16 @@ import webdataset
 from PIL import Image
 from servers import web_server
 
-from distap.data.plan import Plan
-from distap.data.sampling.p_by_k import PByKSampling
-from distap.data.sampling.random import RandomSampling
 from distap.data.shards import indexing
-from distap.data.shards import load_index as loading
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, SharedIndex, parse_index
+from distap.data.shards.index import COLUMNS
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
-from distap.data.shards.parallel import forking_context
 from distap.data.shards.tar import BLOCK, read_samples
 from distap.errors import DistapError
-from distap.storage import columns, host_cache
-from distap.storage.files import LocalStorage
+from distap.storage import files
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings, UnreachableError
 
@@ -511,141 +502,62 @@ def test_a_folder_that_cannot_be_looked_at_is_no_traceback():
         load_index(300 * "a")
 
 
-@pytest.fixture
-def shared(home, monkeypatch):
-    """Have the processes of a host share even a small index; the folder of it."""
-    monkeypatch.setattr(loading, "LARGE", 0)
-    return lambda: next(path for path in (home / "distap" / "index").glob("*/*/*") if path.is_dir())
+def mapped_by(column):
+    """What holds the memory of a column."""
+    while isinstance(column, np.ndarray):
+        column = column.base
+    return column.obj
 
 
-def test_a_shared_index_is_the_same_index(shards, home, monkeypatch):
-    alone = load_index(shards)
-    monkeypatch.setattr(loading, "LARGE", 0)
-    index = load_index(shards)
-    assert isinstance(index, SharedIndex)
-    assert not isinstance(alone, SharedIndex)
+def test_the_columns_of_an_index_are_views_of_its_mapped_file(shards):
+    index, written = load_index(shards), index_shards(shards)[0]
     for name in COLUMNS:
-        column = getattr(index, name)
-        assert isinstance(column.base, np.memmap), name
-        assert np.array_equal(column, getattr(alone, name)), name
-    assert (index.fingerprint, index.names.tolist()) == (alone.fingerprint, alone.names.tolist())
-    for sampling in (RandomSampling(4), PByKSampling(2, 2)):
-        for step in (0, 7, 10**9):
-            batches = [Plan(each.classes, sampling, 3).batch(step) for each in (index, alone)]
-            assert np.array_equal(*batches)
-    assert np.array_equal(index.classes.sizes, alone.classes.sizes)
+        assert isinstance(mapped_by(getattr(index, name)), mmap.mmap), name
+        assert np.array_equal(getattr(index, name), getattr(written, name)), name
+    assert index.fingerprint == written.fingerprint
+    labels = index.label.tolist()
+    replace(written, label=written.label[::-1]).save(shards)
+    assert load_index(shards).label.tolist() == labels[::-1]
+    assert index.label.tolist() == labels  # of whoever has it open
 
 
-def test_a_shared_index_is_parsed_once_and_sent_by_its_place(shards, shared, monkeypatch):
-    first = load_index(shards)
-    monkeypatch.setattr(loading, "parse_index", None)
-    again = load_index(shards)
-    sent = pickle.dumps(again)
-    assert len(sent) < 1000
-    assert pickle.loads(sent).key.tolist() == first.key.tolist()
+def test_an_index_whose_bytes_have_changed_is_refused(shards):
+    path = shards / "index.npz"
+    sound, generator = path.read_bytes(), np.random.default_rng(0)
+    fingerprint = load_index(shards).fingerprint
+    for place in generator.integers(0, len(sound), 200).tolist():
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        try:  # some bytes of a zip file mean nothing, such as the time of an entry
+            assert load_index(shards).fingerprint == fingerprint
+        except DistapError as error:
+            assert "index.npz" in str(error) or "000000.tar" in str(error)
 
 
-def open_at_the_barrier(source, barrier, parsed):
-    parse = loading.parse_index
-
-    def counted(*arguments):
-        with parsed.get_lock():
-            parsed.value += 1
-        return parse(*arguments)
-
-    loading.parse_index = counted
-    barrier.wait()
-    load_index(source)
+@pytest.fixture
+def copied(home, monkeypatch):
+    """Have the processes of a host share a copy of even a small index; where copies are."""
+    monkeypatch.setattr(files, "LARGE", 0)
+    return lambda: list((home / "distap" / "copies").glob("*/*/[0-9a-f]*"))
 
 
-def test_of_processes_that_open_an_index_at_once_one_parses_it(shards, shared):
-    context = forking_context()
-    barrier, parsed = context.Barrier(4), context.Value("i", 0)
-    processes = [context.Process(target=open_at_the_barrier, args=(shards, barrier, parsed)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert parsed.value == 1
+def test_a_host_fetches_a_remote_index_once(shards, copied):
+    index_shards(str(shards / "{000000..000002}.tar"))
+    with web_server(shards) as server:
+        source = f"{server.url}/{{000000..000002}}.tar"
+        old = load_index(source)
+        [first] = copied()
+        assert isinstance(mapped_by(load_index(source).key), mmap.mmap)
+        assert len([request for request in server.requests if "index.npz" in request]) == 1
+        replace(old, label=old.label[::-1].copy()).save(str(shards / "{000000..000002}.tar"))
+        assert load_index(source).fingerprint != old.fingerprint
+        [second] = copied()  # that of the old version is gone
+        assert second != first
 
 
-def test_a_changed_index_takes_the_place_of_the_old_one(shards, shared):
-    old = load_index(shards)
-    labels = old.label.tolist()
-    replace(held_alone(shards), label=old.label[::-1]).save(shards)
-    new = load_index(shards)
-    assert new.label.tolist() == labels[::-1]
-    assert new.fingerprint != old.fingerprint
-    assert shared() == new.folder
-    assert old.label.tolist() == labels  # of whoever has it open
-
-
-def held_alone(source):
-    return parse_index((source / "index.npz").read_bytes(), "index.npz")
-
-
-def test_of_a_damaged_index_nothing_is_shared(shards, shared):
-    replace(held_alone(shards), size=held_alone(shards).size * 1000).save(shards)
-    with pytest.raises(DistapError, match=r"index\.npz: not a sound index: sample 0"):
-        load_index(shards)
-    with pytest.raises(StopIteration):
-        shared()
-
-
-def test_an_index_is_in_memory_where_the_cache_cannot_be_written(shards, shared, monkeypatch, caplog):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(columns.np, "save", full)
-    assert len(load_index(shards)) == 9
-    assert "each process holds the whole index in its memory" in caplog.text
-    assert "No space left on device" in caplog.text
-
-
-def test_an_index_is_in_memory_where_the_user_has_no_cache(shards, shared, monkeypatch, tmp_path, caplog):
-    occupied = tmp_path / "file"
-    occupied.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
-    assert len(load_index(shards)) == 9
-    assert f"{occupied}/distap/index" in caplog.text and "cannot be made" in caplog.text
-
-
-def test_an_index_is_in_memory_where_the_cache_cannot_be_locked(shards, shared, monkeypatch, caplog):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(host_cache, "locked", refuse)
-    assert len(load_index(shards)) == 9
-    assert "cannot be locked: Permission denied" in caplog.text
-
-
-def test_hosts_that_share_a_home_leave_each_others_files_alone(shards, shared, monkeypatch):
-    monkeypatch.setattr(platform, "node", lambda: "one")
-    of_one = load_index(shards)
-    os.utime(shards / "index.npz", ns=(0, 0))  # a copy on another host's disk, with the same path
-    monkeypatch.setattr(platform, "node", lambda: "two")
-    of_two = load_index(shards)
-    assert of_one.folder != of_two.folder and of_one.folder.is_dir()
-
-
-def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_whole(shards, shared, monkeypatch):
-    def killed(folder, **_):
-        next(folder.glob("*.npy")).unlink()
-        raise KeyboardInterrupt
-
-    load_index(shards)
-    times = (shards / "index.npz").stat().st_mtime_ns
-    os.utime(shards / "index.npz", ns=(0, 0))
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(shutil, "rmtree", killed)
-        load_index(shards)
-    os.utime(shards / "index.npz", ns=(times, times))
-    assert isinstance(load_index(shards), SharedIndex)
-    assert len([path for path in shared().parent.iterdir() if path.is_dir()]) == 1
-
-
-def test_an_index_whose_changes_nobody_tells_is_read_each_time(shards, shared, monkeypatch):
-    about = LocalStorage.about
-    monkeypatch.setattr(LocalStorage, "about", lambda files, name: about(files, name)._replace(version=""))
-    assert not isinstance(load_index(shards), SharedIndex)
+def test_a_remote_index_is_in_memory_where_the_cache_cannot_be_written(shards, copied, monkeypatch, tmp_path, caplog):
+    index_shards(str(shards / "{000000..000002}.tar"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with web_server(shards) as server:
+        assert len(load_index(f"{server.url}/{{000000..000002}}.tar")) == 9
+    assert "each process holds it in its memory" in caplog.text and "cannot be made" in caplog.text

@@ -135,7 +135,7 @@ def _some_of_each(
     while data.available(needed, images) < total:
         longer = np.concatenate([needed, next(order)])
         needed = longer[np.sort(np.unique(longer, return_index=True)[1])]  # each class once, in this order
-    sizes = data.sizes_of(needed)
+    sizes = data.sizes[needed]
     places = np.minimum(np.arange(images), sizes[:, None] - 1)
     drawn = shuffled(sizes, places, WITHIN_CLASS, seed, step, of=(needed,))
     return data.nth(needed[:, None], drawn)[np.arange(images) < sizes[:, None]][:total]

@@ -2,10 +2,9 @@
 
 import hashlib
 import io
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -13,19 +12,15 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.plan import CLASS_LOOKUPS, Classes, class_columns
+from distap.data.plan import Classes
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
-from distap.storage.atomic import write_whole
-from distap.storage.columns import Column, mapped, read_columns
+from distap.storage.columns import Buffer, read_columns
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.remotes import RemoteSettings
 
-VERSION = 3
-WITHOUT_PATHS = 2  # the version before; its images are called by their keys
-PIECE = 2**20  # rows whose text is in memory at once
-FACTS = "facts.json"  # what is known of a shared index beside its columns
+VERSION = 4
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -57,15 +52,10 @@ class Index:
         """SHA-256 of all rows, which stands for the data set in the state of a training."""
         digest = hashlib.sha256()
         for name in COLUMNS:
-            values = getattr(self, name)
-            if name == "path" or (name == "class_group" and not any(values.tolist())):
-                continue  # so that paths and groups left older fingerprints as they were
-            if values.dtype.kind == "U":
-                for start in range(0, len(values), PIECE):
-                    text = "\0".join(values[start : start + PIECE].tolist())
-                    digest.update(("\0" * (start > 0) + text).encode())
-            else:
-                digest.update(values.astype(values.dtype.newbyteorder("<")).tobytes())
+            if name != "path":  # it says where images came from, and not what they are
+                column = np.ascontiguousarray(getattr(self, name))
+                digest.update(f"{name} {column.dtype.str} {len(column)} ".encode())
+                digest.update(column.view(np.uint8) if column.size else b"")
         return digest.hexdigest()
 
     @cached_property
@@ -92,7 +82,7 @@ class Index:
         """Return the contents of an index file, with other arrays beside the columns if given."""
         buffer = io.BytesIO()
         columns: dict[str, Any] = {name: getattr(self, name) for name in COLUMNS}
-        np.savez_compressed(buffer, version=np.array(VERSION), **columns, **others)
+        np.savez(buffer, version=np.array(VERSION), **columns, **others)
         return buffer.getvalue()
 
 
@@ -105,46 +95,6 @@ SHARD_COLUMNS, CLASS_COLUMNS = ([name for name in COLUMNS if name.startswith(of)
 SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLASS_COLUMNS)]
 
 
-@dataclass(frozen=True)
-class SharedIndex(Index):
-    """An index whose columns are files of a folder, of which a process holds in memory what it asks for only."""
-
-    folder: Path = Path()
-    by_class: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)  # class_columns of the labels
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def at(cls, folder: Path) -> "SharedIndex":
-        """Open all files at once: they are another process's to remove once the index has changed."""
-        columns: dict[str, Any] = {name: mapped(folder, name) for name in COLUMNS}
-        by_class = {name: mapped(folder, name) for name in CLASS_LOOKUPS}
-        return cls(**columns, folder=folder, by_class=by_class, facts=json.loads((folder / FACTS).read_bytes()))
-
-    @classmethod
-    def fill(cls, folder: Path, parse: Callable[..., Index]) -> None:
-        """Write the folder of an index, which `parse` reads column by column."""
-        index = parse(lambda name, column: mapped(folder, name, column))
-        for name, column in class_columns(index.label, index.class_group).items():
-            mapped(folder, name, column)
-        facts = {"fingerprint": index.fingerprint, "names": "path" if index.names is index.path else "key"}
-        write_whole(folder / FACTS, json.dumps(facts))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SharedIndex.at, (self.folder,)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return self.facts["fingerprint"]
-
-    @cached_property
-    def names(self) -> NDArray[np.str_]:
-        return self.path if self.facts["names"] == "path" else self.key
-
-    @cached_property
-    def classes(self) -> Classes:
-        return Classes(self.label, self.class_group, self.by_class)
-
-
 def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
     """The storage of a data set's index, and its name there."""
     if source.kept_index is None:
@@ -152,20 +102,17 @@ def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage,
     return storage_of(str(source.kept_index.parent)), source.kept_index.name
 
 
-def parse_index(data: bytes, where: str, keep: Callable[[str, Column], Column] = lambda _, column: column) -> Index:
+def parse_index(data: Buffer, where: str) -> Index:
     """Parse the contents of the index file `where`, and check every row, so that none leads outside the data set.
 
-    `keep` is as in `read_columns`.
+    Its columns are views of `data`.
     """
     remedy = "make it anew with `distap data index`"
     try:
         version = int(read_columns(data, {"version": "scalar"})["version"])
-        if version not in (VERSION, WITHOUT_PATHS):
+        if version != VERSION:
             raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
-        stored = {name: COLUMNS[name] for name in COLUMNS if name != "path" or version != WITHOUT_PATHS}
-        columns: dict[str, Any] = read_columns(data, stored, keep)
-        if "path" not in columns:
-            columns["path"] = keep("path", np.full(len(columns["key"]), ""))
+        columns: dict[str, Any] = read_columns(data, COLUMNS)
     except ValueError as error:
         raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error
     index = Index(**columns)

@@ -1,10 +1,7 @@
 """Read the index of a data set, whatever it is made of."""
 
-import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +10,14 @@ import numpy as np
 from distap.data.map_style import rows_behind
 from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped, as_line, is_line
-from distap.data.shards.index import VERSION, Index, SharedIndex, index_place, parse_index
+from distap.data.shards.index import Index, index_place, parse_index
 from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
-from distap.storage.atomic import UnwritableError
-from distap.storage.columns import Column
-from distap.storage.files import Storage, storage_of
-from distap.storage.host_cache import made_once
+from distap.storage.files import storage_of
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import MissingFileError, RemoteSettings
 
-LARGE = 4 * 2**20  # bytes of an index file that a host's processes share, from some 200,000 images on
 THREADS = 16  # remote shards whose sizes are asked for at once
-logger = logging.getLogger("distap")
 
 
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
@@ -38,7 +30,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
         return _index_of_images(source)
     storage, name = index_place(source, remote)
     try:
-        index = _read(storage, name, source.index)
+        index = parse_index(storage.mapped(name), source.index)
     except MissingFileError as error:
         if not source.scheme and not Path(source.base).is_dir():
             raise DistapError(f"{source}: no such data set: there is no folder {source.base}") from error
@@ -97,29 +89,6 @@ def _index_of_files(
         class_name=np.array(classes),
         class_group=np.full(len(classes), ""),
     )
-
-
-def _read(storage: Storage, name: str, where: str) -> Index:
-    """Read an index, a large one from the files that the first process of this host has made of it."""
-
-    about = storage.about(name)
-    if about.size < LARGE or not about.version:  # a web server need not tell when a file has changed
-        return parse_index(storage.read_whole(name), where)
-
-    def parse(keep: Callable[[str, Column], Column] = lambda _, column: column) -> Index:
-        with storage.open(name) as file:
-            return parse_index(file.read(), where, keep)
-
-    try:
-        version = [VERSION, *about]
-        return SharedIndex.at(
-            made_once("index", storage.where(name), version, partial(SharedIndex.fill, parse=parse))
-        )
-    except UnwritableError as error:
-        logger.warning("%s: each process holds the whole index in its memory, since %s", where, error)
-    except FileNotFoundError:  # another process has opened another version meanwhile
-        logger.warning("%s: changes while it is opened; this process holds it in its memory", where)
-    return parse()
 
 
 def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
