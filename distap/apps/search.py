@@ -160,7 +160,7 @@ def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
     except (OSError, ValueError):  # such as a text that is too long for a path
         is_folder = is_file = False
     if is_folder:
-        yield from (Query(str(path / name), path / name) for name in list_folder(path).names)
+        yield from (Query(str(path / name), path / name) for name, *_ in list_folder(path)[0])
     elif is_file:
         yield Query(text, path)
     elif text in index.rows:

@@ -10,7 +10,6 @@ from typing import Any
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.image_sets import ImageSet, open_images
-from distap.data.loading.indexed import Reader
 from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
@@ -78,7 +77,7 @@ def open_set(
         name, opened(source), labelled_figures(at), () if gallery is None else (opened(gallery),), draws=gallery_draws
     )
     for images in found.image_sets:
-        if not isinstance(images.reader, Reader):
+        if images.classes[0] == "":
             raise DistapError(
                 f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
             )

@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 
 from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
-from distap.data.images.image_sets import UNKNOWN, list_folder, open_images
+from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
@@ -190,8 +190,8 @@ def test_links_lead_nowhere_outside(folder, tmp_path):
     (folder / "within.png").symlink_to(folder / "b.png")
     (folder / "broken.png").symlink_to(folder / "nothing.png")
     (folder / "above").symlink_to(tmp_path)
-    images = list_folder(folder)
-    assert images.names == ("b.png", "deep/er/a.JPG", "within.png")
+    images = open_images(folder)
+    assert images.keys.tolist() == ["b.png", "deep/er/a.JPG", "within.png"]
     assert dict(images.left_out) == {
         "out.png": "links that lead out of the folder",
         "broken.png": "links to nothing",
@@ -205,7 +205,7 @@ def test_links_lead_nowhere_outside(folder, tmp_path):
 def test_a_name_that_is_no_text_is_left_out(folder):
     (folder / "line\nbreak.png").write_bytes(b"")
     (folder / b"latin-\xe9.png".decode(errors="surrogateescape")).write_bytes(b"")
-    images = list_folder(folder)
+    images = open_images(folder)
     assert len(images) == 2
     reason = "names that are no text in UTF-8, or have line breaks or tabs in them"
     assert [each for _, each in images.left_out].count(reason) == 2
@@ -218,17 +218,17 @@ def test_a_header_is_found_beyond_much_metadata(folder):
     exif[0x010E] = "x" * 60_000
     PHOTO.save(folder / "b.jpg", "JPEG", exif=exif, icc_profile=b"y" * 100_000)
     (folder / "c.png").write_bytes(b"damage")
-    images = list_folder(folder)
-    assert images.size(images.names.index("b.jpg")) == (80, 120)
-    assert images.size(images.names.index("c.png")) == UNKNOWN
+    images = open_images(folder)
+    places = [images.keys.tolist().index(name) for name in ("b.jpg", "c.png")]
+    assert images.sizes(places).tolist() == [[80, 120], [0, 0]]
 
 
 def test_an_image_that_has_gone_is_damaged(folder):
-    images = list_folder(folder)
+    images = open_images(folder)
     (folder / "b.png").unlink()
-    with pytest.raises(DamagedImageError, match="cannot be read: No such file"):
-        images.encoded(0)
-    assert images.size(0) == UNKNOWN
+    with pytest.raises(DamagedImageError, match=r"b\.png: there is no such file"):
+        images.reader.encoded(0)
+    assert images.sizes([0]).tolist() == [[0, 0]]
 
 
 def test_a_folder_without_images_is_refused(tmp_path):
@@ -267,7 +267,7 @@ def test_keys_that_two_shards_share_are_told_apart(tmp_path, image_folder):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_leaves_the_others_of_its_chunk(folder, workers):
     (folder / "a.png").write_bytes(b"damage")
-    images = SizedImages(list_folder(folder), Sizing("original"))
+    images = SizedImages(open_images(folder).reader, Sizing("original"))
     (chunk,) = sized_chunks(images, [[0, 1, 2]], workers)
     assert chunk.samples == [1, 2] and chunk.shapes == [(80, 120), (80, 120)]
     assert chunk.damaged[0].startswith("decode_error")

@@ -11,8 +11,9 @@ from ranks import on_ranks
 
 from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError
-from distap.data.images.image_sets import ImageFolder, open_images
+from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
+from distap.data.loading.indexed import Reader
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting
@@ -31,13 +32,13 @@ def photos(tmp_path_factory) -> Path:
 def described(monkeypatch) -> Counter:
     """How often each image of a folder has been read in this process since."""
     counts: Counter = Counter()
-    encoded = ImageFolder.encoded
+    encoded = Reader.encoded
 
-    def counted(folder, sample):
-        counts[folder.names[sample]] += 1
-        return encoded(folder, sample)
+    def counted(reader, sample):
+        counts[reader.where(sample)] += 1
+        return encoded(reader, sample)
 
-    monkeypatch.setattr(ImageFolder, "encoded", counted)
+    monkeypatch.setattr(Reader, "encoded", counted)
     return counts
 
 
@@ -275,8 +276,8 @@ def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, sm
 def extract_on_a_rank(world, source, single, folder):
     """From the start, from what was stopped before, a set of one image, and in memory."""
     maker = describer("original", batch_pixels=4 * 40 * 40)
-    read, seen, encoded = [], [], ImageFolder.encoded
-    ImageFolder.encoded = lambda images, sample: seen.append(sample) or encoded(images, sample)
+    read, seen, encoded = [], [], Reader.encoded
+    Reader.encoded = lambda images, sample: seen.append(sample) or encoded(images, sample)
     for images, name in [(source, "whole"), (source, "stopped"), (single, "of-one")]:
         extract(images, folder / name, world, maker, part_images=4)
         read.append(len(seen))

@@ -1,65 +1,37 @@
 """Images to describe or search, in order: those of shards with an index, or of a plain folder."""
 
-import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
+from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.formats import readable_formats
 from distap.data.loading.indexed import Reader
 from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.image_folders import Skipped, as_line, counted, is_line, walk_images
-from distap.data.shards.load_index import load_index
+from distap.data.shards.load_index import index_of_files, load_index
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
 
-HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
-UNKNOWN = (0, 0)
+
+class FolderFile(NamedTuple):
+    name: str  # path within the folder, with slashes
+    size: int  # bytes
+    modified: int  # nanoseconds since 1970
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """The images in a folder and its sub-folders, which belong to no class."""
+def list_folder(folder: Path) -> tuple[list[FolderFile], list[Skipped]]:
+    """List the images in a folder and below, by their paths, and the other files with the reason against each.
 
-    folder: Path
-    names: tuple[str, ...]  # paths within it, with slashes, in order
-    fingerprint: str  # a hash of names, sizes and times of change
-    left_out: tuple[Skipped, ...]  # files that are not read, and why
-    max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def encoded(self, sample: int) -> EncodedImage:
-        """The image before it is decoded; raises DamagedImageError if it cannot be read."""
-        try:
-            data = (self.folder / self.names[sample]).read_bytes()
-        except OSError as error:
-            raise DamagedImageError("decode_error", f"cannot be read: {error.strerror or error}") from error
-        return EncodedImage(data, self.max_pixels, self.names[sample])
-
-    def size(self, sample: int) -> tuple[int, int]:
-        """Width and height as it will be decoded, from the file's header; UNKNOWN if it does not tell."""
-        try:
-            with (self.folder / self.names[sample]).open("rb") as file:
-                start = file.read(HEADER_BYTES)
-                try:
-                    return image_size(start, self.max_pixels, upright=True)
-                except DamagedImageError:
-                    return image_size(start + file.read(), self.max_pixels, upright=True)
-        except (OSError, DamagedImageError):
-            return UNKNOWN
-
-
-def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
-    """The images of a folder, however deep, in the order of their paths; links may not lead out of the folder."""
-    found: list[tuple[str, int, int]] = []
+    Links may not lead out of the folder.
+    """
+    found: list[FolderFile] = []
     left_out: list[Skipped] = []
     root = folder.resolve()
     for path in walk_images(folder, follow=False):
@@ -76,7 +48,7 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
                 problem = "links that lead out of the folder"
             else:
                 status = path.stat()
-                found.append((name, status.st_size, status.st_mtime_ns))
+                found.append(FolderFile(name, status.st_size, status.st_mtime_ns))
                 continue
         except OSError as error:
             problem = f"files that cannot be read: {error.strerror}"
@@ -86,11 +58,7 @@ def list_folder(folder: Path, max_pixels: int = MAX_PIXELS) -> ImageFolder:
         raise DistapError(
             f"{folder}: no image in it, nor shards; expected {', '.join(readable_formats())} files{told}"
         )
-    found.sort()
-    described = "".join(f"{name}\0{size}\0{modified}\n" for name, size, modified in found)
-    left_out = [Skipped(as_line(name), reason) for name, reason in left_out]
-    fingerprint, names = hashlib.sha256(described.encode()).hexdigest(), tuple(name for name, *_ in found)
-    return ImageFolder(folder, names, fingerprint, tuple(sorted(left_out)), max_pixels)
+    return sorted(found), sorted(Skipped(as_line(name), reason) for name, reason in left_out)
 
 
 @dataclass(frozen=True)
@@ -101,7 +69,7 @@ class ImageSet:
     fingerprint: str  # identifies the images
     keys: NDArray[np.str_]  # (N,) name of each, unlike all others
     classes: NDArray[np.str_]  # (N,) name of its class, "" for none
-    reader: Reader | ImageFolder
+    reader: Reader
     left_out: tuple[Skipped, ...] = ()  # files that are not read, and why
 
     def __len__(self) -> int:
@@ -112,14 +80,10 @@ class ImageSet:
 
         Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
         """
-        files = self.reader
-        if isinstance(files, Reader):
-            index, rows = files.index, np.asarray(samples, dtype=np.int64)
-            if files.source.kind == "shards":
-                return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
-            if files.source.kind == "imagefolder":
-                files = ImageFolder(Path(files.source.base), tuple(index.key.tolist()), "", (), files.max_pixels)
-        return np.array([files.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
+        if self.reader.source.kind == "shards":
+            index, rows = self.reader.index, np.asarray(samples, dtype=np.int64)
+            return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
+        return np.array([self.reader.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
 
 
 def open_images(
@@ -131,10 +95,13 @@ def open_images(
     """The images of shards (see `Reader`), or of a local folder that has neither an index nor shards in it."""
     source = parse_source(source)
     if _is_plain(source):
-        images = list_folder(Path(source.base), max_pixels)
-        keys, none = np.array(images.names, dtype=np.str_), np.zeros(len(images), dtype="<U1")
-        return ImageSet(str(source), images.fingerprint, keys, none, images, images.left_out)
-    index = load_index(source, remote)
+        files, left_out = list_folder(Path(source.base))
+        names, sizes, times = zip(*files, strict=True)
+        # The times of change stand for digests of what the files hold, which only reading them would tell.
+        index = index_of_files(source, names, names, [""] * len(names), sizes, [str(time) for time in times])
+        index, source = replace(index, left_out=tuple(left_out)), replace(source, kind="imagefolder")
+    else:
+        index = load_index(source, remote)
     keys = index.names
     if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
         shards = index.shard_name[index.shard].tolist()

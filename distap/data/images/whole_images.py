@@ -106,7 +106,7 @@ class Sizing:
 
 
 class EncodedImages(Protocol):
-    """Images by number, of shards (`Reader`) or of a folder (`ImageFolder`)."""
+    """Images by number, such as a `Reader`."""
 
     def encoded(self, sample: int) -> EncodedImage: ...
 

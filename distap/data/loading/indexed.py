@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from distap.data.shards.load_index import load_index
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source
-from distap.storage.remotes import RemoteSettings
+from distap.storage.remotes import MissingFileError, RemoteSettings
 from distap.storage.traffic import Traffic
 from distap.world import World
 
+HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
 Request = tuple[int, int, int]  # step, slot and the sample that the plan puts there
 
 
@@ -70,7 +72,12 @@ class Reader:
             if kept is not None:
                 self.cache.drop(shard)
             meter.add(Traffic(cache_misses=1))
-        data = self.storage.read(str(index.shard_name[shard]), offset, size)
+        try:
+            data = self.storage.read(str(index.shard_name[shard]), offset, size)
+        except MissingFileError as error:
+            if self.source.kind != "imagefolder":
+                raise
+            raise DamagedImageError("decode_error", str(error)) from error
         if self._damage(sample, data) and self.source.scheme:
             # A network may have changed the bytes on their way: read them once more.
             meter.add(Traffic(retries=1))
@@ -89,6 +96,10 @@ class Reader:
     def size(self, sample: int) -> tuple[int, int]:
         """Width and height as it will be decoded, from the file's header; (0, 0) if it does not tell."""
         try:
+            if self.source.kind == "imagefolder" and self.index.size[sample] > HEADER_BYTES:
+                name = str(self.index.shard_name[sample])
+                with suppress(DamagedImageError, MissingFileError):  # then all of it may tell
+                    return image_size(self.storage.read(name, 0, HEADER_BYTES), self.max_pixels, upright=True)
             return image_size(self.data(sample), self.max_pixels, upright=True)
         except DamagedImageError:
             return 0, 0

@@ -55,7 +55,7 @@ class Index:
             if name != "path":  # it says where images came from, and not what they are
                 column = np.ascontiguousarray(getattr(self, name))
                 digest.update(f"{name} {column.dtype.str} {len(column)} ".encode())
-                digest.update(column.view(np.uint8) if column.size else b"")
+                digest.update(column.view(np.uint8).data if column.size else b"")
         return digest.hexdigest()
 
     @cached_property

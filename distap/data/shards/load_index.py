@@ -1,5 +1,6 @@
 """Read the index of a data set, whatever it is made of."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
     source = parse_source(source)
     if (rows := rows_behind(source)) is not None:
-        names, digests = list(map(str, range(len(rows.keys)))), rows.digests()
-        return _index_of_files(source, names, list(rows.keys), list(rows.classes), 0, digests)
+        return index_of_files(source, range(len(rows.keys)), rows.keys, rows.classes, 0, rows.digests())
     if source.kind == "imagefolder":
         return _index_of_images(source)
     storage, name = index_place(source, remote)
@@ -55,21 +55,25 @@ def _index_of_images(source: Source) -> Index:
     listing = list_images(folder)
     entries, broken = look_at_all(listing.images, "", untracked)
     images = [entry.image for entry in entries]
-    sizes = np.array([entry.size for entry in entries], dtype=np.int64)
+    sizes = [entry.size for entry in entries]
     names = [image.path.relative_to(folder).as_posix() for image in images]
-    index = _index_of_files(source, names, names, [image.class_name for image in images], sizes)
+    index = index_of_files(source, names, names, [image.class_name for image in images], sizes)
     left_out = tuple(Skipped(as_line(name), reason) for name, reason in (*listing.left_out, *broken))
     return replace(index, left_out=left_out)
 
 
-def _index_of_files(
-    source: Source, names: list[str], keys: list[str], of_class: list[str], sizes: Any, digests: Any = ""
+def index_of_files(
+    source: Source, names: Sequence[Any], keys: Sequence[str], of_class: Sequence[str], sizes: Any, digests: Any = ""
 ) -> Index:
-    """An index that takes each image file for a shard; sizes, digests and checksums may be 0 or "", unknown."""
+    """Make an index that takes each image file for a shard; sizes and digests may be 0 or "", unknown.
+
+    Images that belong to no class have the class "".
+    """
     for key in keys:
         if not is_line(key):
             raise DistapError(f"{source}: {key!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
-    classes = sort_classes(group_of_each_class([ImageFile(Path(source.base), name) for name in set(of_class)]))
+    classes = sort_classes(of_class)
+    group_of_each_class([ImageFile(Path(source.base), name) for name in classes if classes != [""]])
     numbers = {name: number for number, name in enumerate(classes)}
     count, zeros = len(names), np.zeros(len(names), dtype=np.int32)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.int64), count).copy()
@@ -83,7 +87,7 @@ def _index_of_files(
         height=zeros,
         key=np.array(keys),
         path=np.array(keys),
-        shard_name=np.array(names),
+        shard_name=np.array(names, dtype=np.str_),
         shard_size=size,
         shard_sha256=np.broadcast_to(np.asarray(digests), count).copy(),
         class_name=np.array(classes),
