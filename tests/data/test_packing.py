@@ -1,7 +1,6 @@
 import fcntl
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pyarrow import parquet
 
 from distap.data.loading.indexed import Reader
 from distap.data.shards.image_files import ImageFile, list_images
+from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
@@ -269,24 +269,17 @@ def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_class_without_a_sound_image_gets_no_number(tmp_path, image_folder, workers):
-    (image_folder / "aardvark").mkdir()
-    (image_folder / "aardvark" / "0.png").write_bytes(b"no image")
+def test_classes_and_shards_without_a_sound_image_leave_no_gap_in_the_index(tmp_path, image_folder, workers):
+    for path in ("aardvark/0.png", "apple/0.png", "apple/1.png"):
+        (image_folder / path).parent.mkdir(exist_ok=True)
+        (image_folder / path).write_bytes(b"no image")
     index, skipped = pack(image_folder, tmp_path / "out", images_per_shard=3, workers=workers)
-    assert len(skipped) == 1
+    assert len(skipped) == 3
     assert index.class_name.tolist() == ["apple", "bear", "car"]
-    assert [label for _, label, _ in keys_and_files(tmp_path / "out")] == [0, 0, 0, 0, 1, 1, 1, 2, 2]
-    shutil.rmtree(image_folder / "aardvark")
-    pack(image_folder, tmp_path / "without", images_per_shard=3)
-    assert contents(tmp_path / "out") == contents(tmp_path / "without")
-
-
-def test_a_shard_without_a_sound_image_leaves_no_gap(tmp_path, image_folder):
-    for number in (0, 1):
-        (image_folder / "apple" / f"{number}.png").write_bytes(b"no image")
-    index, skipped = pack(image_folder, tmp_path / "out", images_per_shard=2)
-    assert len(skipped) == 2
-    assert index.shard_name.tolist() == [f"{number:06d}.tar" for number in range(4)]
+    assert index.label.tolist() == [0, 0, 1, 1, 1, 2, 2]
+    assert load_index(tmp_path / "out").fingerprint == index.fingerprint
+    assert index_shards(f"{tmp_path}/out/{{000000..000003}}.tar")[0].label.tolist() == index.label.tolist()
+    assert [label for _, label, _ in keys_and_files(tmp_path / "out")] == [1, 1, 2, 2, 2, 3, 3]
 
 
 def test_a_source_without_a_sound_image_is_an_error(tmp_path, image_folder):

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -40,7 +40,7 @@ from distap.storage.files import storage_of
 from distap.storage.hashing import Hashed
 from distap.storage.locations import parse_source
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
 
 
@@ -140,67 +140,53 @@ def require_free(output: Path) -> None:
 def _pack_aside(
     aside: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, track: Track
 ) -> tuple[Index, list[Skipped]]:
-    """Write the shards that are not there yet, and their index; return it with the images left out.
-
-    If a class or a shard turns out to hold no sound image, all are packed once more without the damaged images, so
-    that every class number has an image.
-    """
+    """Write the shards that are not there yet, and their index; return it with the images left out."""
     entries, broken = look_at_all(listing.images, "listing images", track)
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
-    fingerprint = _fingerprint(layout, entries)
-    left_out = _resume(aside, fingerprint)
-    while True:
-        sound = _without(entries, left_out)
-        if not sound:
-            first = ": ".join((left_out or broken)[0])
-            raise DistapError(f"none of the {len(listing.images)} images can be read; first: {first}")
-        # The labels of a CSV are numbers already; other classes are numbered in the order of their names.
-        names = sort_classes(_class_names(sound))
-        lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
-        write_whole(aside / SHARDS / NAMES_FILE, "".join(lines))
-        jobs = list(_jobs(aside, sound, {name: number for number, name in enumerate(names)}, layout))
-        try:
-            written = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
-        finally:
-            for leftover in aside.glob("*/.*.tmp"):
-                leftover.unlink()
-        parts = [part for part, _ in written if part is not None]
-        left_out += chain.from_iterable(skipped for _, skipped in written)
-        if len(parts) == len(jobs) and len(_class_names(_without(sound, left_out))) == len(names):
-            break
-        _start(aside, fingerprint, left_out)
+    _start(aside, _fingerprint(layout, entries))
+    # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
+    # sound image keep their number in the shards, and the index leaves it out.
+    names = sort_classes(entry.image.class_name for entry in entries)
+    lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
+    write_whole(aside / SHARDS / NAMES_FILE, "".join(lines))
+    numbers = {name: number for number, name in enumerate(names)}
+    jobs = list(_jobs(aside, entries, numbers, layout))
+    try:
+        written = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
+    finally:
+        for leftover in aside.glob("*/.*.tmp"):
+            leftover.unlink()
+    parts = [part for part, _ in written]
+    left_out = [*broken, *chain.from_iterable(skipped for _, skipped in written)]
+    if not any(map(len, parts)):
+        first = ": ".join(left_out[0])
+        raise DistapError(f"none of the {len(listing.images)} images can be read; first: {first}")
     source = parse_source(aside / SHARDS)
     keys = chain.from_iterable(part.key.tolist() for part in parts)
-    paths = (f"{key}\t{listing.name_of(sound[int(key.partition('-')[0])].image)}\n" for key in keys)
+    paths = (f"{key}\t{listing.name_of(entries[int(key.partition('-')[0])].image)}\n" for key in keys)
     write_whole(aside / SHARDS / PATHS_FILE, "".join(paths))
     index = merge_scans(source, storage_of(source.base), parts)
     index.save(source)
-    return index, [*listing.left_out, *broken, *left_out]
+    return index, [*listing.left_out, *left_out]
 
 
 def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
-    starts = range(0, len(entries), layout.images_per_shard)
-    for number, start in enumerate(starts):
-        end = min(start + layout.images_per_shard, len(entries))
+    for number, start in enumerate(range(0, len(entries), layout.images_per_shard)):
+        own = entries[start : start + layout.images_per_shard]
         shard, record = aside / SHARDS / f"{number:06d}.tar", aside / RECORDS / f"{number:06d}.json"
-        labels = {name: numbers[name] for name in _class_names(entries[start:end])}
-        yield _Job(shard, record, start, entries[start:end], labels, layout.decode)
+        labels = {entry.image.class_name: numbers[entry.image.class_name] for entry in own}
+        yield _Job(shard, record, start, own, labels, layout.decode)
 
 
-def _write_shard(job: _Job) -> tuple[Index | None, list[Skipped]]:
-    """Write a shard, unless an earlier call did, and read it back.
-
-    Return its index, None if no image was sound, and the images left out.
-    """
+def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
+    """Write a shard, unless an earlier call did, and read it back; return its index and the images left out."""
     try:
         record = json.loads(job.record.read_bytes())
         sha256, skipped = record["sha256"], [Skipped(*image) for image in record["skipped"]]
         job.shard.stat()  # raises an OSError if it is not there
     except (OSError, ValueError, KeyError, TypeError):
         sha256, skipped = _write(job)
-    if len(skipped) == len(job.entries):
-        return None, skipped
     index = None
     with job.shard.open("rb") as file, suppress(DamagedShardError):
         if hasattr(os, "posix_fadvise"):  # put it out of memory, so that reading it back reads the disk
@@ -237,24 +223,15 @@ def _write(job: _Job) -> tuple[str, list[Skipped]]:
     return hashed.sha256, skipped
 
 
-def _resume(aside: Path, fingerprint: str) -> list[Skipped]:
-    """Return the images that an earlier packing of the same list left out; remove one of another list."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        plan = json.loads((aside / PLAN_FILE).read_bytes())
-        if plan["fingerprint"] == fingerprint:
-            return [Skipped(*image) for image in plan["left_out"]]
-    _start(aside, fingerprint, [])
-    return []
-
-
-def _start(aside: Path, fingerprint: str, left_out: list[Skipped]) -> None:
-    # Without a plan, the next call removes whatever is there.
-    (aside / PLAN_FILE).unlink(missing_ok=True)
-    for folder in (aside / SHARDS, aside / RECORDS):
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    write_whole(aside / PLAN_FILE, json.dumps({"fingerprint": fingerprint, "left_out": left_out}))
+def _start(aside: Path, fingerprint: str) -> None:
+    """Keep what an earlier packing of the same list has written, and remove that of another list."""
+    plan = aside / PLAN_FILE
+    if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
+        plan.unlink(missing_ok=True)  # without it, the next call removes whatever is there
+        for folder in (aside / SHARDS, aside / RECORDS):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        write_whole(plan, fingerprint)
 
 
 def _fingerprint(layout: _Layout, entries: list[Entry]) -> str:
@@ -262,12 +239,3 @@ def _fingerprint(layout: _Layout, entries: list[Entry]) -> str:
     for (path, class_name, group), size, modified in entries:
         digest.update(json.dumps([os.path.abspath(path), class_name, group, size, modified]).encode())  # noqa: PTH100
     return digest.hexdigest()
-
-
-def _without(entries: list[Entry], left_out: list[Skipped]) -> list[Entry]:
-    damaged = {image.name for image in left_out}
-    return [entry for entry in entries if str(entry.image.path) not in damaged]
-
-
-def _class_names(entries: Iterable[Entry]) -> set[str]:
-    return {entry.image.class_name for entry in entries}
