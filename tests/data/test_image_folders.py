@@ -19,7 +19,6 @@ from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.data.shards.statistics import statistics
 from distap.errors import DistapError
-from distap.evaluation.sets import open_set
 from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
 from distap.world import World
@@ -49,13 +48,13 @@ def test_training_and_evaluation_are_those_of_the_packed_images(folders):
 
 
 def test_an_image_that_has_changed_is_damaged(folders):
-    opened = open_set(f"imagefolder:{folders / 'test'}")
-    assert opened.queries.reader.where(0) == "test-0/0.png"
-    assert len(opened.queries) == len(load_index(folders / "test-shards"))
+    images = open_images(f"imagefolder:{folders / 'test'}")
+    assert images.reader.where(0) == "test-0/0.png"
+    assert len(images) == len(load_index(folders / "test-shards"))
     path = folders / "test" / "test-0" / "0.png"
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DamagedImageError, match="truncated"):
-        opened.queries.reader.encoded(0)
+        images.reader.encoded(0)
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):
